@@ -1,0 +1,44 @@
+# Each target that needs packages owns a virtual environment, so that a clean checkout needs only python and pip.
+PYTHON ?= python3
+ARGS ?=
+
+TRAIN_ENV := .venv
+TEST_ENV := .venv-test
+BENCH_ENV := .venv-bench
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/'
+
+train: $(TRAIN_ENV)/.installed  ## train the default task; ARGS="key=value ..." overrides the configuration
+	@$(TRAIN_ENV)/bin/python sota_implementations/rloo/rloo_sync.py $(ARGS)
+
+# One thread per process: the workers of xdist and the OpenMP pool of each would contend for the same cores.
+test: lint  ## lint, then run every test and doctest; ARGS="-k word" goes to pytest
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TEST_ENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(TEST_ENV)/.installed  ## check style and format
+	$(TEST_ENV)/bin/ruff check .
+	$(TEST_ENV)/bin/ruff format --check .
+
+format: $(TEST_ENV)/.installed  ## rewrite files in the house format
+	$(TEST_ENV)/bin/ruff check --fix .
+	$(TEST_ENV)/bin/ruff format .
+
+bench: $(BENCH_ENV)/.installed  ## run every benchmarks/bench_*.py
+	set -e; for script in benchmarks/bench_*.py; do $(BENCH_ENV)/bin/python $$script $(ARGS); done
+
+clean:  ## remove environments, caches and build output; trained models and logs stay
+	rm -rf .venv .venv-test .venv-bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is newer than setup.py exactly when the environment holds what setup.py asks for.
+$(TRAIN_ENV)/.installed: EXTRAS :=
+$(TEST_ENV)/.installed: EXTRAS := [test]
+$(BENCH_ENV)/.installed: EXTRAS := [benchmark]
+$(TRAIN_ENV)/.installed $(TEST_ENV)/.installed $(BENCH_ENV)/.installed: setup.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off -e ".$(EXTRAS)"
+	@touch $@

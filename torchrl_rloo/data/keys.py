@@ -1,0 +1,55 @@
+"""The names of everything a row carries; no other file spells a key out.
+
+A row is one finished trajectory. Keys are TorchRL's wherever TorchRL has one. ``T`` is the row's own length in tokens
+and ``P`` the length of its prompt; rows are ragged and are padded only where a model needs it.
+
+============================  ===========  =======  ==================================================================
+key                           shape        dtype    content
+============================  ===========  =======  ==================================================================
+``QUERY``                     non-tensor   -        the prompt: chat messages or plain text
+``GROUP_ID``                  ``[]``       int64    one value per draw of a prompt, unique in a run
+``POLICY_VERSION``            ``[]``       int64    oldest policy version that sampled a token of the row
+``TOKENS``                    ``[T]``      int64    exact ids in order: prompt, action, feedback, action, ...
+``PROMPT_TOKENS``             ``[P]``      int64    ids before the first action
+``ATTENTION_MASK``            ``[T]``      bool     True on real tokens
+``ACTION_MASK``               ``[T]``      bool     True exactly on action tokens
+``LOG_PROBS``                 ``[T]``      float32  behaviour log-prob (nats) on action tokens, 0 elsewhere
+``REWARD``                    ``[1, 1]``   float32  the trajectory's return; NaN if every reward function abstained
+``REWARDS``                   ``[F]``      float32  what each of ``F`` reward functions gave; NaN where it abstained
+``DONE``, ``TERMINATED``,     ``[1]``      bool     ``TRUNCATED``: a token, turn or time limit ended the trajectory
+``TRUNCATED``
+``REF_LOG_PROBS``             ``[T]``      float32  log-prob under the frozen reference on action tokens, 0 elsewhere
+``ADVANTAGE``                 ``[1, 1]``   float32  multiplies the policy gradient of every action token of the row
+============================  ===========  =======  ==================================================================
+"""
+
+QUERY = "query"
+COMPLETION = "completion"  # non-tensor: the messages after the prompt, or the completion's text for a text prompt
+GROUP_ID = "group_id"
+GROUP_SIZE = "group_size"  # optional, int64 []: number of members of this row's group
+POLICY_VERSION = "policy_version"
+NUM_TURNS = "num_turns"  # int64 []: policy turns taken so far
+
+TOKENS = ("tokens", "full")
+PROMPT_TOKENS = ("tokens", "prompt")
+RESPONSE_TOKENS = ("tokens", "response")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ACTION_MASK = ("masks", "all_assistant_mask")
+LOG_PROBS = ("log_probs", "full")
+RESPONSE_TRUNCATED = "response_truncated"  # bool [1]: the last turn hit its token limit before a stop
+SEED = "seed"  # optional, int64 []: seed of the row's own random stream
+
+DONE = ("next", "done")
+TERMINATED = ("next", "terminated")
+TRUNCATED = ("next", "truncated")
+REWARD = ("next", "reward")
+REWARDS = ("next", "rewards")
+REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+ADVANTAGE = "advantage"
+MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's own limit on the tokens of this turn
+
+RESERVED = frozenset(
+    {QUERY, COMPLETION, GROUP_ID, GROUP_SIZE, POLICY_VERSION, NUM_TURNS, RESPONSE_TRUNCATED, SEED, MAX_NEW_TOKENS}
+    | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
+    | {"done", "terminated", "truncated", "_reset"}
+)  # names that a dataset's own columns cannot have

@@ -1,0 +1,122 @@
+"""Ragged rows: the one place that knows how they become a padded batch and come apart again.
+
+A batch of rows is a lazy stack of TensorDicts, one per trajectory, each with its own length. Everything that a model
+or a formula needs as a rectangle is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from torch.nn.utils.rnn import pad_sequence
+
+from torchrl_rloo.data import keys
+
+
+def ragged(rows: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
+    """The entry ``key`` of each row, as a list of ``B`` tensors.
+
+    Raises:
+        KeyError: if the rows lack the key.
+    """
+    values = rows.get(key, as_list=True)
+    if values is None:
+        raise KeyError(f"rows have no entry {key!r}; they have {sorted(map(str, rows.keys(True, True)))}")
+    return list(values.unbind(0)) if isinstance(values, torch.Tensor) else list(values)
+
+
+def pad(values: Sequence[torch.Tensor], padding_value: float = 0, side: str = "right") -> torch.Tensor:
+    """``B`` tensors of shape ``[T_i]`` as one ``[B, max T_i]`` tensor."""
+    return pad_sequence(list(values), batch_first=True, padding_value=padding_value, padding_side=side)
+
+
+def unpad(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """The first ``lengths[i]`` entries of each row of ``padded`` ``[B, T]``: the inverse of :func:`pad` on the right."""
+    return [row[:n] for row, n in zip(padded.unbind(0), lengths, strict=True)]
+
+
+def stack_rows(rows: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Rows (batch size ``[]`` each) as one ragged batch of size ``[B]``."""
+    return lazy_stack(list(rows), 0)
+
+
+def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Several ragged batches as one, in order, sharing their tensors."""
+    return stack_rows([row for batch in batches for row in batch.unbind(0)])
+
+
+def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
+    """The rows without their text: what a replay buffer and a loss need.
+
+    Conversations, queries and text columns stay with the environment: in a buffer each costs more than its tokens.
+    """
+    return stack_rows([row.filter_non_tensor_data().exclude(*_TEXT_ENTRIES) for row in rows.unbind(0)])
+
+
+_TEXT_ENTRIES = ("history", "text")
+
+
+class ActionTokens(NamedTuple):
+    """The action tokens of ``B`` rows, and where they lie.
+
+    Attributes:
+        tokens: ``[B, T]`` ids, padded on the right.
+        action_mask: ``[B, T]`` bool, True on action tokens, False on padding.
+        mask: ``[B, A]`` bool: how many action tokens each row has, left-aligned.
+    """
+
+    tokens: torch.Tensor
+    action_mask: torch.Tensor
+    mask: torch.Tensor
+
+
+def action_tokens(rows: TensorDictBase, padding_id: int = 0) -> ActionTokens:
+    """Pads the rows' tokens and finds their action tokens.
+
+    Raises:
+        ValueError: if a row's first token is an action token: nothing precedes it, so it has no log-prob.
+    """
+    tokens = pad(ragged(rows, keys.TOKENS), padding_id)
+    action_mask = pad(ragged(rows, keys.ACTION_MASK), False)
+    if action_mask[:, :1].any():
+        raise ValueError("the first token of a row is an action token, but a policy needs at least one prompt token")
+    counts = action_mask.sum(1)
+    mask = torch.arange(int(counts.max()) if len(counts) else 0, device=counts.device) < counts[:, None]
+    return ActionTokens(tokens, action_mask, mask)
+
+
+def gather_actions(values: Sequence[torch.Tensor], actions: ActionTokens) -> torch.Tensor:
+    """Per-token values of each row (``B`` tensors ``[T_i]``) at its action tokens only, ``[B, A]``, 0 elsewhere."""
+    return place_actions(pad(values)[actions.action_mask], actions)
+
+
+def place_actions(flat: torch.Tensor, actions: ActionTokens) -> torch.Tensor:
+    """Values of all action tokens in row order, ``[N]``, as ``[B, A]``; 0 elsewhere. Differentiable."""
+    return torch.zeros_like(actions.mask, dtype=flat.dtype).masked_scatter(actions.mask, flat)
+
+
+def spread_actions(values: torch.Tensor, rows: TensorDictBase, actions: ActionTokens) -> list[torch.Tensor]:
+    """Values at action tokens ``[B, A]`` as ``B`` tensors of each row's length ``[T_i]``, 0 on all other tokens."""
+    full = torch.zeros_like(actions.tokens, dtype=values.dtype)
+    full = full.masked_scatter(actions.action_mask, values[actions.mask])
+    return unpad(full, [len(t) for t in ragged(rows, keys.TOKENS)])
+
+
+def set_ragged(rows: TensorDictBase, key: NestedKey, values: Sequence[torch.Tensor]) -> TensorDictBase:
+    """Writes one tensor per row, of any lengths, under ``key``, in place."""
+    for row, value in zip(rows.unbind(0), values, strict=True):
+        row.set(key, value)
+    return rows
+
+
+def as_lazy(rows: TensorDictBase) -> LazyStackedTensorDict:
+    """The batch as a lazy stack, so that entries of different lengths can be set on it."""
+    return rows if isinstance(rows, LazyStackedTensorDict) else rows.to_lazystack(0)
+
+
+def collection(cls: type, **tensors: torch.Tensor):
+    """One row's ``Tokens``, ``Masks`` or ``LogProbs``, without the checks that cost more than the data (0.1 ms each)."""
+    return cls._from_tensordict(TensorDict._new_unsafe(tensors, batch_size=torch.Size([])), {"padded": False})

@@ -1,0 +1,173 @@
+"""Conversations to token ids, by the tokenizer's own chat template.
+
+Prompts and feedback are rendered here; what the policy sampled is never rendered or encoded again. Action tokens are
+known because they were sampled, so no mask is ever recovered by searching text. The one exception is a conversation
+that somebody else wrote (SFT, evaluation): :func:`encode_conversation` masks its assistant turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl.data.llm import History
+
+Messages = list[dict[str, Any]]
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BOUNDARY = "assistant-turn-ends-here-5f1c"
+
+
+def is_conversation(query: object) -> bool:
+    """True for a non-empty list of messages, each a mapping with ``role`` and ``content``."""
+    return (
+        isinstance(query, Sequence)
+        and not isinstance(query, str)
+        and len(query) > 0
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in query)
+    )
+
+
+def _require_template(tokenizer) -> None:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} has no chat_template, so it cannot render chat "
+            "messages. Pass plain-text prompts, or set tokenizer.chat_template."
+        )
+
+
+def render(tokenizer, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs) -> str:
+    """The conversation as the text that the tokenizer's template makes of it.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        messages: the conversation. If its last message is the assistant's, that turn is left open to be continued.
+        add_generation_prompt: whether to open the assistant's turn after the last message.
+        **template_kwargs: passed to the template (``tools=``, ``enable_thinking=``, ...).
+
+    Raises:
+        ValueError: if the tokenizer has no chat template.
+    """
+    _require_template(tokenizer)
+    if add_generation_prompt and messages[-1]["role"] == "assistant":
+        return tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True, **template_kwargs)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+    )
+
+
+def encode(tokenizer, text: str) -> list[int]:
+    """Ids of text that a template rendered: special tokens are recognised, none are added."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[int]:
+    """Ids of a prompt, ready to be continued by the policy.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        query: chat messages (rendered by the tokenizer's template, assistant's turn opened) or plain text (encoded
+            as the tokenizer encodes any text, its own special tokens such as BOS included).
+        **template_kwargs: passed to the template.
+
+    Raises:
+        ValueError: if the query is neither, or the prompt is empty, or messages come without a chat template.
+    """
+    if isinstance(query, str):
+        ids = list(tokenizer(query)["input_ids"])
+    elif is_conversation(query):
+        ids = encode(tokenizer, render(tokenizer, query, **template_kwargs))
+    else:
+        raise ValueError(
+            f"query must be a string or a non-empty list of messages with 'role' and 'content', got {query!r:.200}"
+        )
+    if not ids:
+        raise ValueError(f"query {query!r:.200} has no tokens: give every prompt at least one token (a BOS is enough)")
+    return ids
+
+
+def encode_feedback(
+    tokenizer, conversation: Messages, feedback: Messages, *, last_token: int, **template_kwargs
+) -> list[int]:
+    """Ids that follow a sampled assistant turn: the end of that turn, the feedback, and the next turn's opening.
+
+    Only the new feedback is encoded. The turn's own text is replaced by a marker before rendering, so nothing that the
+    policy wrote passes through the tokenizer again, whatever the template does to past turns.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        conversation: the messages so far; the last one is the assistant turn that was just sampled.
+        feedback: the messages (tool results, user replies) that answer it.
+        last_token: the last sampled id. If it is the template's end of turn it is not repeated.
+        **template_kwargs: passed to the template.
+
+    Raises:
+        ValueError: if the template does not show the assistant's content exactly once.
+    """
+    opened = [*conversation[:-1], {"role": "assistant", "content": _BOUNDARY}]
+    text = render(tokenizer, [*opened, *feedback], **template_kwargs)
+    if text.count(_BOUNDARY) != 1:
+        raise ValueError(
+            f"the chat template shows an assistant message {text.count(_BOUNDARY)} times when feedback follows it; "
+            "multi-turn environments need a template that shows it once"
+        )
+    ids = encode(tokenizer, text.split(_BOUNDARY)[1])
+    return ids[1:] if ids and ids[0] == last_token else ids
+
+
+def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tuple[list[int], list[bool]]:
+    """Ids of a finished conversation and a mask of its assistant tokens, for SFT and evaluation.
+
+    The mask comes from the template's ``{% generation %}`` blocks or, where it has none, from the differences between
+    the rendered prefixes of the conversation (an assistant turn then ends with its end-of-turn token).
+
+    Returns:
+        ``(ids, mask)``, both of length ``T``.
+
+    Raises:
+        ValueError: if the template has no ``{% generation %}`` and rewrites earlier turns, so that neither way is right.
+    """
+    _require_template(tokenizer)
+    if _GENERATION_TAG.search(tokenizer.chat_template):
+        out = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
+        )
+        return list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
+    ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=False, **template_kwargs))
+    mask = [False] * len(ids)
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = encode(tokenizer, render(tokenizer, messages[:k], **template_kwargs))
+        after = encode(tokenizer, render(tokenizer, messages[: k + 1], add_generation_prompt=False, **template_kwargs))
+        if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
+            raise ValueError(
+                f"the chat template renders message {k} differently once later messages follow, and has no "
+                "{% generation %} block, so its assistant tokens cannot be told apart. Add {% generation %} ... "
+                "{% endgeneration %} around the assistant's content in tokenizer.chat_template."
+            )
+        end = len(after)
+        while (
+            end > len(before)
+            and tokenizer.eos_token_id in ids[len(before) : end]
+            and ids[end - 1] != tokenizer.eos_token_id
+        ):
+            end -= 1  # drop what the template puts between the end of this turn and the next
+        mask[len(before) : end] = [True] * (end - len(before))
+    return ids, mask
+
+
+def to_history(conversations: Sequence[Messages]) -> History:
+    """Chat messages of ``B`` conversations as TorchRL's :class:`~torchrl.data.llm.History`, shape ``[B, n_messages]``."""
+    return History.from_chats(list(conversations))
+
+
+def from_history(history: History) -> Messages:
+    """One conversation (shape ``[n_messages]``) as chat messages."""
+    return [{"role": item.role, "content": item.content} for item in history.unbind(0) if item.role != "<none>"]
+
+
+def decode_response(tokenizer, tokens: Sequence[int]) -> str:
+    """The text of a sampled turn, for people, tools and rewards: special tokens, the end of turn among them, left out."""
+    return tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,264 @@
+"""A finished run as a picture and as one self-contained page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+Row = Mapping[str, Any]
+
+_COLOURS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
+_SAMPLES = 4  # completions shown of the first and of the last step
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Curves that share axes: the metrics whose names match one of ``patterns``."""
+
+    title: str
+    unit: str
+    patterns: tuple[str, ...]
+    points: bool = False  # measured now and then: mark every measurement
+    smoothed: bool = False
+    share: bool = False  # lies in 0..1, and how far from the ends is what matters
+
+
+_DEFAULT_PANELS = (
+    _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
+    _Panel("Held-out evaluation", "score", ("eval/*",), points=True, share=True),
+    _Panel("Groups whose rewards are all equal", "share of groups", ("frac_reward_zero_std",), share=True),
+    _Panel("Policy entropy", "nats per token", ("entropy",)),
+    _Panel("Mean length of a completion", "tokens", ("completions/mean_length",)),
+    _Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
+    _Panel("Share of ratios that were clipped", "share", ("clip_ratio", "clip_ratio/*")),
+    _Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
+)
+
+
+def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Sequence[str]] | None = None) -> Path:
+    """Draws training curves into a PNG.
+
+    Args:
+        history: one dict per entry with ``step`` and metrics; a metric may be missing, None or NaN in some of them.
+        path: the PNG to write; its directory is made if it does not exist.
+        panels: the metrics of each panel, by name or pattern (``"eval/*"``). By default the usual ones of RLOO, as far
+            as the history has them, or, if it has none of those, every metric in a panel of its own.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: if the history has none of the metrics, or nothing for one of the ``panels`` asked for.
+    """
+    names = _numeric_names(history)
+    chosen = _choose_panels(names, panels)
+    columns = min(len(chosen), 3)
+    rows = math.ceil(len(chosen) / columns)
+    figure = Figure(figsize=(5.0 * columns, 3.2 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    for index, panel in enumerate(chosen):
+        _draw(figure.add_subplot(rows, columns, index + 1), panel, names, history)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _numeric_names(history: Sequence[Row]) -> list[str]:
+    """Metrics that have at least one finite value, in order of appearance."""
+    names: dict[str, None] = {}
+    for entry in history:
+        names.update(dict.fromkeys(name for name, value in entry.items() if name != "step" and _is_finite(value)))
+    return list(names)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _choose_panels(names: Sequence[str], panels: Sequence[Sequence[str]] | None) -> list[_Panel]:
+    if not names:
+        raise ValueError("history has no metric with a finite value, so there is nothing to draw.")
+    if panels is None:
+        usual = [panel for panel in _DEFAULT_PANELS if _matching(names, panel.patterns)]
+        return usual or [_Panel(name, "", (name,)) for name in names]
+    for patterns in panels:
+        if not _matching(names, patterns):
+            raise ValueError(f"panels asks for {list(patterns)}, but the history has only {list(names)}.")
+    return [_Panel(", ".join(patterns), "", tuple(patterns)) for patterns in panels]
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row]) -> None:
+    drawn: list[float] = []
+    for index, name in enumerate(_matching(names, panel.patterns)):
+        colour = _COLOURS[index % len(_COLOURS)]
+        entries = [entry for entry in history if _is_finite(entry.get(name))]
+        steps, values = [entry["step"] for entry in entries], [entry[name] for entry in entries]
+        drawn += values
+        if panel.smoothed and len(values) >= 10:
+            window = max(3, len(values) // 20)
+            axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.35, label=name)
+            axes.plot(steps, _running_mean(values, window), color=colour, linewidth=2, label=f"mean of last {window}")
+        else:
+            marker = "o" if panel.points or len(values) < 10 else None
+            axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=4, label=name)
+    if panel.share and 0 <= min(drawn) and max(drawn) <= 1:
+        axes.set_ylim(-0.03, 1.03)
+    else:
+        axes.margins(y=0.12)
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.unit)
+    axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none")
+    _style(axes, [entry["step"] for entry in history])
+
+
+def _style(axes: Axes, steps: Sequence[int]) -> None:
+    pad = 0.02 * (max(steps) - min(steps)) or 0.5
+    axes.set_xlim(min(steps) - pad, max(steps) + pad)  # the same in all panels, however often each was measured
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and the ``window - 1`` before it, of fewer at the start."""
+    return [math.fsum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
+
+
+def write_report(
+    directory: str | Path,
+    *,
+    history: Sequence[Row],
+    summary: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Row]] | None = None,
+    definitions: Mapping[str, str] | None = None,
+    panels: Sequence[Sequence[str]] | None = None,
+) -> Path:
+    """Writes ``report.html``, one file that needs no other, and beside it ``curves.png`` and ``summary.json``.
+
+    Args:
+        directory: where to; made if it does not exist.
+        history: see :func:`plot_curves`.
+        summary: what a reader should see first: figures and settings by name.
+        tables: sample completions by table name; each shows rows of its first and last ``step``.
+        definitions: what each metric means, by its name.
+        panels: see :func:`plot_curves`.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: if the history has nothing to draw.
+    """
+    directory = Path(directory)
+    curves = plot_curves(history, directory / "curves.png", panels=panels)
+    text = json.dumps(_without_nan(summary), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    (directory / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    picture = base64.b64encode(curves.read_bytes()).decode("ascii")
+    sections = [
+        _section("Summary", _pairs(summary)),
+        _section("Curves", f'<img alt="Training curves" src="data:image/png;base64,{picture}">'),
+        *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
+    ]
+    if definitions:
+        sections.append(_section("What the metrics mean", _pairs(definitions)))
+    page = directory / "report.html"
+    page.write_text(_PAGE.replace("%SECTIONS%", "\n".join(sections)), encoding="utf-8", errors="backslashreplace")
+    return page
+
+
+def _without_nan(value: Any) -> Any:
+    """The value with None for what is not finite, which JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{html.escape(title)}</h2>\n{content}\n</section>"
+
+
+def _pairs(pairs: Mapping[str, Any]) -> str:
+    rows = (f"<tr><th>{html.escape(str(name))}</th><td>{_cell(value)}</td></tr>" for name, value in pairs.items())
+    return "<table>\n" + "\n".join(rows) + "\n</table>"
+
+
+def _cell(value: Any) -> str:
+    """A value as HTML; everything is escaped, since a completion may hold markup."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping) and set(value) == {"role", "content"}:
+        return f"<b>{html.escape(str(value['role']))}</b> {_cell(value['content'])}"
+    if isinstance(value, Mapping):
+        return _pairs(value)
+    if isinstance(value, (list, tuple)):
+        return "<br>".join(map(_cell, value))
+    return f"<span>{html.escape(str(value))}</span>"
+
+
+def _samples(rows: Sequence[Row]) -> str:
+    steps = sorted({row["step"] for row in rows if "step" in row})
+    if not steps:
+        return _cards(rows)
+    parts = []
+    for step in dict.fromkeys((steps[0], steps[-1])):
+        parts.append(f"<h3>At step {step}</h3>\n{_cards([row for row in rows if row.get('step') == step])}")
+    return '<div class="compare">\n' + "\n".join(f"<div>{part}</div>" for part in parts) + "\n</div>"
+
+
+def _cards(rows: Sequence[Row]) -> str:
+    return "\n".join(_pairs({key: row[key] for key in row if key != "step"}) for row in rows[:_SAMPLES])
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>RLOO run</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 2em auto;
+       padding: 0 1em; }
+h1 { font-size: 1.6em; }
+h2 { font-size: 1.2em; border-bottom: 1px solid #ddd; padding-bottom: .2em; margin-top: 2em; }
+h3 { font-size: 1em; }
+img { max-width: 100%; }
+table { border-collapse: collapse; margin-bottom: 1em; }
+th, td { text-align: left; vertical-align: top; padding: .25em .8em .25em 0; border-bottom: 1px solid #eee; }
+th { font-weight: 600; white-space: nowrap; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td span { white-space: pre-wrap; }
+.compare { display: grid; grid-template-columns: repeat(auto-fit, minmax(24em, 1fr)); gap: 0 2em; }
+.compare table { width: 100%; background: #f7f7f7; }
+.compare th, .compare td { padding: .25em .6em; border: 0; }
+.compare th { width: 1%; }
+.compare span { font-family: ui-monospace, monospace; font-size: .9em; }
+</style>
+</head>
+<body>
+<h1>RLOO run</h1>
+%SECTIONS%
+</body>
+</html>
+"""

@@ -1,0 +1,8 @@
+"""The embedded default: tokenizer, model, task and warm start of a real RLOO run on CPU cores, without a download."""
+
+from torchrl_rloo.embedded.addition import addition_prompts, demonstrations
+from torchrl_rloo.embedded.model import build_model
+from torchrl_rloo.embedded.tokenizer import build_tokenizer
+from torchrl_rloo.embedded.warm_start import warm_start
+
+__all__ = ["addition_prompts", "build_model", "build_tokenizer", "demonstrations", "warm_start"]

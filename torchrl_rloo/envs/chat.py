@@ -1,0 +1,255 @@
+"""ChatEnv: conversations as a batch of rows, token-exact over any number of turns.
+
+Replaces TorchRL's class under the same name: that one encodes the conversation's text again at every turn, fails on
+prompts of unequal length in tokens mode, and never sets ``done``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import as_lazy, collection, stack_rows
+from torchrl_rloo.data.templates import (
+    Messages,
+    decode_response,
+    encode_feedback,
+    encode_prompt,
+    from_history,
+    is_conversation,
+    to_history,
+)
+
+INPUT_MODES = ("tokens", "text", "history")
+
+
+class ChatEnv(EnvBase):
+    """A batch of conversations with a language-model policy.
+
+    ``reset`` takes rows with a ``"query"`` (chat messages, or plain text) and opens the policy's turn. ``step`` takes
+    what the policy made of it and ends the trajectory: *terminated* if the policy stopped, *truncated* if its turn hit
+    the token limit or the trajectory ``max_tokens``. A transform
+    (:class:`~torchrl_rloo.envs.transforms.FeedbackTransform`) may answer a terminated turn and so open the next one.
+
+    The token ids, action masks and log-probs of a row are carried from turn to turn, and only ever extended. The env
+    has no state of its own: rows may be stepped in any subsets.
+
+    Args:
+        tokenizer: renders prompts and feedback with its own chat template, and decodes what the policy said.
+        batch_size: number of rows that ``reset`` makes.
+        input_mode: what the policy reads beside the ids: ``"tokens"`` nothing, ``"text"`` ``("text", "prompt")``,
+            ``"history"`` ``("history", "prompt")``. A policy that returns ids is taken at its ids in every mode.
+        max_tokens: limit on the length ``T`` of a trajectory, prompt included; None for no limit.
+        template_kwargs: passed to the chat template.
+
+    Raises:
+        ValueError: at ``reset`` if a query is neither text nor messages; at ``step`` if the policy's ids do not extend
+            the ids it was given.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.embedded import build_tokenizer
+        >>> env = ChatEnv(build_tokenizer(), batch_size=2)
+        >>> row = env.reset(TensorDict({"query": ["What is 2+3?", "What is 47+38?"]}, [2]))
+        >>> [len(t) for t in row.get(("tokens", "prompt"), as_list=True)]
+        [7, 9]
+    """
+
+    batch_locked = False
+
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        batch_size: int | Sequence[int] = 1,
+        input_mode: Literal["tokens", "text", "history"] = "tokens",
+        max_tokens: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        if input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
+        if max_tokens is not None and max_tokens < 2:
+            raise ValueError(f"max_tokens={max_tokens} must leave room for a prompt and an action: at least 2")
+        batch_size = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        if len(batch_size) != 1 or batch_size[0] < 1:
+            raise ValueError(f"batch_size={batch_size} must be one positive number of rows")
+        super().__init__(batch_size=torch.Size(batch_size), device=None)
+        self.tokenizer, self.input_mode, self.max_tokens = tokenizer, input_mode, max_tokens
+        self.template_kwargs = dict(template_kwargs or {})
+        self._make_specs()
+
+    def _make_specs(self) -> None:
+        shape = self.batch_size
+        ragged = {"shape": (*shape, -1)}
+        tokens = Unbounded(**ragged, dtype=torch.int64)
+        state = {
+            "tokens": Composite(prompt=tokens, shape=shape, data_cls=Tokens),
+            "masks": Composite(all_assistant_mask=Binary(**ragged, dtype=torch.bool), shape=shape, data_cls=Masks),
+            "log_probs": Composite(full=Unbounded(**ragged), shape=shape, data_cls=LogProbs),
+            keys.NUM_TURNS: Unbounded(shape=shape, dtype=torch.int64),
+            keys.COMPLETION: NonTensor(shape=shape, example_data=[]),
+        }
+        views = {"text": Text, "history": ChatHistory}
+        if self.input_mode in views:
+            state[self.input_mode] = _without_optional(views[self.input_mode].default_spec(shape, ["prompt"]))
+            action = _without_optional(views[self.input_mode].default_spec(shape, ["full"]))
+        else:
+            action = Composite(full=tokens, shape=shape, data_cls=Tokens)
+        self.full_observation_spec = Composite(state, shape=shape)
+        self.full_action_spec = Composite({self.input_mode: action}, shape=shape)
+        self.full_reward_spec = Composite(reward=Unbounded(shape=(*shape, 1, 1)), shape=shape)
+        self.full_done_spec = Composite(
+            {k: Binary(n=1, shape=(*shape, 1), dtype=torch.bool) for k in ("done", "terminated", "truncated")},
+            shape=shape,
+        )
+        self.full_state_spec = Composite({keys.QUERY: NonTensor(shape=shape, example_data="a question")}, shape=shape)
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing here is random: draws of prompts belong to the primer, samples to the policy."""
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """A policy that says one random token, the same in every row: enough to check specs with."""
+        rows = as_lazy(self.reset() if tensordict is None else tensordict)
+        token = torch.randint(len(self.tokenizer), (1,))
+        for row in rows.unbind(0):
+            prompt = row[keys.PROMPT_TOKENS]
+            if self.input_mode == "tokens":
+                row.set("tokens", Tokens(prompt=prompt, full=torch.cat([prompt, token])))
+                continue
+            said = decode_response(self.tokenizer, token.tolist())
+            if self.input_mode == "text":
+                row.set("text", Text(prompt=row["text", "prompt"], full=row["text", "prompt"] + said))
+            else:
+                history = row["history", "prompt"]
+                full = [*from_history(history), {"role": "assistant", "content": said}]
+                row.set("history", ChatHistory(prompt=history, full=to_history([full])[0]))
+        return rows
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
+        if tensordict is None or keys.QUERY not in tensordict.keys():
+            raise KeyError(
+                f"ChatEnv.reset needs rows with a {keys.QUERY!r}: pass a tensordict, or add a DataLoadingPrimer "
+                "(DatasetChatEnv has one)"
+            )
+        restart = tensordict.get("_reset", None)
+        restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
+        kept = (keys.NUM_TURNS, keys.COMPLETION, "tokens", "masks", "log_probs", "text", "history")
+        rows = []
+        for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
+            data = row.exclude("_reset", "next", "done", "terminated", "truncated")
+            rows.append(self._open(data.exclude(*kept)) if fresh else data)
+        return stack_rows(rows)
+
+    def _open(self, row: TensorDictBase) -> TensorDictBase:
+        """A row at the start of its conversation."""
+        query = row[keys.QUERY]
+        prompt = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
+        row.set(keys.NUM_TURNS, torch.tensor(0))
+        row.set(keys.COMPLETION, NonTensorData([] if is_conversation(query) else ""))
+        return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
+
+    def _set_context(
+        self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
+    ) -> TensorDictBase:
+        """What the policy sees at its turn: everything so far as ids, and as text or History where asked for."""
+        row.set("tokens", collection(Tokens, prompt=tokens))
+        row.set("masks", collection(Masks, all_assistant_mask=mask))
+        row.set("log_probs", collection(LogProbs, full=log_probs))
+        if self.input_mode == "text":
+            row.set("text", Text(prompt=self.tokenizer.decode(tokens)))
+        elif self.input_mode == "history":
+            query, completion = row[keys.QUERY], row[keys.COMPLETION]
+            if not is_conversation(query):
+                raise ValueError(f"input_mode='history' needs queries that are chat messages, got {query!r:.100}")
+            row.set("history", ChatHistory(prompt=to_history([[*query, *completion]])[0]))
+        return row
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return stack_rows([self._step_row(row) for row in tensordict.unbind(0)])
+
+    def _step_row(self, row: TensorDictBase) -> TensorDictBase:
+        prompt = row[keys.PROMPT_TOKENS]
+        full, mask, log_probs = self._action(row, prompt)
+        out_of_turn = bool(row.get(keys.RESPONSE_TRUNCATED, torch.zeros(1)).any())
+        truncated = out_of_turn or (self.max_tokens is not None and len(full) >= self.max_tokens)
+        said = decode_response(self.tokenizer, full[len(prompt) :].tolist())
+        query, completion = row[keys.QUERY], row[keys.COMPLETION]
+        spoken = [*completion, {"role": "assistant", "content": said}] if is_conversation(query) else completion + said
+        step = TensorDict._new_unsafe(
+            {
+                keys.NUM_TURNS: row[keys.NUM_TURNS] + 1,
+                "reward": torch.zeros(1, 1),
+                "done": torch.tensor([True]),
+                "terminated": torch.tensor([not truncated]),
+                "truncated": torch.tensor([truncated]),
+            },
+            batch_size=torch.Size([]),
+        )
+        step.set(keys.QUERY, NonTensorData(query)).set(keys.COMPLETION, NonTensorData(spoken))
+        return self._set_context(step, full, mask, log_probs)
+
+    def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Ids, action mask and log-probs after the policy's turn."""
+        full = row.get(keys.TOKENS, None)
+        if full is None:  # a policy of text alone: what it said is encoded once, here
+            full = torch.cat([prompt, torch.tensor(self._encode_said(row), dtype=torch.long)])
+        if len(full) < len(prompt) or not torch.equal(full[: len(prompt)], prompt):
+            raise ValueError(
+                f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
+                f"{keys.TOKENS} must hold the prompt's ids followed by the sampled ones"
+            )
+        mask, log_probs = row.get(keys.ACTION_MASK), row.get(keys.LOG_PROBS)
+        new = len(full) - len(mask)
+        if new:
+            mask = torch.cat([mask, torch.ones(new, dtype=torch.bool)])
+            log_probs = torch.cat([log_probs, torch.full((new,), torch.nan)])  # unknown, and never taken for a number
+        return full, mask, log_probs
+
+    def _encode_said(self, row: TensorDictBase) -> list[int]:
+        if self.input_mode == "text":
+            said = row["text", "full"][len(row["text", "prompt"]) :]
+        elif self.input_mode == "history":
+            said = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
+        else:
+            raise KeyError(f"the policy set no {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
+        return self.tokenizer(said, add_special_tokens=False)["input_ids"]
+
+    def continue_row(self, row: TensorDictBase, feedback: Messages) -> TensorDictBase:
+        """Answers a row that has just been stepped, in place: appends the feedback's ids and opens the next turn.
+
+        Args:
+            row: one row of the ``"next"`` entry of a step.
+            feedback: the messages that answer the policy's turn.
+        """
+        query, completion, tokens = row[keys.QUERY], row[keys.COMPLETION], row[keys.PROMPT_TOKENS]
+        if not is_conversation(query):
+            raise ValueError(f"feedback needs a query of chat messages, got plain text {query!r:.100}")
+        ids = encode_feedback(
+            self.tokenizer, [*query, *completion], feedback, last_token=int(tokens[-1]), **self.template_kwargs
+        )
+        row.set(keys.COMPLETION, NonTensorData([*completion, *feedback]))
+        for key in ("done", "terminated", "truncated"):
+            row.set(key, torch.tensor([False]))
+        new = torch.tensor(ids, dtype=torch.long)
+        mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
+        return self._set_context(
+            row,
+            torch.cat([tokens, new]),
+            torch.cat([mask, torch.zeros(len(new), dtype=torch.bool)]),
+            torch.cat([log_probs, torch.zeros(len(new))]),
+        )
+
+
+def _without_optional(spec: Composite) -> Composite:
+    """A text or history spec without the message fields that plain chats leave unset."""
+    for messages in (v for v in spec.values() if isinstance(v, Composite)):
+        for field in ("tool_calls", "tool_responses"):
+            del messages[field]
+    return spec

@@ -1,0 +1,80 @@
+"""DatasetChatEnv: a ChatEnv whose prompts come from a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torchrl.envs import Compose, Transform, TransformedEnv
+
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
+from torchrl_rloo.envs.transforms.reward import RewardTransform
+from torchrl_rloo.rewards.protocol import RewardFunction
+
+
+class DatasetChatEnv(TransformedEnv):
+    """A :class:`ChatEnv` with a :class:`DataLoadingPrimer`, further transforms and rewards, in that order.
+
+    A single-turn task is a dataset and a reward function; a task of several turns adds transforms that give feedback.
+
+    Args:
+        dataset: the prompts.
+        tokenizer: of the policy.
+        prompts_per_batch: draws per reset.
+        num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
+        rewards: reward functions, or a ready :class:`RewardTransform`; None for no reward.
+        transforms: put between the primer and the rewards, in order.
+        after_rewards: put after the rewards, in order (a :class:`KLRewardTransform`, say).
+        shuffle: see :class:`DataLoadingPrimer`.
+        seed: see :class:`DataLoadingPrimer`.
+        epochs: see :class:`DataLoadingPrimer`.
+        input_mode: see :class:`ChatEnv`.
+        max_tokens: see :class:`ChatEnv`.
+        template_kwargs: see :class:`ChatEnv`.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> from torchrl_rloo.embedded import addition_prompts, build_tokenizer
+        >>> from torchrl_rloo.rewards import boxed_accuracy
+        >>> dataset = load_prompts(addition_prompts("train", size=8))
+        >>> env = DatasetChatEnv(
+        ...     dataset, build_tokenizer(), prompts_per_batch=2, num_generations=4, rewards=boxed_accuracy
+        ... )
+        >>> env.reset()["group_id"].tolist()
+        [0, 0, 0, 0, 1, 1, 1, 1]
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        tokenizer,
+        *,
+        prompts_per_batch: int,
+        num_generations: int = 1,
+        rewards: RewardFunction | Sequence[RewardFunction] | RewardTransform | None = None,
+        transforms: Sequence[Transform] = (),
+        after_rewards: Sequence[Transform] = (),
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+        input_mode: Literal["tokens", "text", "history"] = "tokens",
+        max_tokens: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        if prompts_per_batch < 1:
+            raise ValueError(f"prompts_per_batch={prompts_per_batch} must be at least 1")
+        base = ChatEnv(
+            tokenizer,
+            batch_size=prompts_per_batch * num_generations,
+            input_mode=input_mode,
+            max_tokens=max_tokens,
+            template_kwargs=template_kwargs,
+        )
+        primer = DataLoadingPrimer(dataset, num_generations=num_generations, shuffle=shuffle, seed=seed, epochs=epochs)
+        if rewards is not None and not isinstance(rewards, RewardTransform):
+            rewards = RewardTransform(rewards)
+        scored = () if rewards is None else (rewards,)
+        super().__init__(base, Compose(primer, *transforms, *scored, *after_rewards))
+        self.primer, self.reward_transform = primer, rewards

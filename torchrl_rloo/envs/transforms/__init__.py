@@ -1,0 +1,8 @@
+"""Transforms that make a task of a ChatEnv: data, feedback, rewards, KL."""
+
+from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
+from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
+from torchrl_rloo.envs.transforms.kl import KLRewardTransform
+from torchrl_rloo.envs.transforms.reward import RewardTransform
+
+__all__ = ["DataLoadingPrimer", "DatasetExhaustedError", "FeedbackTransform", "KLRewardTransform", "RewardTransform"]

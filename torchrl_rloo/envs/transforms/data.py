@@ -1,0 +1,156 @@
+"""DataLoadingPrimer: draws prompts from a dataset at every reset, several copies of each.
+
+Replaces TorchRL's class, whose ``state_dict`` is empty, so that a run cannot be resumed in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.rows import stack_rows
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class DatasetExhaustedError(RuntimeError):
+    """There are no prompts left for another batch."""
+
+
+class DataLoadingPrimer(Transform):
+    """Fills a reset environment with prompts: ``num_generations`` rows for each draw, under one fresh ``group_id``.
+
+    Args:
+        dataset: the prompts.
+        num_generations: ``G``, rows per draw. The environment's batch size must be a multiple of it.
+        shuffle: whether each epoch goes through the dataset in a new random order, or always in its own.
+        seed: of the primer's own random stream.
+        epochs: how often to go through the dataset; None for ever. Draws of one batch may come from two epochs. What is
+            left at the end and does not fill a batch is counted in the log and not drawn.
+
+    Raises:
+        ValueError: for a number below 1, or if the epochs do not fill one batch.
+
+    Its ``state_dict`` holds the place in the epoch, so a resumed run draws exactly what it would have drawn.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        *,
+        num_generations: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+    ):
+        super().__init__()
+        for name, value in (("num_generations", num_generations), ("epochs", epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
+        self.generator = torch.Generator().manual_seed(seed)
+        self.epoch, self.position, self.next_group_id = 0, 0, 0
+        self._start_epoch()
+
+    def _start_epoch(self) -> None:
+        self._epoch_start = self.generator.get_state()
+        n = len(self.dataset)
+        self._order = torch.randperm(n, generator=self.generator).tolist() if self.shuffle else list(range(n))
+
+    def remaining(self) -> float:
+        """Draws that are left; infinite without a limit on epochs."""
+        if self.epochs is None:
+            return float("inf")
+        return (self.epochs - self.epoch) * len(self.dataset) - self.position
+
+    def draw(self) -> tuple[dict[str, Any], int]:
+        """The next prompt and its ``group_id``.
+
+        Raises:
+            DatasetExhaustedError: after the last epoch.
+        """
+        if self.remaining() < 1:
+            raise DatasetExhaustedError(f"all {self.epochs} epochs of {len(self.dataset)} prompts are drawn")
+        if self.position == len(self.dataset):
+            self.epoch, self.position = self.epoch + 1, 0
+            self._start_epoch()
+        row, group_id = self.dataset[self._order[self.position]], self.next_group_id
+        self.position, self.next_group_id = self.position + 1, self.next_group_id + 1
+        return row, group_id
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        n = self.parent.batch_size[0]
+        restart = None if tensordict is None else tensordict.get("_reset", None)
+        if restart is None:
+            return stack_rows(self._draw_rows(n))
+        restart = restart.reshape(n, -1).any(1).tolist()
+        fresh = iter(self._draw_rows(sum(restart)))
+        rows = []
+        for row, reset in zip(tensordict.unbind(0), restart, strict=True):
+            rows.append(next(fresh).set("_reset", row["_reset"]) if reset else row)
+        return stack_rows(rows)
+
+    def _draw_rows(self, n: int) -> list[TensorDictBase]:
+        groups, left = divmod(n, self.num_generations)
+        if left:
+            raise ValueError(
+                f"{n} rows are reset at once, which is not a multiple of num_generations={self.num_generations}: "
+                "groups are drawn whole"
+            )
+        if self.remaining() < groups:
+            if self.next_group_id == 0:
+                raise ValueError(
+                    f"{len(self.dataset)} prompts x {self.epochs} epochs give {int(self.remaining())} draws, fewer than "
+                    f"the {groups} prompts of one batch: add prompts or epochs, or lower the batch size"
+                )
+            if self.remaining():
+                _LOGGER.warning("%d prompts at the end do not fill a batch and are not drawn", int(self.remaining()))
+            raise DatasetExhaustedError(f"{int(self.remaining())} draws are left, a batch needs {groups}")
+        return [row for _ in range(groups) for row in self._copies(*self.draw())]
+
+    def _copies(self, prompt: dict[str, Any], group_id: int) -> list[TensorDictBase]:
+        entries = {k: v if isinstance(v, torch.Tensor) else NonTensorData(v) for k, v in prompt.items()}
+        entries[keys.GROUP_ID] = torch.tensor(group_id)
+        empty = torch.Size([])
+        return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Declares what a reset brings along: the query, the dataset's other columns and the group."""
+        shape = self.parent.batch_size
+        state = input_spec["full_state_spec"]
+        for name in self.dataset.columns:
+            state[name] = NonTensor(shape=shape, example_data=self.dataset[0][name])
+        state[keys.GROUP_ID] = Unbounded(shape=shape, dtype=torch.int64)
+        return input_spec
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Place in the dataset, for ``state_dict``: plain values and one tensor."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "next_group_id": self.next_group_id,
+            "epoch_start": self._epoch_start,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Goes to a place in the dataset, for ``load_state_dict``.
+
+        Raises:
+            ValueError: if the state is of another dataset: the draws would silently be others.
+        """
+        if state["fingerprint"] != self.dataset.fingerprint:
+            raise ValueError(
+                f"the state is of a dataset with fingerprint {state['fingerprint']}, this one has "
+                f"{self.dataset.fingerprint}: resume with the same data"
+            )
+        self.epoch, self.position, self.next_group_id = state["epoch"], state["position"], state["next_group_id"]
+        self.generator.set_state(state["epoch_start"])
+        self._start_epoch()

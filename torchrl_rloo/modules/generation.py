@@ -1,0 +1,217 @@
+"""Sampling from a Hugging Face causal language model, with the exact ids and the exact distribution kept.
+
+Why not ``model.generate``: it drops a sampled EOS that equals the padding id, ignores per-row seeds and limits, and
+returns log-probs of a distribution other than the sampled one when a penalty or truncation is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from torchrl_rloo.functional import SamplingDistribution, sample_tokens
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What to generate: the sampling distribution and when to stop.
+
+    Args:
+        max_new_tokens: limit on the tokens of one turn.
+        distribution: what tokens are drawn from.
+        stop_token_ids: ids that end a turn, besides the tokenizer's and the model's own end-of-sequence ids. The stop
+            token is an action token: it was sampled.
+        stop_strings: texts that end a turn once the decoded turn contains one; the ids that spell it are kept.
+        seed: of the policy's own random stream; None draws from torch's global one.
+        ignore_eos: go on after the tokenizer's and the model's own end-of-sequence ids.
+    """
+
+    max_new_tokens: int = 128
+    distribution: SamplingDistribution = field(default_factory=SamplingDistribution)
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if any(not s for s in self.stop_strings):
+            raise ValueError(f"stop_strings={list(self.stop_strings)} must not hold an empty string")
+
+    @classmethod
+    def from_kwargs(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationConfig:
+        """Reads a flat ``generate_kwargs`` mapping, and refuses names it does not know.
+
+        Raises:
+            TypeError: for an unknown argument, with the list of known ones.
+            ValueError: for a value out of range, or ``do_sample=False`` with a temperature above 0.
+
+        Example:
+            >>> GenerationConfig.from_kwargs({"max_new_tokens": 8, "temperature": 0.5}).distribution.temperature
+            0.5
+        """
+        kwargs = dict(generate_kwargs or {})
+        do_sample = kwargs.pop("do_sample", None)
+        in_distribution = {f.name for f in fields(SamplingDistribution)}
+        known = {f.name for f in fields(cls)} - {"distribution"} | in_distribution
+        if unknown := sorted(set(kwargs) - known):
+            raise TypeError(
+                f"unknown sampling arguments {unknown}; known are {sorted(known | {'do_sample'})}. "
+                "For several samples of a prompt use num_samples of the wrapper."
+            )
+        if do_sample is False:
+            if kwargs.get("temperature", 0) != 0:
+                raise ValueError(f"do_sample=False is greedy, but temperature={kwargs['temperature']}: set it to 0")
+            kwargs["temperature"] = 0.0
+        distribution = SamplingDistribution(**{k: kwargs.pop(k) for k in in_distribution & set(kwargs)})
+        for name in ("stop_token_ids", "stop_strings"):
+            if isinstance(kwargs.get(name), str | int):
+                kwargs[name] = (kwargs[name],)
+            kwargs[name] = tuple(kwargs.get(name) or ())
+        return cls(distribution=distribution, **kwargs)
+
+
+class Generated(NamedTuple):
+    """One sampled turn.
+
+    Attributes:
+        tokens: ``[n]`` int64, the sampled ids; the last is the stop token unless ``truncated``.
+        log_probs: ``[n]`` float32, in nats, under the distribution sampled.
+        truncated: the token limit ended the turn.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    truncated: bool
+
+
+def end_of_sequence_ids(tokenizer, model=None) -> tuple[int, ...]:
+    """The ids that end a turn by the tokenizer's and, if given, the model's own account."""
+    ids = {tokenizer.eos_token_id}
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids.update(own if isinstance(own, list | tuple) else [own])
+    return tuple(sorted(ids - {None}))
+
+
+@torch.no_grad()
+def generate(
+    model,
+    prompts: Sequence[torch.Tensor],
+    config: GenerationConfig,
+    *,
+    uniforms: torch.Tensor,
+    limits: torch.Tensor,
+    stop_ids: Sequence[int],
+    tokenizer=None,
+) -> list[Generated]:
+    """Samples one turn after each prompt. Equal prompts are read once and share the result.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: ``B`` tensors of ids ``[P_i]``, of any lengths at least 1.
+        config: the distribution and the stop strings.
+        uniforms: ``[B, L]`` numbers in ``[0, 1)``, one for each token that may be sampled.
+        limits: ``[B]`` int64, the most tokens each row may sample, at most ``L``.
+        stop_ids: ids that end a turn.
+        tokenizer: decodes for stop strings; not needed without them.
+
+    Returns:
+        One :class:`Generated` a row, on the CPU.
+    """
+    device = model.device
+    decoder = _Decoder(model, prompts, config.distribution.repetition_penalty != 1)
+    batch, length = uniforms.shape
+    uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+    limits = limits.to(device)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
+    log_probs = torch.zeros(batch, length, device=device)
+    counts = torch.zeros(batch, dtype=torch.long, device=device)
+    stopped = torch.zeros(batch, dtype=torch.bool, device=device)
+    active = torch.arange(batch, device=device)  # the row of each line of the decoder
+    live = torch.ones_like(active, dtype=torch.bool)  # lines whose row is still being sampled
+    for step in range(length):
+        sampled, sampled_log_probs = sample_tokens(
+            decoder.logits, config.distribution, uniforms[active, step], decoder.seen
+        )
+        rows = active[live]
+        tokens[rows, step], log_probs[rows, step] = sampled[live], sampled_log_probs[live]
+        counts[rows] = step + 1
+        done = torch.isin(sampled, stops)
+        if config.stop_strings:
+            done |= _contains(tokenizer, tokens[active, : step + 1], config.stop_strings)
+        stopped[rows] = done[live]
+        live &= ~done & (limits[active] > step + 1)
+        remaining = int(live.sum())
+        if remaining == 0:
+            break
+        if remaining < 0.75 * len(active):  # drop finished rows once that pays for moving the cache
+            decoder.keep(live)
+            active, sampled, live = active[live], sampled[live], live[live]
+        decoder.feed(sampled)
+    lengths = counts.tolist()
+    rows = zip(tokens.cpu(), log_probs.cpu(), lengths, stopped.tolist(), strict=True)
+    return [Generated(t[:n].clone(), p[:n].clone(), not s) for t, p, n, s in rows]
+
+
+class _Decoder:
+    """A model with its key-value cache: the logits of the next token of every line, and how to extend the lines."""
+
+    def __init__(self, model, prompts: Sequence[torch.Tensor], track_seen: bool):
+        self.model = model
+        unique: dict[tuple[int, ...], int] = {}
+        lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
+        width = max(map(len, unique))
+        ids = torch.zeros(len(unique), width, dtype=torch.long)
+        self.mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(unique):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            self.mask[row, width - len(prompt) :] = 1
+        ids, self.mask = ids.to(model.device), self.mask.to(model.device)
+        self.padded = not bool(self.mask.all())
+        self.cache = DynamicCache(config=model.config)
+        self.position = self.mask.sum(1)
+        self.logits = self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+        self.seen = None
+        if track_seen:
+            self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
+            for row, prompt in enumerate(unique):
+                self.seen[row, list(prompt)] = True
+        if len(lines) != len(unique):
+            self.keep(torch.tensor(lines, device=model.device))
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self.model(
+            input_ids=ids,
+            attention_mask=self.mask if self.padded else None,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def keep(self, lines: torch.Tensor) -> None:
+        """Keeps the given lines: a bool mask, or indices which may repeat."""
+        indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
+        self.cache.batch_select_indices(indices)
+        self.mask, self.position, self.logits = self.mask[indices], self.position[indices], self.logits[indices]
+        if self.seen is not None:
+            self.seen = self.seen[indices]
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """Appends one token to every line."""
+        self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        self.logits = self._forward(tokens[:, None], self.position[:, None])
+        self.position = self.position + 1
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+
+def _contains(tokenizer, tokens: torch.Tensor, texts: Sequence[str]) -> torch.Tensor:
+    decoded = tokenizer.batch_decode(tokens.tolist())
+    return torch.tensor([any(t in d for t in texts) for d in decoded], dtype=torch.bool, device=tokens.device)

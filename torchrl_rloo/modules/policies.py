@@ -1,0 +1,305 @@
+"""TransformersWrapper: a Hugging Face model as policy and as scorer of rows.
+
+Replaces TorchRL's class under the same contract, since that one forces the first sampled log-prob to 0, drops a sampled
+EOS equal to the padding id, reports log-probs of another distribution than the sampled one, and scores with full logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import (
+    ActionTokens,
+    action_tokens,
+    as_lazy,
+    collection,
+    place_actions,
+    ragged,
+    spread_actions,
+    stack_rows,
+)
+from torchrl_rloo.data.templates import (
+    decode_response,
+    encode_conversation,
+    encode_prompt,
+    from_history,
+    to_history,
+)
+from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
+from torchrl_rloo.modules.head import find_head, score_positions
+
+INPUT_MODES = ("tokens", "text", "history")
+
+
+class ScoredActions(NamedTuple):
+    """Log-probs of rows' action tokens under a model.
+
+    Attributes:
+        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's own action tokens; carries the gradient.
+        entropy: ``[B, A]`` float32 in nats, of the sampled distribution, without gradient.
+        actions: where the action tokens lie.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    actions: ActionTokens
+
+
+class TransformersWrapper(LLMWrapperBase):
+    """Generates turns with a Hugging Face model, or scores the action tokens of rows.
+
+    With ``generate=True`` it continues each row's ``("tokens", "prompt")`` and writes ``tokens``, ``masks`` and
+    ``log_probs`` (:class:`Tokens`, :class:`Masks`, :class:`LogProbs`), over the whole trajectory so far: ids, masks and
+    log-probs that the row brings along are kept as they are. Without ids, the first turn's prompt is encoded from
+    ``("text", "prompt")`` or ``("history", "prompt")``; the text or history output is then written too.
+    With ``generate=False`` it writes ``("log_probs", "full")``; :meth:`score` is the same for a loss.
+
+    Rows may have any lengths and any numbers of turns. A prompt that ends inside a turn is simply continued.
+
+    Args:
+        model: a Hugging Face causal language model. Its train/eval mode is left alone; a policy wants ``model.eval()``.
+        tokenizer: its tokenizer.
+        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: where a prompt without ids comes from.
+        generate: whether to generate or to score.
+        generate_kwargs: see :class:`~torchrl_rloo.modules.generation.GenerationConfig`; unknown names are refused. In
+            scoring, the distribution that log-probs are of.
+        num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
+
+    A row's own ``"seed"`` (int64) makes its tokens independent of the rest of the batch and of the policy's stream; its
+    own ``"max_new_tokens"`` replaces the general limit.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> tokenizer = build_tokenizer()
+        >>> policy = TransformersWrapper(
+        ...     build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0}
+        ... )
+        >>> prompt = torch.tensor(tokenizer("What is 2+3?")["input_ids"])
+        >>> row = TensorDict({("tokens", "prompt"): prompt[None]}, [1])
+        >>> out = policy(row)
+        >>> bool(out[0]["masks", "all_assistant_mask"].sum() == len(out[0]["tokens", "response"]))
+        True
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        tokenizer,
+        input_mode: Literal["tokens", "text", "history"] = "tokens",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        num_samples: int | None = None,
+    ):
+        super().__init__()
+        if input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
+        if num_samples is not None and (num_samples < 1 or not generate):
+            raise ValueError(f"num_samples={num_samples} must be at least 1, and needs generate=True")
+        self.model, self.tokenizer = model, tokenizer
+        self.input_mode, self.generate, self.num_samples = input_mode, generate, num_samples
+        self.generate_kwargs = dict(generate_kwargs or {})
+        self.config = GenerationConfig.from_kwargs(generate_kwargs)
+        self.head = None if generate else find_head(model)
+        own = () if self.config.ignore_eos else end_of_sequence_ids(tokenizer, model)
+        self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
+        self.generator = None
+        if self.config.seed is not None:
+            self.generator = torch.Generator().manual_seed(self.config.seed)
+        self.pad_output = False
+        self._min_batch_size = self._max_batch_size = None
+        self.in_keys = [keys.PROMPT_TOKENS if input_mode == "tokens" else (input_mode, "prompt")]
+        self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED] if generate else ["log_probs"]
+        if generate and input_mode != "tokens":
+            self.out_keys.append(input_mode)
+        if not generate:
+            self.in_keys = [keys.TOKENS, keys.ACTION_MASK]
+
+    @property
+    def distribution(self):
+        """The distribution that is sampled, and that log-probs are of."""
+        return self.config.distribution
+
+    def get_new_version(self, **kwargs) -> TransformersWrapper:
+        """The same model and tokenizer with other settings, e.g. ``generate=False`` to score.
+
+        When the new version scores, the present sampling distribution is kept unless ``generate_kwargs`` is given.
+        """
+        settings = {
+            "tokenizer": self.tokenizer,
+            "input_mode": self.input_mode,
+            "generate": self.generate,
+            "generate_kwargs": self.generate_kwargs,
+            "num_samples": self.num_samples if kwargs.get("generate", self.generate) else None,
+        }
+        return type(self)(kwargs.pop("model", self.model), **(settings | kwargs))
+
+    def sampler_state(self) -> dict[str, torch.Tensor]:
+        """State of the policy's own random stream; empty when it draws from torch's global one."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_sampler_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores :meth:`sampler_state`."""
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
+
+    def forward(
+        self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, logits_only: bool = False
+    ) -> TensorDictBase:
+        """Generates or scores, and returns the rows with the outputs set (as a lazy stack: rows are ragged).
+
+        Args:
+            tensordict: rows, batch size ``[B]``.
+            tensordict_out: where to write; default the rows themselves.
+            logits_only: with ``generate=False``, write ``"logits"`` ``[T, V]`` of each row instead: what TorchRL's
+                ``get_dist`` builds on. Position ``t`` holds the logits that predict token ``t``.
+        """
+        rows = as_lazy(tensordict)
+        if rows.ndim != 1:
+            raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}: flatten them first")
+        if not self.generate:
+            return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
+        prompts = self._prompts(rows)
+        if self.num_samples is None:
+            out = self._write(rows, prompts, self._sample(rows, prompts))
+            return out if tensordict_out is None else tensordict_out.update(out)
+        n = self.num_samples
+        repeated = stack_rows([row.copy() for row in rows.unbind(0) for _ in range(n)])
+        prompts = [p for p in prompts for _ in range(n)]
+        flat = self._write(repeated, prompts, self._sample(repeated, prompts)).unbind(0)
+        return stack_rows([stack_rows(flat[i : i + n]) for i in range(0, len(flat), n)])
+
+    def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
+        """Ids to continue: those the row brings, else the encoded text or conversation."""
+        if rows.get(keys.PROMPT_TOKENS, None, as_list=True) is not None:
+            prompts = [p.cpu() for p in ragged(rows, keys.PROMPT_TOKENS)]
+        elif self.input_mode == "text":
+            prompts = [torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"])) for row in rows.unbind(0)]
+        elif self.input_mode == "history":
+            queries = [from_history(row["history", "prompt"]) for row in rows.unbind(0)]
+            prompts = [torch.tensor(encode_prompt(self.tokenizer, q)) for q in queries]
+        else:
+            raise KeyError(f"input_mode='tokens' needs {keys.PROMPT_TOKENS}; the rows have {list(rows.keys())}")
+        if empty := [i for i, p in enumerate(prompts) if p.numel() == 0]:
+            raise ValueError(
+                f"the prompts of rows {empty[:5]} are empty; a policy needs at least one token to continue"
+            )
+        return prompts
+
+    def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
+        limits = rows.get(keys.MAX_NEW_TOKENS, None)
+        if limits is None:
+            limits = torch.full((len(prompts),), self.config.max_new_tokens)
+        elif int(limits.min()) < 1:
+            raise ValueError(f"max_new_tokens of a row is {int(limits.min())}, must be at least 1")
+        length = int(limits.max())
+        seeds = rows.get(keys.SEED, None)
+        if seeds is None:
+            uniforms = torch.rand(len(prompts), length, generator=self.generator)
+        else:
+            streams = [torch.Generator().manual_seed(s) for s in seeds.tolist()]
+            uniforms = torch.stack([torch.rand(length, generator=g) for g in streams])
+        return generate(
+            self.model,
+            prompts,
+            self.config,
+            uniforms=uniforms,
+            limits=limits.reshape(-1),
+            stop_ids=self.stop_ids,
+            tokenizer=self.tokenizer,
+        )
+
+    def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
+        for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):
+            sampled, n = torch.ones_like(turn.tokens, dtype=torch.bool), len(prompt)
+            mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+            if mask is None or log_probs is None or len(mask) != n:
+                mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
+            full = torch.cat([prompt, turn.tokens])
+            row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
+            row.set(
+                "masks",
+                collection(
+                    Masks,
+                    all_attention_mask=torch.ones_like(full, dtype=torch.bool),
+                    all_assistant_mask=torch.cat([mask, sampled]),
+                ),
+            )
+            row.set("log_probs", collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])))
+            row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
+            if self.input_mode == "text":
+                prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
+                row.set("text", Text(prompt=prompt_text, response=response, full=prompt_text + response))
+            elif self.input_mode == "history":
+                row.set("history", self._history(row["history", "prompt"], turn))
+        return rows
+
+    def _history(self, prompt, turn: Generated) -> ChatHistory:
+        messages = from_history(prompt)
+        text = decode_response(self.tokenizer, turn.tokens)
+        if messages[-1]["role"] == "assistant":  # an unfinished turn was continued
+            text = messages.pop()["content"] + text
+        answer = {"role": "assistant", "content": text}
+        return ChatHistory(prompt=prompt, response=to_history([[answer]])[0], full=to_history([[*messages, answer]])[0])
+
+    def _with_actions(self, rows: TensorDictBase) -> TensorDictBase:
+        """The rows with ids and action masks: their own, or those of a finished conversation that somebody wrote."""
+        if rows.get(keys.TOKENS, None, as_list=True) is not None:
+            if rows.get(keys.ACTION_MASK, None, as_list=True) is not None:
+                return rows
+            if (prompts := rows.get(keys.PROMPT_TOKENS, None, as_list=True)) is None:
+                raise KeyError(
+                    f"rows to score have neither {keys.ACTION_MASK} nor {keys.PROMPT_TOKENS}, so their action tokens "
+                    "are unknown: set one of the two"
+                )
+            for row, prompt in zip(rows.unbind(0), prompts, strict=True):
+                row.set(keys.ACTION_MASK, torch.arange(len(row[keys.TOKENS])) >= len(prompt))
+            return rows
+        if self.input_mode != "history":
+            raise KeyError(f"rows to score need {keys.TOKENS}; they have {list(rows.keys())}")
+        for row in rows.unbind(0):
+            ids, mask = encode_conversation(self.tokenizer, from_history(row["history", "full"]))
+            row.set("tokens", collection(Tokens, full=torch.tensor(ids)))
+            row.set("masks", collection(Masks, all_assistant_mask=torch.tensor(mask)))
+        return rows
+
+    def score(self, rows: TensorDictBase) -> ScoredActions:
+        """Log-probs and entropies of the rows' action tokens, with gradient if enabled.
+
+        Logits are computed at action positions only, a tile at a time.
+
+        Args:
+            rows: batch size ``[B]``, with token ids and action masks.
+        """
+        if self.generate:
+            raise RuntimeError("this wrapper generates; score with wrapper.get_new_version(generate=False)")
+        actions = action_tokens(self._with_actions(as_lazy(rows)), self.tokenizer.pad_token_id or 0)
+        actions = ActionTokens(*(t.to(self.model.device) for t in actions))
+        log_probs, entropy = score_positions(
+            self.model, self.head, actions.tokens, actions.action_mask, self.distribution
+        )
+        return ScoredActions(place_actions(log_probs, actions), place_actions(entropy, actions), actions)
+
+    def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
+        scored = self.score(rows)
+        target = rows if out is None else as_lazy(out)
+        for row, values in zip(target.unbind(0), spread_actions(scored.log_probs, rows, scored.actions), strict=True):
+            row.set("log_probs", collection(LogProbs, full=values))
+        return target
+
+    def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
+        rows = self._with_actions(rows)
+        tokens = action_tokens(rows).tokens.to(self.model.device)
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        for row, values in zip(rows.unbind(0), logits, strict=True):
+            row.set("logits", values[: len(row[keys.TOKENS])])
+            row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))
+        return rows

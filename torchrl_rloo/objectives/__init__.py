@@ -1,0 +1,5 @@
+"""Losses: TensorDict shells around the formulas of ``functional``."""
+
+from torchrl_rloo.objectives.rloo import RLOOLoss, RLOOLossOutput
+
+__all__ = ["RLOOLoss", "RLOOLossOutput"]

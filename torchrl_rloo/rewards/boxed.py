@@ -1,0 +1,88 @@
+r"""Exact match of the answer that a completion puts in ``\boxed{...}``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_BRACE = re.compile(r"\\boxed\{|[{}]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last closed ``\boxed{...}`` in ``text``, outer whitespace stripped.
+
+    Braces inside the box are matched; a box that is never closed does not count. Of nested boxes the inner one opens
+    last. Takes time linear in the text, whatever a policy writes.
+
+    Returns:
+        The content (perhaps empty), or None if there is no closed box.
+
+    Example:
+        >>> last_boxed(r"First \boxed{1}, rather \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
+        >>> last_boxed(r"It is \boxed{85") is None
+        True
+    """
+    opened: list[tuple[int, bool]] = []  # where the content of each open brace starts, and whether it is a box
+    start, end = -1, -1
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append((match.end(), match[0] != "{"))
+        elif opened:
+            begin, is_box = opened.pop()
+            if is_box and begin > start:
+                start, end = begin, match.start()
+    return None if start < 0 else text[start:end].strip()
+
+
+def boxed_accuracy(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    answer: Sequence[str | None],
+    **columns: Any,
+) -> list[float | None]:
+    r"""1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
+
+    Args:
+        prompts: ``B`` prompts; only counted.
+        completions: ``B`` completions, each plain text or a list of messages. Of several turns the last assistant
+            message is judged; a completion without one scores 0.0.
+        answer: ``B`` expected contents of the box, compared as strings after the box (not the answer) is stripped.
+            None abstains.
+        **columns: the other columns of the rows; not used.
+
+    Returns:
+        ``B`` values: 1.0, 0.0, or None where ``answer`` is None.
+
+    Raises:
+        ValueError: if the three lengths differ.
+        TypeError: if an answer is neither a string nor None.
+
+    Example:
+        >>> boxed_accuracy(["47+38?"] * 2, [r"\boxed{85}", "85"], answer=["85", "85"])
+        [1.0, 0.0]
+    """
+    if not len(prompts) == len(completions) == len(answer):
+        raise ValueError(
+            f"prompts, completions and answer must have one entry a row, got {len(prompts)}, {len(completions)} and "
+            f"{len(answer)} entries"
+        )
+    return [_score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def _score(completion: str | Sequence[dict[str, Any]], expected: str | None) -> float | None:
+    if expected is None:
+        return None
+    if not isinstance(expected, str):
+        raise TypeError(f"answer must hold strings or None, got {expected!r} ({type(expected).__name__}): use str()")
+    return float(last_boxed(_final_text(completion)) == expected)
+
+
+def _final_text(completion: str | Sequence[dict[str, Any]]) -> str:
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion):
+        if message["role"] == "assistant":
+            return message["content"] or ""  # None beside tool calls
+    return ""
