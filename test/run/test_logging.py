@@ -163,19 +163,6 @@ def test_without_progress_nothing_is_printed(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr() == ("", "")
 
 
-def _read_all(terminal: int) -> str:
-    """What was written to a pseudo terminal whose other side is closed."""
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(terminal, 4096)
-        except OSError:  # how Linux says that nothing is left
-            chunk = b""
-        if not chunk:
-            return b"".join(chunks).decode()
-        chunks.append(chunk)
-
-
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # as large as a terminal
@@ -185,7 +172,10 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
             for step in range(1, 5):
                 logger.log(step, {"reward": 0.5})
             logger.log_table(4, "completions", [{"completion": "hello"}])
-    shown = _read_all(outer)
+        print("the end", file=terminal, flush=True)
+        shown = ""
+        while "the end" not in shown:  # what is written arrives with a delay, in pieces
+            shown += os.read(outer, 4096).decode()
     os.close(outer)
     assert "4/4" in shown and "reward 0.5" in shown and "\r" in shown
     assert "completion  hello" in shown

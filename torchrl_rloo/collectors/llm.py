@@ -42,8 +42,8 @@ class CollectionProgress(NamedTuple):
 class LLMCollector(BaseCollector):
     """Drives an environment with a policy and delivers rows of finished trajectories (:mod:`torchrl_rloo.data.keys`).
 
-    Every batch holds complete trajectories in whole groups. All conversations of the environment's batch advance turn by
-    turn together; those that have ended are not stepped again.
+    Every batch holds complete trajectories in whole groups. All conversations of the environment's batch advance turn
+    by turn together; those that have ended are not stepped again.
 
     Args:
         env: an environment whose reset draws whole groups, with a ``"group_id"`` (:class:`DatasetChatEnv`).
@@ -56,8 +56,8 @@ class LLMCollector(BaseCollector):
         postproc: applied to each batch before it is delivered.
         progress: called with a :class:`CollectionProgress` after every turn of the batch.
 
-    Iterating yields the rows. ``policy_version`` counts the weight updates that reached the policy; each row carries the
-    version that sampled it.
+    Iterating yields the rows. ``policy_version`` counts the weight updates that reached the policy; each row carries
+    the version that sampled it.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -156,8 +156,8 @@ class LLMCollector(BaseCollector):
         active = as_lazy(self.env.reset())
         if keys.GROUP_ID not in active.keys():
             raise KeyError(
-                f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown: use DatasetChatEnv, or "
-                "add a DataLoadingPrimer"
+                f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown: use DatasetChatEnv, "
+                "or add a DataLoadingPrimer"
             )
         total, turns = len(active), 0
         places, finished = list(range(total)), [None] * total
@@ -184,16 +184,20 @@ class LLMCollector(BaseCollector):
         end = row["next"]
         tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
         first_action = int(mask.int().argmax()) if mask.any() else len(mask)
-        outcome = {"reward": reward} | {k: end[k] for k in ("done", "terminated", "truncated")}
-        outcome |= {k: end.get(k) for k in ("rewards", "ref_log_probs") if k in end.keys()}
-        out = row.exclude(*_ONE_TURN, "done", "terminated", "truncated")
-        out.set(keys.COMPLETION, end.get(keys.COMPLETION)).set(keys.NUM_TURNS, end[keys.NUM_TURNS])
-        out.set(keys.POLICY_VERSION, torch.tensor(self.policy_version))
-        out.set("tokens", collection(Tokens, full=tokens, prompt=tokens[:first_action]))
-        attention = torch.ones_like(mask)
-        out.set("masks", collection(Masks, all_attention_mask=attention, all_assistant_mask=mask))
-        out.set("log_probs", collection(LogProbs, full=log_probs))
-        return out.set("next", TensorDict._new_unsafe(outcome, batch_size=torch.Size([])))
+        outcome = {
+            k: end.get(k) for k in ("done", "terminated", "truncated", "rewards", "ref_log_probs") if k in end.keys()
+        }
+        outcome["reward"] = reward
+        out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome}
+        out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS)}
+        out |= {
+            keys.POLICY_VERSION: torch.tensor(self.policy_version),
+            "tokens": collection(Tokens, full=tokens, prompt=tokens[:first_action]),
+            "masks": collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+            "log_probs": collection(LogProbs, full=log_probs),
+            "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
+        }
+        return TensorDict._new_unsafe(out, batch_size=torch.Size([]))
 
     def state_dict(self) -> dict[str, Any]:
         """Version, counters, the environment's place in the data and the policy's random stream."""
@@ -225,5 +229,5 @@ class LLMCollector(BaseCollector):
 
 
 def _next_turn(row: TensorDictBase) -> TensorDictBase:
-    """The state that the policy sees next: what the step says, and of the rest what belongs to the whole conversation."""
+    """The state that the policy sees next: the step's own, and what belongs to the whole conversation."""
     return row.exclude(*_ONE_TURN).update(row["next"].exclude(*_NOT_CARRIED))

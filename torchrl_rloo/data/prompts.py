@@ -1,58 +1,36 @@
-"""Prompt datasets: rows from the hub, a file or memory, checked once so that nothing downstream has to.
-
-Local files have plain readers: unlike ``datasets.load_dataset`` these name the line of a fault, leave the text of a
-``.csv`` as it is ("007" stays "007"), and write no cache.
-"""
+"""Prompt datasets: rows from any source, checked once so that nothing downstream has to."""
 
 from __future__ import annotations
 
-import csv
 import datetime
 import decimal
 import hashlib
-import io
 import json
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.sources import Located, read_source, shown
 from torchrl_rloo.data.templates import Messages, encode_prompt
 
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
 
-# What environment, policy and collector write: a dataset's column of that name would be overwritten or mistaken for it.
-RESERVED_COLUMNS = frozenset(
-    {key if isinstance(key, str) else key[0] for name, key in vars(keys).items() if name.isupper()}
-    | {key[1] for key in (keys.REWARD, keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
-    | {"history", "text"}
-)
-
 _PLAIN = (str, bytes, bool, int, float, type(None), decimal.Decimal, datetime.date, datetime.time, datetime.timedelta)
-
-_Located = Iterator[tuple[str, Any]]  # rows, each after the words that tell a user where it is
 
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """What became of the rows of a source.
-
-    Attributes:
-        read: rows read.
-        too_long: rows dropped because their prompt exceeds ``max_prompt_length``.
-        duplicates: kept rows whose prompt repeats that of an earlier kept row.
-        kept: rows in the dataset.
-    """
+    """What became of the rows of a source."""
 
     read: int
-    too_long: int
-    duplicates: int
+    too_long: int  # dropped, for a prompt longer than max_prompt_length
+    duplicates: int  # kept, though their prompt repeats that of an earlier kept row
     kept: int
 
 
@@ -101,9 +79,8 @@ class PromptDataset(Sequence):
         return PromptDataset(self.rows[operator.index(i)] for i in indices)
 
     def __repr__(self) -> str:
-        kind, c = "conversational" if self.conversational else "text", self.counts
-        fates = f"read={c.read}, too_long={c.too_long}, duplicates={c.duplicates}"
-        return f"PromptDataset({c.kept} {kind} prompts, columns={self.columns}, {fates})"
+        kind = "conversational" if self.conversational else "text"
+        return f"PromptDataset({len(self)} {kind} prompts, columns={self.columns}, {self.counts})"
 
 
 def load_prompts(
@@ -128,7 +105,7 @@ def load_prompts(
 
     Args:
         source: a hub id; a ``.jsonl``, ``.json``, ``.parquet`` or ``.csv`` file (the values of a ``.csv`` stay text);
-            a directory written by ``save_to_disk``; a ``datasets.Dataset`` or ``DatasetDict``; any iterable of mappings.
+            a directory from ``save_to_disk``; a ``datasets.Dataset`` or ``DatasetDict``; any iterable of mappings.
         split: which split of a hub dataset or ``DatasetDict``; ``None`` where there is only one.
         name: the configuration of a hub dataset.
         prompt_column: the column of prompts, as named after ``column_map``: text, or lists of messages. Default: the
@@ -147,29 +124,27 @@ def load_prompts(
         TypeError: if ``source`` is nothing to read rows from.
         ValueError: if an argument, a column or a row is not as described, or no prompt is left.
     """
-    _check_positive("max_prompt_length", max_prompt_length)
-    _check_positive("limit", limit)
+    for argument, value in (("max_prompt_length", max_prompt_length), ("limit", limit)):
+        if value is not None and not _is_positive_integer(value):
+            raise ValueError(f"{argument} must be a positive integer or None, got {value!r}")
     if tokenizer is None and max_prompt_length is not None:
         raise ValueError(f"max_prompt_length={max_prompt_length} needs the policy's tokenizer: pass it as tokenizer=")
-    if chat is None:
-        chat = bool(getattr(tokenizer, "chat_template", None))
-    rows = _rows(islice(_read(source, split, name), limit), prompt_column, column_map or {}, columns)
+    chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+    rows = _rows(islice(read_source(source, split, name), limit), prompt_column, column_map or {}, columns)
     if not rows:
-        raise ValueError(f"{_shown(source)} is empty: give at least one row")
+        raise ValueError(f"{shown(source)} is empty: give at least one row")
     for row in rows:
         row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, chat)
     kept = rows if tokenizer is None else _short_enough(rows, tokenizer, template_kwargs or {}, max_prompt_length)
     dataset = PromptDataset(kept, too_long=len(rows) - len(kept))
     if 1 < len(dataset) == dataset.counts.duplicates + 1:
-        raise ValueError(
-            f"all {len(dataset)} prompts of {_shown(source)} are the same: {kept[0][keys.QUERY]!r:.200}. Check "
-            "prompt_column, or give one such row alone"
-        )
+        same = f"all {len(dataset)} prompts of {shown(source)} are the same, {kept[0][keys.QUERY]!r:.200}"
+        raise ValueError(f"{same}: check prompt_column, or give that row once")
     return dataset
 
 
 def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> tuple[PromptDataset, PromptDataset]:
-    """Divides a dataset into train and eval; rows with the same prompt stay together.
+    """Divides a dataset into ``(train, eval)``; rows with the same prompt stay together.
 
     Which prompts are held out depends on the prompts and the seed, not on the order of the rows, which both parts keep.
 
@@ -177,9 +152,6 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
         dataset: has at least two distinct prompts.
         eval_size: how many distinct prompts to hold out (int), or what fraction of them (float).
         seed: another seed, another division.
-
-    Returns:
-        ``(train, eval)``.
 
     Raises:
         ValueError: if either part would have no prompt.
@@ -189,127 +161,19 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
     held_out = eval_size
     if isinstance(eval_size, float) and 0 < eval_size < 1:
         held_out = round(eval_size * len(distinct))
-    elif isinstance(eval_size, bool) or not isinstance(eval_size, Integral) or eval_size < 1:
+    elif not _is_positive_integer(eval_size):
         raise ValueError(f"eval_size must be a positive integer or a fraction between 0 and 1, got {eval_size!r}")
     if not 0 < held_out < len(distinct):
         part, remedy = ("eval", "raise") if held_out == 0 else ("train", "lower")
-        total = f"{len(distinct)} distinct prompts"
-        raise ValueError(f"eval_size={eval_size} of {total} leaves no {part} prompt: {remedy} it or add prompts")
+        outcome = f"of {len(distinct)} distinct prompts leaves no {part} prompt"
+        raise ValueError(f"eval_size={eval_size} {outcome}: {remedy} it or add prompts")
     chosen = set(distinct[:held_out])
     train = dataset.select(i for i, prompt in enumerate(prompts) if prompt not in chosen)
     return train, dataset.select(i for i, prompt in enumerate(prompts) if prompt in chosen)
 
 
-# Sources: where rows come from.
-
-
-def _read(source: Any, split: str | None, name: str | None) -> _Located:
-    shown, rows = _shown(source), source
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source).expanduser()
-        if path.is_dir():
-            rows = _load_directory(path)
-        elif not path.is_file():
-            rows, split, name = _load_from_hub(os.fspath(source), path, split, name), None, None
-    if name is not None:
-        raise ValueError(f"name={name!r} chooses a configuration of a hub dataset, which {shown} is not: leave it out")
-    if isinstance(rows, Mapping):
-        if split is None and len(rows) == 1:
-            (split,) = rows
-        if split not in rows:
-            raise ValueError(f"split={split!r} is not in {shown}: set split to one of {list(rows)}")
-        rows = rows[split]
-    elif split not in (None, "train"):
-        raise ValueError(f"split={split!r} of {shown}, which has no splits: leave split out, or give that split itself")
-    if isinstance(rows, (str, os.PathLike)):
-        return _read_file(path)
-    if not isinstance(rows, Iterable):
-        raise TypeError(f"source must be a path, a hub id, a datasets.Dataset or an iterable of mappings, got {shown}")
-    return ((f"row {i}", row) for i, row in enumerate(rows))
-
-
-def _load_directory(path: Path) -> Any:
-    import datasets  # slow to import, and not needed for files and iterables
-
-    try:
-        return datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
-        message = f"source {str(path)!r} is a directory that no save_to_disk wrote: give a file in it ({_SUFFIXES})"
-        raise FileNotFoundError(message) from error
-
-
-def _load_from_hub(source: str, path: Path, split: str | None, name: str | None) -> Any:
-    message = f"source {source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor "
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix.lower() in _READERS:
-        raise FileNotFoundError(message + "a hub id: correct the path")  # clearly a path, so no use asking the hub
-    import datasets
-
-    try:
-        return datasets.load_dataset(source, name, split=split)
-    except OSError as error:
-        raise FileNotFoundError(message + f"a hub id that can be reached: {error}") from error
-    except ValueError as error:  # an unknown split or configuration
-        raise ValueError(f"hub dataset {source!r} has no split={split!r} with name={name!r}: {error}") from error
-
-
-def _read_file(path: Path) -> _Located:
-    if (suffix := path.suffix.lower()) not in _READERS:
-        raise ValueError(
-            f"source {str(path)!r} has the unsupported suffix {suffix!r}: convert it to one of {_SUFFIXES}"
-        )
-    with path.open("rb") as file:
-        try:
-            yield from ((f"{path}, {place}", row) for place, row in _READERS[suffix](file))
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}: malformed {suffix} file: {error}") from error
-
-
-def _read_json_lines(lines: Iterable[bytes]) -> _Located:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # an error's own line number would count from this line
-                raise ValueError(f"line {number} is not one JSON object ({getattr(error, 'msg', error)})") from error
-            yield f"line {number}", row
-
-
-def _read_json(file: io.BufferedIOBase) -> _Located:
-    content = file.read()
-    if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # a byte order mark may come first
-        return ((f"row {i}", row) for i, row in enumerate(json.loads(content)))
-    return _read_json_lines(content.splitlines())
-
-
-def _read_csv(file: io.BufferedIOBase) -> _Located:
-    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
-    for row in reader:
-        if None in row or None in row.values():  # what DictReader puts in for surplus and for lack
-            raise ValueError(f"line {reader.line_num} has more or fewer values than the header's {reader.fieldnames}")
-        yield f"line {reader.line_num}", row
-
-
-def _read_parquet(file: io.BufferedIOBase) -> _Located:
-    from pyarrow.parquet import ParquetFile  # comes with datasets
-
-    rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
-    return ((f"row {i}", row) for i, row in enumerate(rows))
-
-
-_READERS: dict[str, Callable[[Any], _Located]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-}
-_SUFFIXES = ", ".join(_READERS)
-
-
-# Rows: what each must be.
-
-
 def _rows(
-    located: _Located, prompt_column: str | None, column_map: Mapping[str, str], columns: Sequence[str] | None
+    located: Located, prompt_column: str | None, column_map: Mapping[str, str], columns: Sequence[str] | None
 ) -> list[dict[str, Any]]:
     """Each row as ``{"query": ..., **columns}``, checked. The first row says which columns there are."""
     rows: list[dict[str, Any]] = []
@@ -322,17 +186,12 @@ def _rows(
         if odd := given ^ set(row) if columns is None else {prompt, *others} - set(row):
             remedy = "give all rows the same columns, or list in `columns` those to keep"
             raise ValueError(f"{where} and {first} differ in the columns {sorted(odd)}: {remedy}")
-        query = _check_query(_plain_column(where, prompt, row[prompt]), where, column_map.get(prompt, prompt))
+        values = {name: _plain(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
+        query = _check_query(values[prompt], where, column_map.get(prompt, prompt))
         if rows and type(query) is not type(rows[0][keys.QUERY]):
-            kinds = f"{_KINDS[type(query)]}, that of {first} is {_KINDS[type(rows[0][keys.QUERY])]}"
-            raise ValueError(f"the prompt of {where} is {kinds}: make all prompts of a dataset of one kind")
-        rows.append(
-            {keys.QUERY: query} | {ours: _plain_column(where, name, row[name]) for name, ours in others.items()}
-        )
+            raise ValueError(f"one of {first} and {where} is plain text, the other chat messages: use one kind for all")
+        rows.append({keys.QUERY: query} | {ours: values[name] for name, ours in others.items()})
     return rows
-
-
-_KINDS = {str: "plain text", list: "chat messages"}
 
 
 def _choose_columns(
@@ -348,9 +207,7 @@ def _choose_columns(
     if prompt_column is None:
         candidates = [name for name in ours if name in PROMPT_COLUMNS]
         if len(candidates) != 1:
-            raise ValueError(
-                f"prompt_column must be set: of the columns {ours}, any of {candidates} may be the prompt's"
-            )
+            raise ValueError(f"set prompt_column: of the columns {ours}, {candidates or 'none'} look like prompts")
         prompt_column = candidates[0]
     if prompt_column not in ours:
         raise ValueError(f"prompt_column={prompt_column!r} is not among the columns {ours}")
@@ -358,12 +215,9 @@ def _choose_columns(
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
         raise ValueError(f"columns={columns!r} must be a list of names among the columns besides the prompt, {others}")
     kept = others if columns is None else list(columns)
-    if clash := [name for name in kept if name in RESERVED_COLUMNS]:
+    if clash := [name for name in kept if name in keys.RESERVED]:
         renamed = {source_name[name]: f"dataset_{name}" for name in clash}
-        raise ValueError(
-            f"columns {clash} have names that rows use for something else: rename them, e.g. column_map={renamed}, or "
-            "leave them out of `columns`"
-        )
+        raise ValueError(f"names {clash} are reserved: set column_map={renamed}, say, or leave them out of `columns`")
     return source_name[prompt_column], {source_name[name]: name for name in kept}
 
 
@@ -375,14 +229,12 @@ def _check_query(query: Any, where: str, column: str) -> str | Messages:
     else:
         for k, message in enumerate(query):
             if not isinstance(message, dict) or not all(isinstance(message.get(f), str) for f in ("role", "content")):
-                needed = "must be a mapping with text under 'role' and 'content'"
+                needed = "must have text under 'role' and 'content'"
                 raise ValueError(f"{where}: message {k} of prompt column {column!r} {needed}, got {message!r:.200}")
         contents = [message["content"] for message in query if message["role"] != "system"]
         if column == "messages" and query[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{where}: the last of the column 'messages' is the assistant's, which is an answer, not a prompt: drop "
-                "it, or set prompt_column; for the policy to continue it, set column_map={'messages': 'prompt'}"
-            )
+            remedy = "drop it or set prompt_column (to have it continued, set column_map={'messages': 'prompt'})"
+            raise ValueError(f"{where}: column 'messages' ends with an assistant message, the answer: {remedy}")
         # Where messages differ in optional fields, Arrow fills them with None, which templates take for present.
         query = [{field: value for field, value in message.items() if value is not None} for message in query]
     if not any(content.strip() for content in contents):
@@ -397,11 +249,12 @@ def _as_chat(query: str | Messages, system_prompt: str | None, chat: bool) -> st
         return query
     if isinstance(query, str):
         remedy = "set chat=True, or pass a tokenizer that has a chat template"
-        raise ValueError(
-            f"system_prompt={system_prompt!r:.80} needs chat messages, and prompts are plain text: {remedy}"
-        )
-    has_system = any(message["role"] == "system" for message in query)
-    return query if has_system else [{"role": "system", "content": system_prompt}, *query]
+        raise ValueError(f"system_prompt={system_prompt!r:.80} has no place in plain-text prompts: {remedy}")
+    return (
+        query
+        if any(message["role"] == "system" for message in query)
+        else [{"role": "system", "content": system_prompt}, *query]
+    )
 
 
 def _short_enough(rows: list[dict], tokenizer, template_kwargs: Mapping[str, Any], limit: int | None) -> list[dict]:
@@ -412,31 +265,21 @@ def _short_enough(rows: list[dict], tokenizer, template_kwargs: Mapping[str, Any
         return rows
     if min(lengths) > limit:
         spread = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}"
-        raise ValueError(f"all {len(rows)} prompts exceed max_prompt_length={limit}: {spread}. Raise max_prompt_length")
+        raise ValueError(f"all {len(rows)} prompts exceed max_prompt_length={limit}: {spread}. Raise it")
     return [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
 
 
-def _plain_column(where: str, column: str, value: Any) -> Any:
-    try:
-        return _plain(value)
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: column {column!r} holds {error}: convert it, or leave it out of `columns`"
-        ) from error
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: Any, where: str = "") -> Any:
     """A copy made of plain Python values only: arrays, tensors and tuples become lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"a mapping with keys that are not text, {list(value)!r:.100}")
-        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, where) for entry in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(entry, where) for key, entry in value.items()}
     if not isinstance(value, _PLAIN):
-        raise TypeError(f"a {type(value).__name__}, which is not a plain Python value")
+        odd = f"keys {list(value)!r:.80}" if isinstance(value, Mapping) else f"a value of type {type(value).__name__}"
+        raise ValueError(f"{where} holds {odd}, not plain text-keyed data: convert it, or leave it out of `columns`")
     return value
 
 
@@ -445,10 +288,5 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
-def _check_positive(argument: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-        raise ValueError(f"{argument} must be a positive integer, got {value!r}")
-
-
-def _shown(source: Any) -> str:
-    return f"source {os.fspath(source)!r}" if isinstance(source, (str, os.PathLike)) else f"a {type(source).__name__}"
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0

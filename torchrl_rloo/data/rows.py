@@ -6,11 +6,11 @@ or a formula needs as a rectangle is made here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_rloo.data import keys
@@ -34,7 +34,7 @@ def pad(values: Sequence[torch.Tensor], padding_value: float = 0, side: str = "r
 
 
 def unpad(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The first ``lengths[i]`` entries of each row of ``padded`` ``[B, T]``: the inverse of :func:`pad` on the right."""
+    """The first ``lengths[i]`` entries of each row of ``padded`` ``[B, T]``: undoes :func:`pad` on the right."""
     return [row[:n] for row, n in zip(padded.unbind(0), lengths, strict=True)]
 
 
@@ -48,15 +48,35 @@ def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     return stack_rows([row for batch in batches for row in batch.unbind(0)])
 
 
+def micro_batches(rows: TensorDictBase, size: int | None) -> Iterator[TensorDictBase]:
+    """Splits a batch into pieces of at most ``size`` rows, longest rows first so that little is padded.
+
+    Yields nothing for an empty batch, and the batch as it is for ``size=None``.
+    """
+    if len(rows) == 0:
+        return
+    if size is None or size >= len(rows):
+        yield rows
+        return
+    order = sorted(range(len(rows)), key=[-len(t) for t in ragged(rows, keys.TOKENS)].__getitem__)
+    for start in range(0, len(rows), size):
+        yield stack_rows([rows[i] for i in order[start : start + size]])
+
+
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
     """The rows without their text: what a replay buffer and a loss need.
 
     Conversations, queries and text columns stay with the environment: in a buffer each costs more than its tokens.
     """
-    return stack_rows([row.filter_non_tensor_data().exclude(*_TEXT_ENTRIES) for row in rows.unbind(0)])
+    return stack_rows([_tensor_row(row) for row in rows.unbind(0)])
 
 
-_TEXT_ENTRIES = ("history", "text")
+def _tensor_row(row: TensorDictBase) -> TensorDictBase:
+    kept = {k: v for k, v in row.items() if not is_non_tensor(v) and k not in _CONVERSATION}
+    return TensorDict._new_unsafe(kept, batch_size=torch.Size([]))
+
+
+_CONVERSATION = ("history", "text")
 
 
 class ActionTokens(NamedTuple):
@@ -118,5 +138,5 @@ def as_lazy(rows: TensorDictBase) -> LazyStackedTensorDict:
 
 
 def collection(cls: type, **tensors: torch.Tensor):
-    """One row's ``Tokens``, ``Masks`` or ``LogProbs``, without the checks that cost more than the data (0.1 ms each)."""
+    """One row's ``Tokens``, ``Masks`` or ``LogProbs``, without checks that cost more than the data (0.1 ms each)."""
     return cls._from_tensordict(TensorDict._new_unsafe(tensors, batch_size=torch.Size([])), {"padded": False})

@@ -8,7 +8,7 @@ that somebody else wrote (SFT, evaluation): :func:`encode_conversation` masks it
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torchrl.data.llm import History
@@ -126,7 +126,7 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
         ``(ids, mask)``, both of length ``T``.
 
     Raises:
-        ValueError: if the template has no ``{% generation %}`` and rewrites earlier turns, so that neither way is right.
+        ValueError: if the template has no ``{% generation %}`` and rewrites earlier turns: neither way is right then.
     """
     _require_template(tokenizer)
     if _GENERATION_TAG.search(tokenizer.chat_template):
@@ -159,7 +159,7 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
 
 
 def to_history(conversations: Sequence[Messages]) -> History:
-    """Chat messages of ``B`` conversations as TorchRL's :class:`~torchrl.data.llm.History`, shape ``[B, n_messages]``."""
+    """Chat messages of ``B`` conversations as TorchRL's ``History``, shape ``[B, n_messages]``."""
     return History.from_chats(list(conversations))
 
 
@@ -169,5 +169,10 @@ def from_history(history: History) -> Messages:
 
 
 def decode_response(tokenizer, tokens: Sequence[int]) -> str:
-    """The text of a sampled turn, for people, tools and rewards: special tokens, the end of turn among them, left out."""
+    """The text of a sampled turn, for people, tools and rewards; special tokens, the end of turn too, are left out."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def longest_prompt(tokenizer, queries: Iterable[Messages | str], **template_kwargs) -> int:
+    """Length in tokens of the longest of the prompts, as the policy will see it."""
+    return max(len(encode_prompt(tokenizer, query, **template_kwargs)) for query in queries)

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 
@@ -62,6 +60,9 @@ def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Se
     Raises:
         ValueError: if the history has none of the metrics, or nothing for one of the ``panels`` asked for.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: half a second that only a report needs
+    from matplotlib.figure import Figure
+
     names = _numeric_names(history)
     chosen = _choose_panels(names, panels)
     columns = min(len(chosen), 3)
@@ -131,6 +132,8 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
 
 
 def _style(axes: Axes, steps: Sequence[int]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     pad = 0.02 * (max(steps) - min(steps)) or 0.5
     axes.set_xlim(min(steps) - pad, max(steps) + pad)  # the same in all panels, however often each was measured
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -141,16 +141,18 @@ class ChatEnv(EnvBase):
         restart = tensordict.get("_reset", None)
         restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
         kept = (keys.NUM_TURNS, keys.COMPLETION, "tokens", "masks", "log_probs", "text", "history")
-        rows = []
+        rows, encoded = [], {}
         for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
             data = row.exclude("_reset", "next", "done", "terminated", "truncated")
-            rows.append(self._open(data.exclude(*kept)) if fresh else data)
+            rows.append(self._open(data.exclude(*kept), encoded) if fresh else data)
         return stack_rows(rows)
 
-    def _open(self, row: TensorDictBase) -> TensorDictBase:
-        """A row at the start of its conversation."""
+    def _open(self, row: TensorDictBase, encoded: dict[int, torch.Tensor]) -> TensorDictBase:
+        """A row at the start of its conversation; ``encoded`` holds the ids of the queries that were seen before it."""
         query = row[keys.QUERY]
-        prompt = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
+        if id(query) not in encoded:  # the members of a group hold one and the same query
+            encoded[id(query)] = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
+        prompt = encoded[id(query)]
         row.set(keys.NUM_TURNS, torch.tensor(0))
         row.set(keys.COMPLETION, NonTensorData([] if is_conversation(query) else ""))
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
@@ -182,18 +184,16 @@ class ChatEnv(EnvBase):
         said = decode_response(self.tokenizer, full[len(prompt) :].tolist())
         query, completion = row[keys.QUERY], row[keys.COMPLETION]
         spoken = [*completion, {"role": "assistant", "content": said}] if is_conversation(query) else completion + said
-        step = TensorDict._new_unsafe(
-            {
-                keys.NUM_TURNS: row[keys.NUM_TURNS] + 1,
-                "reward": torch.zeros(1, 1),
-                "done": torch.tensor([True]),
-                "terminated": torch.tensor([not truncated]),
-                "truncated": torch.tensor([truncated]),
-            },
-            batch_size=torch.Size([]),
-        )
-        step.set(keys.QUERY, NonTensorData(query)).set(keys.COMPLETION, NonTensorData(spoken))
-        return self._set_context(step, full, mask, log_probs)
+        step = {
+            keys.QUERY: NonTensorData(query),
+            keys.COMPLETION: NonTensorData(spoken),
+            keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
+            "reward": torch.zeros(1, 1),
+            "done": torch.tensor([True]),
+            "terminated": torch.tensor([not truncated]),
+            "truncated": torch.tensor([truncated]),
+        }
+        return self._set_context(TensorDict._new_unsafe(step, batch_size=torch.Size([])), full, mask, log_probs)
 
     def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Ids, action mask and log-probs after the policy's turn."""

@@ -2,6 +2,7 @@
 
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import Head, find_head, score_positions
+from torchrl_rloo.modules.loading import context_length, load_model
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "Head",
     "ScoredActions",
     "TransformersWrapper",
+    "context_length",
     "end_of_sequence_ids",
     "find_head",
     "generate",
+    "load_model",
     "score_positions",
 ]

@@ -1,7 +1,8 @@
 """TransformersWrapper: a Hugging Face model as policy and as scorer of rows.
 
-Replaces TorchRL's class under the same contract, since that one forces the first sampled log-prob to 0, drops a sampled
-EOS equal to the padding id, reports log-probs of another distribution than the sampled one, and scores with full logits.
+Replaces TorchRL's class under the same contract, since that one forces the first sampled log-prob to 0, drops a
+sampled EOS equal to the padding id, reports log-probs of another distribution than the sampled one, and scores with
+full logits.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -37,6 +38,8 @@ class RLOOLossOutput(TensorClass["nocast"]):
         clip_fraction_low: share of the rows clipped at ``1 - epsilon_low`` (negative advantage).
         clip_fraction_high: share of the rows clipped at ``1 + epsilon_high`` (positive advantage).
         log_ratio_max: largest absolute difference between a current and a behaviour token log-prob, in nats.
+        log_ratio: ``[B]``, log importance ratio of each row.
+        num_action_tokens: how many action tokens the means are over.
     """
 
     loss_objective: torch.Tensor
@@ -47,6 +50,8 @@ class RLOOLossOutput(TensorClass["nocast"]):
     clip_fraction_low: torch.Tensor
     clip_fraction_high: torch.Tensor
     log_ratio_max: torch.Tensor
+    log_ratio: torch.Tensor
+    num_action_tokens: torch.Tensor
 
 
 class RLOOLoss(LossModule):
@@ -132,4 +137,32 @@ class RLOOLoss(LossModule):
                 clip_fraction_low=low.float().mean(),
                 clip_fraction_high=high.float().mean(),
                 log_ratio_max=difference.abs().max() if difference.numel() else loss.new_zeros(()),
+                log_ratio=log_ratio,
+                num_action_tokens=mask.sum(),
             )
+
+
+def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
+    """Metrics of a whole batch from the outputs of its micro-batches, the same as if it had been one.
+
+    Args:
+        outputs: one for each micro-batch, computed with the whole batch's ``num_rows``.
+
+    Returns:
+        The fields of :class:`RLOOLossOutput` that are scalars, the objective under the name ``"loss"``; empty for no
+        outputs.
+    """
+    if not outputs:
+        return {}
+    tokens = torch.stack([o.num_action_tokens for o in outputs]).double()
+    rows = torch.tensor([float(len(o.log_ratio)) for o in outputs], dtype=torch.float64)
+
+    def mean(name: str, weights: torch.Tensor) -> float:
+        values = torch.stack([getattr(o, name) for o in outputs]).double()
+        return float((values * weights.to(values.device)).sum() / weights.sum().clamp(min=1))
+
+    merged = {"loss": float(sum(o.loss_objective.detach() for o in outputs))}
+    merged |= {name: mean(name, tokens) for name in ("entropy", "kl_approx")}
+    merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
+    merged |= {name: mean(name, rows) for name in ("clip_fraction", "clip_fraction_low", "clip_fraction_high")}
+    return merged | {"log_ratio_max": max(float(o.log_ratio_max) for o in outputs)}

@@ -24,9 +24,9 @@ _LOGGER = logging.getLogger(__name__)
 class MCAdvantage(Transform):
     """A replay-buffer transform that holds rows back until their group is complete, then writes ``"advantage"``.
 
-    Groups are told apart by ``"group_id"``; their members may come in any order and any number of batches. Rows leave in
-    the order in which their groups were completed. A row whose reward is NaN abstains: it completes its group, stays out
-    of the baseline and gets advantage 0.
+    Groups are told apart by ``"group_id"``; their members may come in any order and any number of batches. Rows leave
+    in the order in which their groups were completed. A row whose reward is NaN abstains: it completes its group, stays
+    out of the baseline and gets advantage 0.
 
     Args:
         num_generations: ``G``, members of a group. A row's own ``"group_size"`` comes first.

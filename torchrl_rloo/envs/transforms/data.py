@@ -107,8 +107,8 @@ class DataLoadingPrimer(Transform):
         if self.remaining() < groups:
             if self.next_group_id == 0:
                 raise ValueError(
-                    f"{len(self.dataset)} prompts x {self.epochs} epochs give {int(self.remaining())} draws, fewer than "
-                    f"the {groups} prompts of one batch: add prompts or epochs, or lower the batch size"
+                    f"{len(self.dataset)} prompts x {self.epochs} epochs give {int(self.remaining())} draws, fewer "
+                    f"than the {groups} prompts of one batch: add prompts or epochs, or lower the batch size"
                 )
             if self.remaining():
                 _LOGGER.warning("%d prompts at the end do not fill a batch and are not drawn", int(self.remaining()))

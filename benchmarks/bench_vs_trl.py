@@ -1,0 +1,184 @@
+"""torchrl_rloo beside TRL's RLOOTrainer: CPU time, memory and learning of the same run.
+
+    python benchmarks/bench_vs_trl.py                          # speed and memory at two sizes
+    python benchmarks/bench_vs_trl.py --mode learning          # batches to a training reward, three seeds
+
+Each figure is of a process of its own, one thread. The sides take turns, and ratios are formed pair by pair, so that
+other load on the machine meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import print_result, print_table, run_python
+
+HERE = Path(__file__).resolve().parent
+LOOPS = str(HERE / "loops.py")
+
+SIZES = {
+    "small": {
+        "vocab_size": 294,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "large": {
+        "vocab_size": 32_000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+}
+STEPS = {"small": 20, "large": 2}  # measured steps of one process, after one that warms up
+BATCH = {"num_prompts": 8, "num_generations": 8, "max_new_tokens": 64}
+
+TASK = {"num_prompts": 16, "num_generations": 8, "max_new_tokens": 32, "learning_rate": 3e-4}
+TASK |= {"warm_up_steps": 5, "final_share": 0.1, "reward": "boxed_accuracy"}
+LEVELS = (0.8, 0.9)
+WINDOW = 5  # batches over which a training reward is averaged
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def build(size: str, folder: str) -> None:
+    """Saves a start model and its tokenizer; run in a process of its own so that this one stays small."""
+    from common import qwen2, word_tokenizer
+
+    tokenizer = word_tokenizer(SIZES[size]["vocab_size"])
+    model = qwen2(tokenizer, **SIZES[size])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(json.dumps({"parameters": model.num_parameters()}))
+
+
+def word_prompts(count: int) -> list[dict[str, Any]]:
+    """Chat messages of 16 to 32 random words that both vocabularies have."""
+    rng = random.Random(0)
+    texts = [" ".join(f"w{rng.randrange(288)}" for _ in range(rng.randint(16, 32))) for _ in range(count)]
+    return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+
+
+def compare_speed(size: str, pairs: int, folder: Path) -> dict[str, Any]:
+    """``pairs`` runs of each side in turn."""
+    model = folder / size
+    built = run_python(__file__, "--build", size, str(model))
+    steps = STEPS[size] + 1
+    prompts = write_lines(folder / f"{size}.jsonl", word_prompts(steps * BATCH["num_prompts"]))
+    run = json.dumps(
+        {"model": str(model), "prompts": prompts, "steps": steps, "learning_rate": 1e-4, "reward": "id_sum", **BATCH}
+    )
+    results: dict[str, list[dict[str, Any]]] = {"trl": [], "ours": []}
+    for pair in range(pairs):
+        for side, done in results.items():
+            done.append(run_python(LOOPS, side, run))
+            took = f"{done[-1]['cpu_s_per_step']:.3f} CPU s a step, peak {done[-1]['peak_mb']:.0f} MB"
+            print(f"{size}, pair {pair + 1} of {pairs}, {side}: {took}", file=sys.stderr, flush=True)
+    figures = {"parameters": built["parameters"]} | {side: summary(done) for side, done in results.items()}
+    both = list(zip(results["trl"], results["ours"], strict=True))
+    ratios = [t["cpu_s_per_step"] / o["cpu_s_per_step"] for t, o in both]
+    figures["speed_ratio"], figures["speed_ratios"] = median(ratios), ratios
+    figures["memory_ratio"] = median(o["peak_mb"] / t["peak_mb"] for t, o in both)
+    print_table(
+        f"{size}: {built['parameters']:,} parameters, {BATCH['num_prompts']} prompts x {BATCH['num_generations']} "
+        f"completions x {BATCH['max_new_tokens']} tokens; medians of {pairs} pairs of {STEPS[size]} steps. "
+        f"TRL / ours in CPU time: {figures['speed_ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
+        f"ours / TRL in peak memory: {figures['memory_ratio']:.2f}",
+        [{"side": side, **figures[side]} for side in results],
+    )
+    return figures
+
+
+def summary(done: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the runs of one side."""
+    step, tokens, loaded, peak = (
+        median(r[k] for r in done) for k in ("cpu_s_per_step", "tokens_per_step", "loaded_mb", "peak_mb")
+    )
+    return {
+        "CPU s/step": step,
+        "tokens/step": tokens,
+        "tokens/CPU s": tokens / step,
+        "MB loaded": loaded,
+        "MB peak": peak,
+    }
+
+
+def first_batch(rewards: Sequence[float], level: float) -> int | None:
+    """Number of batches after which the mean reward of the last ``WINDOW`` reaches a level."""
+    means = (sum(rewards[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(rewards) + 1))
+    return next((i for i, mean in enumerate(means, WINDOW) if mean >= level), None)
+
+
+def warm_start(seed: str) -> None:
+    """Builds the start model of the addition task if it is not cached."""
+    from torchrl_rloo.embedded import warm_start
+
+    print(json.dumps({"model": str(warm_start(int(seed)))}))
+
+
+def addition_lines(split: str, seed: str, path: str) -> None:
+    """Writes the addition task's prompts, in an order that depends on the seed."""
+    from torchrl_rloo.embedded import addition_prompts
+
+    rows = [{"prompt": r["query"], "answer": r["answer"]} for r in addition_prompts(split, seed=int(seed))]
+    print(json.dumps({"path": write_lines(Path(path), rows)}))
+
+
+def compare_learning(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """The addition task from the same start on every seed."""
+    sides = ("trl", "ours", "ours, zero rows dropped")
+    held_out = run_python(__file__, "--addition", "test", "0", str(folder / "test.jsonl"))["path"]
+    table = []
+    for seed in range(seeds):
+        model = run_python(__file__, "--warm-start", str(seed))["model"]
+        prompts = run_python(__file__, "--addition", "train", str(seed), str(folder / f"train{seed}.jsonl"))["path"]
+        run = {"model": model, "prompts": prompts, "held_out": held_out, "seed": seed, "steps": steps, **TASK}
+        for side in sides:
+            result = run_python(LOOPS, side, json.dumps(run))
+            reached = {f"batches to {level:.0%}": first_batch(result["rewards"], level) for level in LEVELS}
+            last = sum(result["rewards"][-WINDOW:]) / WINDOW
+            row = {"seed": seed, "side": side, **reached, "last training reward": last}
+            table.append(row | {"held-out greedy": result["held_out"], "CPU s": result["cpu_s"]})
+            print(f"learning: {table[-1]}", file=sys.stderr, flush=True)
+    print_table(f"Two-digit addition, {steps} batches of 16 prompts x 8 completions", table)
+    return {"learning": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=("speed", "learning"), default="speed")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each side at each size")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=60, help="of a learning run")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.mode == "speed":
+            figures = {size: compare_speed(size, args.pairs, Path(folder)) for size in args.sizes}
+        else:
+            figures = compare_learning(args.seeds, args.batches, Path(folder))
+    print_result(figures)
+
+
+HELPERS = {"--build": build, "--warm-start": warm_start, "--addition": addition_lines}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in HELPERS:
+        HELPERS[sys.argv[1]](*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,113 @@
+"""What the benchmarks share: resources used, tables, and a tokenizer and model of any size.
+
+Only the standard library is imported at the top: a parent that starts other processes must stay small, since on Linux
+a child's peak memory starts at that of the process it was forked from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+PAD, UNKNOWN, START, SYSTEM, USER, ASSISTANT = SPECIAL = ("<pad>", "<unk>", "<turn>", "system", "user", "assistant")
+END = "</turn>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<turn> assistant{% endif %}"
+)
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all its threads included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def peak_memory_mb() -> float:
+    """Largest resident set of this process so far, in MB (10^6 bytes)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def run_python(script: str, *args: str) -> dict[str, Any]:
+    """Runs a script in a process of its own, one thread, offline; returns the JSON object of its last output line.
+
+    Raises:
+        RuntimeError: if the process fails, with the end of what it wrote.
+    """
+    done = subprocess.run(
+        [sys.executable, script, *args], env=os.environ | ONE_THREAD | OFFLINE, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows of equal keys as a Markdown table."""
+    cells = [list(rows[0]), *([_cell(v) for v in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    print(f"\n{title}\n", lines[0], rule, *lines[1:], sep="\n", flush=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return "-" if value is None else str(value)
+
+
+def print_result(figures: Mapping[str, Any]) -> None:
+    """Prints the figures as one line of JSON, the last of a benchmark."""
+    print("\n" + json.dumps(figures), flush=True)
+
+
+def word_tokenizer(vocab_size: int):
+    """A tokenizer of ``vocab_size`` words and an end-of-turn token that no model of that vocabulary can sample.
+
+    Its end-of-turn id is ``vocab_size``, one more than the model's last: every completion runs to its token limit, and
+    neither side needs an option or a logits processor for it.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *(f"w{i}" for i in range(vocab_size - len(SPECIAL))), END]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, padding_side="left"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen2(tokenizer, **sizes: int):
+    """A randomly initialised float32 Qwen2 with tied embeddings for :func:`word_tokenizer`.
+
+    Args:
+        tokenizer: gives the pad and end-of-turn ids.
+        **sizes: of ``Qwen2Config``, the vocabulary included.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            **sizes,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )

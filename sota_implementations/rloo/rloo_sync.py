@@ -1,0 +1,202 @@
+"""RLOO, synchronous: sample completions, score them, train on them, update the sampler, repeat.
+
+python rloo_sync.py                                   the embedded task, on CPU cores
+python rloo_sync.py model.name=... data.source=...    any model and dataset
+python rloo_sync.py --help                            all settings; config/rloo_sync.yaml explains them
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import hydra
+import torch
+from hydra.utils import get_method, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import longest_prompt, micro_batches, tensor_rows
+from torchrl_rloo.diagnostics import (
+    DEFINITIONS,
+    Evaluation,
+    TrainingPlan,
+    completion_metrics,
+    completion_table,
+    write_report,
+)
+from torchrl_rloo.embedded import resolve_model, resolve_prompts
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
+from torchrl_rloo.modules import TransformersWrapper, context_length, load_model
+from torchrl_rloo.objectives import RLOOLoss, merge_outputs
+from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
+from torchrl_rloo.run import Checkpointer, RunLogger, StepTimer, StopSignal, cpu_seconds, linear_schedule, run_state
+from torchrl_rloo.weight_update import InProcessWeightUpdater
+
+HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")
+
+
+def main(cfg: DictConfig) -> None:
+    settings, output, timer = OmegaConf.to_container(cfg, resolve=True), Path(cfg.output_dir), StepTimer()
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+    run = build(settings, output)
+    start, cpu_before = 0, 0.0
+    state = run.checkpoints.load() if cfg.resume == "auto" else None
+    if state is not None:
+        start, cpu_before = run_state.restore(state, settings, run.stateful)
+        print(f"resumed after step {start} from {run.checkpoints.directory}", flush=True)
+
+    def evaluate(step: int) -> dict[str, float]:
+        with timer("eval"):
+            metrics, table = run.evaluate()
+        run.logger.log_table(step, "held-out completions", table[: cfg.log.samples])
+        return metrics
+
+    with StopSignal() as stop, run.logger:
+        if start == 0:
+            run.logger.log(0, evaluate(0), timings=timer.take())
+        for step in range(start + 1, run.plan.steps + 1):
+            # sample: whole groups of finished trajectories, with rewards
+            with timer("collect"):
+                rows = run.collector.collect()
+            metrics = completion_metrics(rows, run.rewards.names, run.rewards.weights)
+            metrics["staleness"] = run.collector.policy_version - float(rows["policy_version"].float().mean())
+
+            # train: leave-one-out advantages as the rows enter the buffer, then one or more passes over it
+            outputs, norms = [], []
+            with timer("train"):
+                run.buffer.extend(tensor_rows(rows))
+                for _ in range(run.plan.passes):
+                    for batch in run.buffer:
+                        for micro in micro_batches(drop_zero_advantage(batch), run.plan.micro_batch_size):
+                            out = run.loss_fn(micro, num_rows=len(batch))
+                            out.loss_objective.backward()
+                            outputs.append(out.detach())
+                        norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm))
+                        run.optimizer.step()
+                        run.scheduler.step()
+                        run.optimizer.zero_grad()
+                run.buffer.empty()
+            metrics |= merge_outputs(outputs) | {"grad_norm": float(torch.stack(norms).mean())}
+            metrics["lr"] = run.scheduler.get_last_lr()[0]
+
+            # update the sampler
+            with timer("sync"):
+                if cfg.sampler.sync_every and step % cfg.sampler.sync_every == 0:
+                    run.collector.update_policy_weights_()
+
+            last = step == run.plan.steps
+            if step % cfg.eval.every == 0 or last:
+                metrics |= evaluate(step)
+            if step % cfg.log.samples_every == 0:
+                run.logger.log_table(step, "training completions", completion_table(rows, cfg.log.samples))
+            run.logger.log(step, metrics, timings=timer.take() | {"cpu_seconds": cpu_before + cpu_seconds()})
+            if step % cfg.checkpoint.every == 0 or last or stop.requested:
+                cpu = cpu_before + cpu_seconds()
+                run.checkpoints.save(step, run_state.gather(step, cpu, settings, run.stateful))
+            if stop.requested and not last:
+                print(f"stopped after step {step}; the same command goes on from there", flush=True)
+                return
+    finish(run, settings, output, cpu_before + cpu_seconds())
+
+
+def finish(run: SimpleNamespace, settings: dict, output: Path, cpu: float) -> None:
+    """Saves the model, writes the report, and prints the result as one line of JSON."""
+    run.model.save_pretrained(output / "model")
+    run.tokenizer.save_pretrained(output / "model")
+    evaluations = [record for record in run.logger.history if "eval/greedy" in record]
+    before, after = evaluations[0], evaluations[-1]
+    result = {
+        "held_out_accuracy_before": before["eval/greedy"],
+        "held_out_accuracy_after": after["eval/greedy"],
+        "held_out_sampled_before": before["eval/sampled"],
+        "held_out_sampled_after": after["eval/sampled"],
+        "cpu_seconds": round(cpu, 1),
+    }
+    report = write_report(
+        output,
+        history=run.logger.history,
+        summary=result | {"plan": str(run.plan), "settings": settings},
+        tables=run.logger.tables,
+        definitions=DEFINITIONS,
+    )
+    print(json.dumps(result | {"report": str(report.resolve()), "model": str((output / "model").resolve())}))
+
+
+def build(cfg: dict, output: Path) -> SimpleNamespace:
+    """The parts of the loop, made from the settings."""
+    model_name = resolve_model(cfg["model"]["name"], cfg["seed"], log=print)
+    model, tokenizer = load_model(**(cfg["model"] | {"name": model_name}))
+    train_set, eval_set = resolve_prompts(**cfg["data"], seed=cfg["seed"], tokenizer=tokenizer)
+    plan = TrainingPlan(
+        **cfg["plan"],
+        train_prompts=len(train_set),
+        eval_prompts=len(eval_set),
+        max_prompt_tokens=longest_prompt(tokenizer, (row["query"] for row in train_set)),
+        max_new_tokens=cfg["generate"]["max_new_tokens"],
+        context_length=context_length(model),
+    )
+    print(f"{model_name}: {model.num_parameters():,} parameters\n{plan}", flush=True)
+
+    sampler = model if cfg["sampler"]["share_weights"] else copy.deepcopy(model)
+    policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})
+    functions = [load(f) for f in cfg["reward"].pop("functions")]
+    rewards, penalties = RewardTransform(functions, **cfg["reward"]), []
+    if cfg["kl_to_ref_coeff"]:
+        reference = policy.get_new_version(model=copy.deepcopy(model).requires_grad_(False), generate=False)
+        masked = cfg["loss"]["mask_truncated_completions"]
+        penalties.append(KLRewardTransform(reference, cfg["kl_to_ref_coeff"], mask_truncated_completions=masked))
+    env = DatasetChatEnv(
+        train_set,
+        tokenizer,
+        prompts_per_batch=plan.prompts_per_step,
+        num_generations=plan.num_generations,
+        rewards=rewards,
+        after_rewards=penalties,
+        seed=cfg["seed"],
+    )
+    collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, sampler))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(plan.rows_per_step),
+        sampler=SamplerWithoutReplacement(),
+        transform=MCAdvantage(plan.num_generations),
+        batch_size=plan.rows_per_step // plan.minibatches,
+        generator=torch.Generator().manual_seed(cfg["seed"]),
+    )
+    loss_fn = RLOOLoss(policy.get_new_version(model=model, generate=False), **cfg["loss"])
+    optimizer = torch.optim.AdamW(model.parameters(), **cfg["optimizer"])
+    scheduler = linear_schedule(optimizer, plan.optimizer_steps, **cfg["schedule"])
+    log = {"loggers": cfg["log"]["loggers"], "logger_kwargs": cfg["log"]["logger_kwargs"]}
+    logger = RunLogger(output, total_steps=plan.steps, headline=HEADLINE, **log)
+    stateful = dict(model=model, sampler=sampler, optimizer=optimizer, scheduler=scheduler)
+    stateful |= dict(collector=collector, buffer=buffer, logger=logger)
+    return SimpleNamespace(
+        plan=plan,
+        model=model,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        collector=collector,
+        buffer=buffer,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=logger,
+        evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), batch_size=cfg["eval"]["batch_size"]),
+        checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
+        stateful=stateful,
+    )
+
+
+def load(function: str | dict):
+    """A function by its dotted path, or an object by its ``_target_``."""
+    return get_method(function) if isinstance(function, str) else instantiate(function)
+
+
+if __name__ == "__main__":
+    hydra.main(version_base="1.3", config_path="config", config_name="rloo_sync")(main)()

@@ -1,0 +1,160 @@
+"""Tiny real models and tokenizers for all tests."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.embedded import build_model, build_tokenizer
+
+VOCAB_SIZE = 384  # a multiple of 64, so the model has no id that the tokenizer lacks
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bot|>", "<|header|>", "<|header_end|>", "<|eot|>", "<s>")
+SPECIAL += ("</s>", "[INST]", "[/INST]")
+
+_CHATML_TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+_CHATML_OPEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_ALTERNATE = (
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+)
+TEMPLATES = {
+    "chatml": "{% for m in messages %}" + _CHATML_TURN + "{% endfor %}" + _CHATML_OPEN,
+    "chatml_generation": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + _CHATML_OPEN
+    ),
+    "llama3": (
+        "{{ '<|bot|>' }}{% for m in messages %}"
+        "{{ '<|header|>' + m['role'] + '<|header_end|>\n\n' + m['content'] | trim + '<|eot|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|header|>assistant<|header_end|>\n\n' }}{% endif %}"
+    ),
+    "mistral": (
+        "{{ '<s>' }}{% for m in messages %}" + _ALTERNATE + "{% if m['role'] == 'user' %}"
+        "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+    ),
+    "llama2": (  # its assistant's turn has a space between the content and the end of turn
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<s>[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+        "{{ ' ' + m['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"
+    ),
+    "strips_thinking": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}"
+        "{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% else %}"
+        + _CHATML_TURN
+        + "{% endif %}{% endfor %}"
+        + _CHATML_OPEN
+    ),
+}
+END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # of the others: <|im_end|>
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The embedded default's."""
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """The embedded default's, with random weights. Not to be changed."""
+    return build_model(tokenizer, seed=0).eval()
+
+
+@pytest.fixture(scope="session")
+def ambiguous_core() -> Tokenizer:
+    """A byte-level BPE of very many merges of three letters: nearly all sampled ids spell what encodes otherwise."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abc", k=12)) for _ in range(2000)]
+    core = Tokenizer(tokenizer_models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    ascii_alphabet = [chr(c) for c in range(33, 127)] + ["\u0120", "\u010a"]  # byte-level names of space and newline
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL), initial_alphabet=ascii_alphabet, show_progress=False
+    )
+    core.train_from_iterator(words, trainer)
+    assert core.get_vocab_size() == VOCAB_SIZE
+    return core
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer(ambiguous_core: Tokenizer) -> Callable[..., PreTrainedTokenizerFast]:
+    """``make_tokenizer(template="chatml", pad_is_eos=False)``: the ambiguous BPE with a chat template."""
+
+    def make(template: str = "chatml", pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+        end = END_OF_TURN.get(template, "<|im_end|>")
+        pad = end if pad_is_eos else "<|endoftext|>"
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=copy.deepcopy(ambiguous_core),
+            eos_token=end,
+            pad_token=pad,
+            additional_special_tokens=[t for t in SPECIAL if t not in (end, pad)],
+        )
+        made.chat_template = TEMPLATES[template]
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., PreTrainedModel]:
+    """``make_model(tokenizer, seed=0, end_bias=0.0, scale=3.0)``: a random Qwen2 with a biased head of its own.
+
+    ``scale`` makes the distribution less flat than that of fresh weights. At ``end_bias=8`` a turn of a plain softmax
+    ends after about four tokens, at 14 nearly always at once.
+    """
+
+    def make(tokenizer: PreTrainedTokenizerFast, seed: int = 0, end_bias: float = 0.0, scale: float = 3.0):
+        made = build_model(tokenizer, seed)
+        tied = made.lm_head.weight.detach()
+        made.config.tie_word_embeddings = False
+        made.lm_head = torch.nn.Linear(tied.shape[1], tied.shape[0])
+        with torch.no_grad():
+            made.lm_head.weight.copy_(tied * scale)
+            made.lm_head.bias.zero_()
+            made.lm_head.bias[tokenizer.eos_token_id] = end_bias
+        return made.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def user() -> Callable[[str], list[dict[str, str]]]:
+    """``user(text)``: a conversation of one user message."""
+    return lambda text: [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="session")
+def prompt_rows() -> Callable[..., TensorDictBase]:
+    """``prompt_rows(*ids, **columns)``: rows to generate from, with one entry of each column per row."""
+
+    def make(*prompts: list[int], **columns: list) -> TensorDictBase:
+        rows = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(p)}, []) for p in prompts]
+        for name, values in columns.items():
+            for row, value in zip(rows, values, strict=True):
+                row.set(name, value if isinstance(value, torch.Tensor) else torch.tensor(value))
+        return stack_rows(rows)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def query_rows() -> Callable[..., TensorDictBase]:
+    """``query_rows(*queries)``: rows to reset an environment with."""
+    return lambda *queries: stack_rows([TensorDict({keys.QUERY: NonTensorData(q)}, []) for q in queries])
+
+
+@pytest.fixture(scope="session")
+def prompts(user: Callable[[str], list[dict[str, str]]]):
+    """Four chat prompts of unequal lengths, with a column ``answer`` and a column ``turns``: how many to take."""
+    texts = {"a": 1, "abc abc": 2, "say bcab or cab": 3, "what of abcabcabcab, c?": 2}
+    return load_prompts([{"query": user(t), "answer": t[-1], "turns": n} for t, n in texts.items()])

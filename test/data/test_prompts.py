@@ -1,0 +1,502 @@
+"""Prompt datasets: every kind of source gives the same rows, and every mistake a message that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data.templates import encode_prompt
+
+ROWS = [{"prompt": "What is 1+1?", "answer": "2"}, {"prompt": "What is 2+5?", "answer": "7"}]
+LOADED = [{"query": row["prompt"], "answer": row["answer"]} for row in ROWS]
+USER = {"role": "user", "content": "hello"}
+ASSISTANT = {"role": "assistant", "content": "hi"}
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte and per ChatML mark."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = {"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer.add_special_tokens(marks)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def raises(message: str, kind: type[Exception] = ValueError):
+    return pytest.raises(kind, match=re.escape(message))
+
+
+# Sources
+
+
+def save(kind: str, folder: Path):
+    """``ROWS`` as the given kind of source."""
+    dataset = datasets.Dataset.from_list(ROWS)
+    match kind:
+        case "jsonl":
+            return write(folder / "a.jsonl", "".join(json.dumps(row) + "\r\n\n" for row in ROWS))
+        case "json":
+            return str(write(folder / "a.json", "\ufeff" + json.dumps(ROWS, indent=1)))
+        case "json lines":
+            return write(folder / "a.json", "\n".join(json.dumps(row) for row in ROWS))
+        case "csv":
+            return write(
+                folder / "a.CSV", "\ufeffprompt,answer\n" + "".join(f'"{r["prompt"]}",{r["answer"]}\n' for r in ROWS)
+            )
+        case "parquet":
+            pyarrow.parquet.write_table(dataset.data.table, folder / "a.parquet")
+            return folder / "a.parquet"
+        case "directory":
+            dataset.save_to_disk(folder / "a")
+            return folder / "a"
+        case "split directory":
+            datasets.DatasetDict(train=dataset, test=dataset.select([1])).save_to_disk(folder / "a")
+            return folder / "a"
+        case "dataset":
+            return dataset
+        case "tensor dataset":
+            return dataset.with_format("torch")
+        case "streamed dataset":
+            return dataset.to_iterable_dataset()
+        case "splits":
+            return datasets.DatasetDict(test=dataset.select([1]), train=dataset)
+        case "generator":
+            return (row for row in ROWS)
+    raise AssertionError(kind)
+
+
+FILES = ["jsonl", "json", "json lines", "csv", "parquet"]
+OTHERS = ["directory", "split directory", "dataset", "tensor dataset", "streamed dataset", "splits", "generator"]
+
+
+@pytest.mark.parametrize("kind", FILES + OTHERS)
+def test_every_source_gives_the_same_rows(kind: str, tmp_path: Path, capfd):
+    source = save(kind, tmp_path)
+    capfd.readouterr()
+    dataset = load_prompts(source)
+    assert dataset.rows == LOADED
+    assert dataset.fingerprint == load_prompts(ROWS).fingerprint
+    assert capfd.readouterr() == ("", "")  # no progress bar
+
+
+def test_a_split_is_picked(tmp_path: Path):
+    for kind in ("splits", "split directory"):
+        assert load_prompts(save(kind, tmp_path), split="test").rows == LOADED[1:]
+    assert load_prompts(datasets.DatasetDict(only=datasets.Dataset.from_list(ROWS)), split=None).rows == LOADED
+
+
+def test_split_and_name_are_refused_where_they_mean_nothing(tmp_path: Path):
+    splits = save("splits", tmp_path)
+    for split in (None, "validation"):
+        with raises(f"split={split!r} is not in source of type DatasetDict: set split to one of ['test', 'train']"):
+            load_prompts(splits, split=split)
+    path = save("jsonl", tmp_path)
+    with raises(f"split='test' of source '{path}', which has no splits: leave split out"):
+        load_prompts(path, split="test")
+    with raises(f"name='main' chooses a configuration of a hub dataset, which source '{path}' is not: leave it out"):
+        load_prompts(path, name="main")
+
+
+def test_values_of_a_csv_stay_text(tmp_path: Path):
+    path = write(tmp_path / "a.csv", 'prompt,answer\n"one, two\nthree",007\nNA,\n')
+    expected = [{"query": "one, two\nthree", "answer": "007"}, {"query": "NA", "answer": ""}]
+    assert load_prompts(path).rows == expected
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path, monkeypatch):
+    missing = str(tmp_path / "missing.jsonl")
+    with raises(f"source '{missing}' is neither a local file or directory", FileNotFoundError):
+        load_prompts(missing)
+    monkeypatch.chdir(tmp_path)
+    for form in ("missing.jsonl", "./missing", "a/b/missing"):
+        with raises("nor a hub id: correct the path", FileNotFoundError):
+            load_prompts(form)
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = "source 'nobody/nothing' is neither a local file or directory"
+    with raises(message, FileNotFoundError) as caught:
+        load_prompts("nobody/nothing")
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert "nor a hub id that can be reached: Couldn't reach 'nobody/nothing'" in str(caught.value)
+
+
+def test_a_directory_that_is_no_dataset(tmp_path: Path):
+    with raises("is a directory that no save_to_disk wrote: give a file in it", FileNotFoundError) as caught:
+        load_prompts(tmp_path)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_an_unsupported_suffix(tmp_path: Path):
+    path = write(tmp_path / "a.txt", "What is 1+1?")
+    with raises(f"source '{path}' has suffix '.txt', which is unsupported: convert it to .jsonl or .json or .parquet"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_an_empty_file(suffix: str, tmp_path: Path):
+    path = write(tmp_path / f"a.{suffix}", "")
+    with raises(f"source '{path}' is empty: give at least one row"):
+        load_prompts(path)
+
+
+def test_an_empty_source(tmp_path: Path):
+    with raises("source of type list is empty: give at least one row"):
+        load_prompts([])
+    with raises("is empty: give at least one row"):
+        load_prompts(write(tmp_path / "a.csv", "prompt,answer\n"))
+    with raises("a prompt dataset needs at least one row"):
+        load_prompts(ROWS).select([])
+    with raises("source must be a path, a hub id, a datasets.Dataset or an iterable of mappings", TypeError):
+        load_prompts(3)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 is not one JSON object (Expecting ',' delimiter)"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}', "line 2 is not one JSON object ('utf-8' codec can't"),
+        ("a.json", '[{"prompt": "a"},\n{"prompt": "b"}\n{}]', "Expecting ',' delimiter: line 3 column 1"),
+        ("a.json", '{\n"prompt": "a"}', "line 1 is not one JSON object"),
+        (
+            "a.csv",
+            "prompt,answer\na,1\nb,2,3\n",
+            "line 3 has more or fewer values than the header's ['prompt', 'answer']",
+        ),
+        ("a.csv", "prompt,answer\na\n", "line 2 has more or fewer values"),
+        ("a.csv", 'prompt,answer\n"a,1\n', "unexpected end of data"),
+        ("a.csv", b"prompt\n\xe9\n", "'utf-8' codec can't decode"),
+        ("a.parquet", b"", "Parquet file size is 0 bytes"),
+        ("a.parquet", b"not a parquet file", "Parquet magic bytes not found"),
+    ],
+)
+def test_a_malformed_file(file: str, content: str | bytes, message: str, tmp_path: Path):
+    path = write(tmp_path / file, content)
+    with raises(f"{path}: malformed {path.suffix} file: ") as caught:
+        load_prompts(path)
+    assert message in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("What?", "row 1 must be a mapping from column names to values, got 'What?'"),
+        ({1: "a"}, "row 1 must be a mapping from column names to values"),
+        ({"prompt": None}, "row 1: prompt column 'prompt' must hold text or messages, got None"),
+        ({"prompt": 3}, "row 1: prompt column 'prompt' must hold text or messages, got 3"),
+        ({"prompt": USER}, "row 1: prompt column 'prompt' must hold text or messages"),
+        ({"prompt": ""}, "row 1: prompt column 'prompt' must hold text or messages, got ''"),
+        ({"prompt": []}, "row 1: prompt column 'prompt' must hold text or messages, got []"),
+        ({"prompt": " \n"}, "row 1: prompt column 'prompt' is blank, ' \\n': fill it or remove the row"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "row 1: prompt column 'prompt' is blank"),
+        ({"prompt": [{"role": "system", "content": "Be brief."}]}, "row 1: prompt column 'prompt' is blank"),
+        (
+            {"prompt": [USER, "hi"]},
+            "row 1: message 1 of prompt column 'prompt' must have text under 'role' and 'content'",
+        ),
+        ({"prompt": [{"content": "hi"}]}, "must have text under 'role' and 'content', got {'content': 'hi'}"),
+        ({"prompt": [{"role": "user"}]}, "must have text under 'role' and 'content', got {'role': 'user'}"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "must have text under 'role' and 'content'"),
+        ({"prompt": [USER]}, "one of row 0 and row 1 is plain text, the other chat messages: use one kind for all"),
+        ({}, "row 1 and row 0 differ in the columns ['prompt']: give all rows the same columns"),
+        ({"prompt": "b", "hint": 1}, "row 1 and row 0 differ in the columns ['hint']: give all rows the same columns"),
+    ],
+)
+def test_a_malformed_row(row, message: str):
+    with raises(message):
+        load_prompts([{"prompt": "a"}, row])
+
+
+def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n{"prompt": null}\n')
+    with raises(f"{path}, line 3: prompt column 'prompt' must hold text"):
+        load_prompts(path)
+
+
+def test_columns_to_keep_may_be_fewer_than_the_rows_have():
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2, "hint": 3}]
+    assert load_prompts(rows, columns=["answer"]).rows == [{"query": "a", "answer": 1}, {"query": "b", "answer": 2}]
+    with raises("row 1 and row 0 differ in the columns ['hint']"):
+        load_prompts(rows[::-1], columns=["hint"])
+
+
+def test_a_messages_column_with_its_answer_is_refused():
+    rows = [{"messages": [USER, ASSISTANT]}]
+    with raises("row 0: column 'messages' ends with an assistant message, the answer: drop it or set prompt_column"):
+        load_prompts(rows)
+    assert load_prompts([{"messages": [USER, ASSISTANT, USER]}]).conversational
+    # The remedies of the message:
+    assert load_prompts(rows, column_map={"messages": "prompt"})[0] == {"query": [USER, ASSISTANT]}
+    both = [{"messages": [USER, ASSISTANT], "q": "hello"}]
+    assert load_prompts(both, prompt_column="q", columns=[])[0] == {"query": "hello"}
+
+
+def test_fields_that_arrow_fills_in_are_left_out_of_messages():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    dataset = datasets.Dataset.from_list([{"prompt": [{**USER, "tool_calls": None}, call, USER]}])
+    assert load_prompts(dataset)[0]["query"] == [USER, call, USER]
+
+
+def test_values_become_plain_python():
+    row = {"prompt": np.str_("a"), "x": np.float32(0.5), "y": torch.tensor([1, 2]), "z": ({"k": np.arange(2)},)}
+    loaded = load_prompts([row])[0]
+    assert loaded == {"query": "a", "x": 0.5, "y": [1, 2], "z": [{"k": [0, 1]}]}
+    assert type(loaded["query"]) is str and type(loaded["x"]) is float
+    with raises("row 0: column 'image' holds a value of type object, not plain text-keyed data: convert it"):
+        load_prompts([{"prompt": "a", "image": object()}])
+    with raises("row 0: column 'x' holds keys [1]"):
+        load_prompts([{"prompt": "a", "x": [{1: 2}]}])
+
+
+def test_prompts_that_are_all_the_same():
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}]
+    with raises("all 2 prompts of source of type list are the same, 'a': check prompt_column, or give that row once"):
+        load_prompts(rows)
+    assert len(load_prompts(rows[:1])) == 1
+    assert load_prompts([*rows, {"prompt": "b", "answer": 3}]).counts == PromptCounts(3, 0, duplicates=1, kept=3)
+
+
+# Columns
+
+
+@pytest.mark.parametrize("name", ["prompt", "query", "question", "problem", "messages", "instruction"])
+def test_the_prompt_column_is_found(name: str):
+    value = [USER] if name == "messages" else "a"
+    assert load_prompts([{"answer": 1, name: value}])[0] == {"query": value, "answer": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "set prompt_column: of the columns ['question', 'problem', 'answer'], ['question', 'problem'] look like"),
+        (
+            {"column_map": {"question": "a", "problem": "b"}},
+            "of the columns ['a', 'b', 'answer'], none look like prompts",
+        ),
+        ({"prompt_column": "text"}, "prompt_column='text' is not among the columns ['question', 'problem', 'answer']"),
+        (
+            {"column_map": {"solution": "a"}},
+            "column_map renames ['solution'], but the columns are ['question', 'problem',",
+        ),
+        ({"column_map": {"answer": "problem"}}, "column_map={'answer': 'problem'} gives two of the columns"),
+        (
+            {"prompt_column": "problem", "columns": ["solution"]},
+            "columns=['solution'] must be a list of names among the columns besides the prompt, ['question', 'answer']",
+        ),
+        ({"prompt_column": "problem", "columns": "answer"}, "columns='answer' must be a list of names"),
+    ],
+)
+def test_columns_that_are_not_there(arguments: dict, message: str):
+    with raises(message):
+        load_prompts([{"question": "q", "problem": "p", "answer": "1"}], **arguments)
+
+
+def test_columns_are_renamed_then_chosen():
+    rows = [{"question": "q", "problem": "p", "solution": 1, "note": 2}]
+    dataset = load_prompts(
+        rows, prompt_column="p", column_map={"problem": "p", "solution": "answer"}, columns=["answer"]
+    )
+    assert dataset.rows == [{"query": "p", "answer": 1}]
+    assert dataset.columns == ("answer",)
+
+
+RESERVED = (
+    "tokens masks log_probs next group_id group_size policy_version advantage completion num_turns reward done "
+    "terminated truncated seed history text query"
+).split()
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_column_with_a_reserved_name(name: str):
+    assert name in keys.RESERVED
+    rows = [{"prompt": "a", name: 1}]
+    with raises(f"names ['{name}'] are reserved: set column_map={{'{name}': 'dataset_{name}'}}, say"):
+        load_prompts(rows, prompt_column="prompt")
+    # Both remedies of the message:
+    renamed = load_prompts(rows, column_map={name: f"dataset_{name}"})
+    assert renamed.columns == (f"dataset_{name}",)
+    assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
+
+
+# Chat and length
+
+
+def test_text_is_wrapped_if_the_tokenizer_has_a_template(tokenizer: PreTrainedTokenizerFast):
+    text, message = ROWS[0]["prompt"], [{"role": "user", "content": ROWS[0]["prompt"]}]
+    assert load_prompts(ROWS)[0]["query"] == text
+    assert load_prompts(ROWS, tokenizer=tokenizer)[0]["query"] == message
+    assert load_prompts(ROWS, tokenizer=tokenizer, chat=False)[0]["query"] == text
+    assert load_prompts(ROWS, chat=True)[0]["query"] == message
+    tokenizer.chat_template = None
+    assert load_prompts(ROWS, tokenizer=tokenizer)[0]["query"] == text
+    with raises("has no chat_template"):
+        load_prompts(ROWS, tokenizer=tokenizer, chat=True)
+
+
+def test_the_system_prompt_goes_where_there_is_none():
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{"prompt": [USER]}, {"prompt": [{"role": "system", "content": "Be long."}, USER]}]
+    loaded = load_prompts(rows, system_prompt="Be brief.").rows
+    assert [row["query"] for row in loaded] == [[system, USER], rows[1]["prompt"]]
+    assert load_prompts(ROWS, system_prompt="Be brief.", chat=True)[0]["query"][0] == system
+    with raises("system_prompt='Be brief.' has no place in plain-text prompts: set chat=True, or pass a tokenizer"):
+        load_prompts(ROWS, system_prompt="Be brief.")
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast):
+    rows = [{"prompt": "a" * n} for n in (3, 9, 4, 5, 4)]
+    overhead = len(encode_prompt(tokenizer, [{"role": "user", "content": "a"}])) - 1
+    dataset = load_prompts(rows, tokenizer=tokenizer, max_prompt_length=overhead + 4)
+    assert [len(row["query"][0]["content"]) for row in dataset] == [3, 4, 4]
+    assert dataset.counts == PromptCounts(read=5, too_long=2, duplicates=1, kept=3)
+    assert len(load_prompts(rows, tokenizer=tokenizer, chat=False, max_prompt_length=4)) == 3
+    thinking = load_prompts(
+        rows, tokenizer=tokenizer, max_prompt_length=overhead + 4 + len("<think>"), template_kwargs={"think": True}
+    )
+    assert thinking.rows == dataset.rows
+    with raises(
+        f"all 5 prompts exceed max_prompt_length=2: the shortest has {overhead + 3} tokens, the longest {overhead + 9}"
+    ):
+        load_prompts(rows, tokenizer=tokenizer, max_prompt_length=2)
+    with raises("max_prompt_length=2 needs the policy's tokenizer: pass it as tokenizer="):
+        load_prompts(rows, max_prompt_length=2)
+
+
+def test_limit_reads_no_further():
+    def endless():
+        yield from ROWS
+        raise AssertionError("read too far")
+
+    dataset = load_prompts(endless(), limit=2)
+    assert dataset.rows == LOADED
+    assert dataset.counts.read == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_sizes_are_positive_integers(value, tokenizer: PreTrainedTokenizerFast):
+    with raises(f"limit must be a positive integer or None, got {value!r}"):
+        load_prompts(ROWS, limit=value)
+    with raises(f"max_prompt_length must be a positive integer or None, got {value!r}"):
+        load_prompts(ROWS, tokenizer=tokenizer, max_prompt_length=value)
+
+
+# The dataset
+
+
+def test_a_dataset_is_an_immutable_sequence():
+    source = [{"prompt": [dict(USER)], "answer": [1]}]
+    dataset = load_prompts(source)
+    fingerprint, expected = dataset.fingerprint, {"query": [USER], "answer": [1]}
+    source[0]["prompt"][0]["content"] = "changed"
+    row = dataset[0]
+    row["query"].append(ASSISTANT)
+    row["answer"].clear()
+    assert list(dataset) == [expected]
+    assert PromptDataset(dataset.rows).fingerprint == fingerprint
+    with pytest.raises(TypeError):
+        dataset[0] = row
+    with pytest.raises(TypeError):
+        dataset[:1]
+    with pytest.raises(IndexError):
+        dataset[1]
+
+
+def test_a_dataset_says_what_it_holds():
+    rows = [*ROWS, ROWS[0]]
+    assert repr(load_prompts(rows)) == (
+        "PromptDataset(3 text prompts, columns=('answer',), PromptCounts(read=3, too_long=0, duplicates=1, kept=3))"
+    )
+    assert "conversational" in repr(load_prompts(rows, chat=True))
+    assert load_prompts(rows, chat=True).conversational and not load_prompts(rows).conversational
+    assert load_prompts(rows).select([2, np.int64(0)]).counts == PromptCounts(2, 0, duplicates=1, kept=2)
+
+
+def test_the_fingerprint_is_that_of_the_content():
+    # Written out, because checkpoints of other processes and versions hold it.
+    golden = "94352bcfa6d9c22b99e9dc47169182a031a465111ff62d21f5ea9ddeba07f752"
+    assert load_prompts(ROWS).fingerprint == golden
+    reordered_columns = [dict(reversed(row.items())) for row in ROWS]
+    assert load_prompts(reordered_columns).fingerprint == golden
+    others = [ROWS[::-1], ROWS[:1], [ROWS[0], {**ROWS[1], "answer": 7}], [{"prompt": r["prompt"]} for r in ROWS]]
+    assert len({golden, *(load_prompts(rows).fingerprint for rows in others)}) == 5
+
+
+# Train and eval
+
+
+@given(
+    texts=st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=20).filter(lambda t: len(set(t)) > 1),
+    seed=st.integers(0, 5),
+    data=st.data(),
+)
+def test_a_split_keeps_every_row_and_no_prompt_twice(texts: list[str], seed: int, data):
+    size = data.draw(st.integers(1, len(set(texts)) - 1))
+    dataset = PromptDataset({"query": text, "i": i} for i, text in enumerate(texts))
+    train, held_out = split_prompts(dataset, size, seed)
+    in_train, in_eval = ({row["query"] for row in part} for part in (train, held_out))
+    assert not in_train & in_eval
+    assert len(in_eval) == size
+    assert sorted(row["i"] for part in (train, held_out) for row in part) == list(range(len(texts)))
+    assert all([row["i"] for row in part] == sorted(row["i"] for row in part) for part in (train, held_out))
+    # Neither another call nor another order of the rows changes what is held out.
+    assert {row["query"] for row in split_prompts(dataset.select(range(len(texts))[::-1]), size, seed)[1]} == in_eval
+
+
+def test_a_split_depends_on_its_seed_and_size():
+    dataset = load_prompts([{"prompt": f"What is {i}+{i}?"} for i in range(40)])
+    held_out = [split_prompts(dataset, 0.25, seed)[1] for seed in range(5)]
+    assert [len(part) for part in held_out] == [10] * 5
+    assert len({part.fingerprint for part in held_out}) == 5
+    assert split_prompts(dataset, 10, 0)[1].fingerprint == held_out[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("eval_size", "message"),
+    [
+        (2, "eval_size=2 of 2 distinct prompts leaves no train prompt: lower it or add prompts"),
+        (0.9, "eval_size=0.9 of 2 distinct prompts leaves no train prompt: lower it or add prompts"),
+        (0.1, "eval_size=0.1 of 2 distinct prompts leaves no eval prompt: raise it or add prompts"),
+        (0, "eval_size must be a positive integer or a fraction between 0 and 1, got 0"),
+        (1.0, "eval_size must be a positive integer or a fraction between 0 and 1, got 1.0"),
+        (-0.5, "eval_size must be a positive integer or a fraction between 0 and 1, got -0.5"),
+        (float("nan"), "eval_size must be a positive integer or a fraction between 0 and 1, got nan"),
+        (True, "eval_size must be a positive integer or a fraction between 0 and 1, got True"),
+    ],
+)
+def test_a_split_that_leaves_a_part_empty(eval_size, message: str):
+    with raises(message):
+        split_prompts(load_prompts([*ROWS, ROWS[0]]), eval_size, seed=0)

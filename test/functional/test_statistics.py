@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_rloo.functional import effective_sample_size, masked_mean, nanstd
+
+NAN = float("nan")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), max_size=12))
+def test_masked_mean_equals_a_slow_loop(pairs):
+    kept = [v for v, m in pairs if m]
+    values = torch.tensor([v if m else NAN for v, m in pairs], dtype=torch.float64)  # what is masked may be anything
+    mask = torch.tensor([m for _, m in pairs], dtype=torch.bool)
+    expected = math.fsum(kept) / len(kept) if kept else 0.0
+    assert masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_masked_mean_of_two_dimensions():
+    values = torch.tensor([[1.0, 2.0, float("inf")], [6.0, NAN, NAN]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_mean(values, mask).item() == 3.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.just(NAN), st.floats(-10, 10)), min_size=2, max_size=12))
+def test_nanstd_equals_the_standard_library(values):
+    kept = [v for v in values if not math.isnan(v)]
+    result = nanstd(torch.tensor(values, dtype=torch.float64)).item()
+    if len(kept) < 2:
+        assert math.isnan(result)
+    else:
+        assert result == pytest.approx(statistics.stdev(kept), abs=1e-9)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [NAN, NAN], [NAN, 3.0]])
+def test_nanstd_of_fewer_than_two_values_is_nan(values):
+    assert nanstd(torch.tensor(values)).isnan()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(-20, 20), min_size=1, max_size=12))
+def test_effective_sample_size_equals_a_slow_loop(log_ratios):
+    weights = [math.exp(x) for x in log_ratios]
+    expected = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+    result = effective_sample_size(torch.tensor(log_ratios, dtype=torch.float64)).item()
+    assert result == pytest.approx(expected, rel=1e-9)
+    assert 0 < result <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("log_ratio", [0.0, 3.0, -200.0, 200.0])
+def test_effective_sample_size_of_equal_weights_is_one(log_ratio):
+    assert effective_sample_size(torch.full((5,), log_ratio)).item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_effective_sample_size_of_one_weight_that_counts_and_of_none():
+    assert effective_sample_size(torch.tensor([300.0, -300.0, 0.0, 0.0])).item() == pytest.approx(0.25)
+    assert effective_sample_size(torch.zeros(0)).isnan()

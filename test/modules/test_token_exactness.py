@@ -1,0 +1,288 @@
+"""Tokens in, tokens out: what is sampled, stored and scored are the same ids under the same distribution."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import encode_prompt, keys, tensor_rows
+from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives import RLOOLoss
+
+TEMPERATURES = (0.5, 1.0, 1.5)
+PROCESSING = {
+    "plain": {},
+    "top_k": {"top_k": 12},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8},
+}
+DISTRIBUTIONS = [
+    pytest.param({"temperature": t, **kwargs}, id=f"{t}-{name}")
+    for t, (name, kwargs) in itertools.product(TEMPERATURES, PROCESSING.items())
+]
+CASES = {  # tokenizer, bias of the end of turn, tokens a turn, how many turns a row may have (None: its column "turns")
+    "non_canonical": ({}, 0.0, 10, 1),
+    "one_token": ({"pad_is_eos": True}, 6.0, 1, 1),
+    "empty": ({"pad_is_eos": True}, 12.0, 4, 1),
+    "turns": ({"pad_is_eos": True}, 9.0, 8, None),
+}
+ANSWER = "[again]"
+FEEDBACK_TEXT = {  # what stands between the end of a sampled turn and the next
+    "chatml": f"\n<|im_start|>user\n{ANSWER}<|im_end|>\n<|im_start|>assistant\n",
+    "chatml_generation": f"\n<|im_start|>user\n{ANSWER}<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": f"<|header|>user<|header_end|>\n\n{ANSWER}<|eot|><|header|>assistant<|header_end|>\n\n",
+    "mistral": f"[INST] {ANSWER} [/INST]",
+}
+
+
+class Recorder:
+    """A policy that notes every turn as it is sampled, by a number that it gives each row."""
+
+    def __init__(self, policy: TransformersWrapper):
+        self.policy = policy
+        self.turns: dict[int, list[list[int]]] = defaultdict(list)
+
+    def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+        for row in rows.unbind(0):
+            if "row_id" not in row.keys():
+                row.set("row_id", torch.tensor(len(self.turns)))
+                self.turns[len(self.turns)] = []
+        rows = self.policy(rows)
+        for row in rows.unbind(0):
+            self.turns[int(row["row_id"])].append(row[keys.RESPONSE_TOKENS].tolist())
+        return rows
+
+
+def reference_log_probs(model, row: TensorDictBase, *, temperature, top_k=None, top_p=1.0, min_p=0.0, penalty=1.0):
+    """Log-probs of a row's action tokens: one float64 forward without padding or cache, token by token."""
+    tokens, mask = row[keys.TOKENS], row[keys.ACTION_MASK]
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
+    values = []
+    for t in mask.nonzero()[:, 0].tolist():
+        z = logits[t - 1].clone()
+        for v in set(tokens[:t].tolist()):
+            z[v] = z[v] / penalty if z[v] > 0 else z[v] * penalty
+        z, order = (z / temperature).sort(descending=True)
+        if top_k is not None:
+            z[top_k:] = -torch.inf
+        if top_p < 1:
+            needed = int((z.softmax(0).cumsum(0) < top_p).sum()) + 1
+            z[needed:] = -torch.inf
+        z[z < z[0] + torch.tensor(min_p).double().log()] = -torch.inf
+        values.append(z.log_softmax(0)[(order == tokens[t]).nonzero()[0, 0]])
+    return torch.stack(values).float()
+
+
+def collect(model, tokenizer, prompts, settings: dict, turns: int | None = 1, generations: int = 2):
+    """Rows of finished trajectories, the policy, and what it sampled."""
+
+    def respond(conversation, row):
+        taken = sum(m["role"] == "assistant" for m in conversation)
+        return [{"role": "user", "content": ANSWER}] if taken < (turns or row["turns"]) else None
+
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"seed": 1, **settings})
+    recorder = Recorder(policy)
+    env = DatasetChatEnv(
+        prompts,
+        tokenizer,
+        prompts_per_batch=len(prompts),
+        num_generations=generations,
+        shuffle=False,
+        transforms=[FeedbackTransform(respond, max_turns=4)],
+    )
+    return LLMCollector(env, recorder).collect(), policy, recorder.turns
+
+
+def check_ids(rows: TensorDictBase, sampled: dict[int, list[list[int]]], tokenizer, feedback_text: str) -> None:
+    """Every row is its prompt, what was sampled and nothing but the feedback between, bit for bit."""
+    feedback = tokenizer(feedback_text, add_special_tokens=False)["input_ids"]
+    for row in rows.unbind(0):
+        turns = sampled[int(row["row_id"])]
+        prompt = encode_prompt(tokenizer, row[keys.QUERY])
+        ids, mask = list(prompt), [False] * len(prompt)
+        for k, turn in enumerate(turns):
+            if k:
+                ids, mask = ids + feedback, mask + [False] * len(feedback)
+            ids, mask = ids + turn, mask + [True] * len(turn)
+        assert row[keys.TOKENS].tolist() == ids
+        assert row[keys.ACTION_MASK].tolist() == mask
+        assert row[keys.PROMPT_TOKENS].tolist() == prompt
+        assert row[keys.ATTENTION_MASK].tolist() == [True] * len(ids)
+        assert int(row[keys.NUM_TURNS]) == len(turns)
+        ended = [turn[-1] == tokenizer.eos_token_id for turn in turns]
+        assert all(ended[:-1]), "only a turn that ended may be answered"
+        assert bool(row[keys.TERMINATED]) == ended[-1] and bool(row[keys.TRUNCATED]) != ended[-1]
+        assert all(tokenizer.eos_token_id not in turn[:-1] for turn in turns)
+        log_probs = row[keys.LOG_PROBS]
+        assert log_probs.dtype == torch.float32 and (log_probs[~row[keys.ACTION_MASK]] == 0).all()
+
+
+def check_scores(rows: TensorDictBase, policy: TransformersWrapper) -> None:
+    """With unchanged weights the ratio is 1."""
+    scorer = policy.get_new_version(generate=False)
+    rows = tensor_rows(rows)
+    scored = scorer.score(rows)
+    tokens, mask = ragged(rows, keys.TOKENS), ragged(rows, keys.ACTION_MASK)
+    assert scored.actions.tokens[scored.actions.action_mask].tolist() == torch.cat(tokens)[torch.cat(mask)].tolist()
+    behaviour = torch.cat(ragged(rows, keys.LOG_PROBS))[torch.cat(mask)]
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
+    for row in rows.unbind(0):
+        row.set(keys.ADVANTAGE, torch.ones(1, 1))
+    out = RLOOLoss(scorer)(rows)
+    assert out.ESS.item() == pytest.approx(1, abs=1e-5)
+    assert out.log_ratio_max.item() <= 1e-5 and out.clip_fraction.item() == 0
+    for row, log_probs in zip(rows.unbind(0), scored.log_probs, strict=True):
+        difference = log_probs.sum() - row[keys.LOG_PROBS].sum()
+        assert difference.exp().item() == pytest.approx(1, abs=1e-5 * int(row[keys.ACTION_MASK].sum()))
+
+
+def check_reference(rows: TensorDictBase, model, settings: dict) -> None:
+    """Behaviour log-probs are those of an independent forward of each row alone."""
+    distribution = {k: v for k, v in settings.items() if k not in ("max_new_tokens", "seed")}
+    distribution["penalty"] = distribution.pop("repetition_penalty", 1.0)
+    exact = copy.deepcopy(model).double()
+    for row in rows.unbind(0):
+        expected = reference_log_probs(exact, row, **distribution)
+        torch.testing.assert_close(row[keys.LOG_PROBS][row[keys.ACTION_MASK]], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_sampled_stored_and_scored_are_the_same(
+    case: str, distribution: dict, make_tokenizer: Callable, make_model: Callable, prompts
+) -> None:
+    tokenizer_kwargs, end_bias, max_new_tokens, turns = CASES[case]
+    tokenizer = make_tokenizer("chatml", **tokenizer_kwargs)
+    model = make_model(tokenizer, end_bias=end_bias)
+    settings = {"max_new_tokens": max_new_tokens, **distribution}
+    rows, policy, sampled = collect(model, tokenizer, prompts, settings, turns)
+    check_ids(rows, sampled, tokenizer, FEEDBACK_TEXT["chatml"])
+    check_scores(rows, policy)
+    check_reference(rows, model, settings)
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("template", FEEDBACK_TEXT)
+def test_any_template_and_number_of_turns(
+    template: str, turns: int, pad_is_eos: bool, make_tokenizer: Callable, make_model: Callable, prompts
+) -> None:
+    tokenizer = make_tokenizer(template, pad_is_eos)
+    model = make_model(tokenizer, seed=2, end_bias=10.0)
+    settings = {"max_new_tokens": 8, "temperature": 0.8, "top_p": 0.95}
+    rows, policy, sampled = collect(model, tokenizer, prompts, settings, turns)
+    assert int(rows[keys.NUM_TURNS].max()) == turns
+    check_ids(rows, sampled, tokenizer, FEEDBACK_TEXT[template])
+    check_scores(rows, policy)
+    check_reference(rows, model, settings)
+
+
+def test_the_cases_are_what_they_say(make_tokenizer: Callable, make_model: Callable, prompts) -> None:
+    """Without this the tests above could pass on easy rows."""
+    lengths, number_of_turns = {}, {}
+    for case, (tokenizer_kwargs, end_bias, max_new_tokens, turns) in CASES.items():
+        tokenizer = make_tokenizer("chatml", **tokenizer_kwargs)
+        settings = {"max_new_tokens": max_new_tokens}
+        rows, _, sampled = collect(make_model(tokenizer, end_bias=end_bias), tokenizer, prompts, settings, turns)
+        lengths[case] = {len(turn) for turns in sampled.values() for turn in turns}
+        number_of_turns[case] = set(rows[keys.NUM_TURNS].tolist())
+        if case == "non_canonical":
+            texts = [tokenizer.decode(turns[0]) for turns in sampled.values()]
+            again = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            assert all(ids != turns[0] for ids, turns in zip(again, sampled.values(), strict=True))
+        if case == "empty":
+            assert [tokenizer.eos_token_id] in [turns[0] for turns in sampled.values()]
+    assert lengths["one_token"] == {1} and 1 in lengths["empty"] and len(lengths["turns"]) > 2
+    assert number_of_turns["turns"] == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "supplied"),
+    [({"stop_token_ids": list(range(20, 120))}, True), ({"stop_strings": ["a", "b", "c"]}, True), ({}, False)],
+    ids=["stop_token_ids", "stop_strings", "end_of_turn"],
+)
+def test_an_end_of_turn_that_was_not_sampled_is_context(
+    ends_with: dict, supplied: bool, make_tokenizer: Callable, make_model: Callable, prompts
+) -> None:
+    """A turn that ended by another stop gets the template's end of turn, and that token carries no gradient."""
+    tokenizer = make_tokenizer("chatml", pad_is_eos=True)
+    model = make_model(tokenizer, seed=4, end_bias=0.0 if supplied else 9.0)
+    rows, policy, sampled = collect(model, tokenizer, prompts, {"max_new_tokens": 12, **ends_with}, turns=2)
+    feedback = tokenizer(FEEDBACK_TEXT["chatml"], add_special_tokens=False)["input_ids"]
+    two_turns = [row for row in rows.unbind(0) if len(sampled[int(row["row_id"])]) == 2]
+    assert two_turns
+    for row in two_turns:
+        prompt = encode_prompt(tokenizer, row[keys.QUERY])
+        first, second = sampled[int(row["row_id"])]
+        between = feedback if first[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id, *feedback]
+        assert row[keys.TOKENS].tolist() == [*prompt, *first, *between, *second]
+        mask = [False] * len(prompt) + [True] * len(first) + [False] * len(between) + [True] * len(second)
+        assert row[keys.ACTION_MASK].tolist() == mask
+    assert any(sampled[int(r["row_id"])][0][-1] != tokenizer.eos_token_id for r in two_turns) == supplied
+    check_scores(rows, policy)
+
+
+def generated(policy: TransformersWrapper, rows: TensorDictBase) -> list[tuple[list[int], torch.Tensor]]:
+    """Sampled ids and their log-probs, row by row."""
+    out = policy(rows)
+    return [(r[keys.RESPONSE_TOKENS].tolist(), r[keys.LOG_PROBS][r[keys.ACTION_MASK]]) for r in out.unbind(0)]
+
+
+def check_equal(ours: list[tuple[list[int], torch.Tensor]], theirs: list[tuple[list[int], torch.Tensor]]) -> None:
+    for (ids, log_probs), (other_ids, other_log_probs) in zip(ours, theirs, strict=True):
+        assert ids == other_ids
+        torch.testing.assert_close(log_probs, other_log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("distribution", [{}, PROCESSING["all"]], ids=["plain", "all"])
+def test_a_seeded_row_is_the_same_in_any_batch(
+    distribution: dict, make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, prompts, user: Callable
+) -> None:
+    """Left padding, prefill shared by equal prompts, the order and the limits of other rows change nothing."""
+    tokenizer = make_tokenizer(pad_is_eos=True)
+    model = make_model(tokenizer, end_bias=7.0)
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 10, **distribution})
+    ids = [encode_prompt(tokenizer, row[keys.QUERY]) for row in prompts for _ in range(3)]
+    ids += [[tokenizer.eos_token_id], ids[0][:1], ids[0] * 3]
+    seeds = list(range(100, 100 + len(ids)))
+    together = generated(policy, prompt_rows(*ids, seed=seeds))
+    assert len({len(turn) for turn, _ in together}) > 3
+    alone = [generated(policy, prompt_rows(i, seed=[s]))[0] for i, s in zip(ids, seeds, strict=True)]
+    check_equal(together, alone)
+    backwards = generated(policy, prompt_rows(*ids[::-1], seed=seeds[::-1]))
+    check_equal(together, backwards[::-1])
+    limits = [10] * len(ids)
+    limits[4] = 40  # the longest row decides how many numbers are drawn
+    longer = generated(policy, prompt_rows(*ids, seed=seeds, max_new_tokens=limits))
+    check_equal(together[:4] + together[5:], longer[:4] + longer[5:])
+
+
+def test_samples_that_share_a_prefill_equal_separate_runs(
+    make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, prompts
+) -> None:
+    """``num_samples`` draws the same numbers, row by row, as a batch of repeated prompts."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, end_bias=6.0)
+    ids = [encode_prompt(tokenizer, row[keys.QUERY]) for row in prompts]
+    kwargs = {"max_new_tokens": 9, "seed": 5}
+    grouped = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs, num_samples=3)(prompt_rows(*ids))
+    assert grouped.batch_size == (len(ids), 3)
+    flat = stack_rows([row for group in grouped.unbind(0) for row in group.unbind(0)])
+    ours = [(r[keys.RESPONSE_TOKENS].tolist(), r[keys.LOG_PROBS][r[keys.ACTION_MASK]]) for r in flat.unbind(0)]
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
+    check_equal(ours, generated(policy, prompt_rows(*[i for i in ids for _ in range(3)])))
+    check_scores(flat, policy)
+    check_reference(flat, model, {"temperature": 1.0})

@@ -1,0 +1,102 @@
+"""Evaluation on held-out prompts, by a scorer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import Transform
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.rewards.protocol import RewardFunction
+
+
+class Evaluation:
+    """Scores a policy on held-out prompts, greedily and sampled, each prompt once.
+
+    Every call sees the same prompts and the same random numbers, and touches no random stream of the run.
+
+    Args:
+        policy: the policy being trained; its present weights are evaluated.
+        dataset: the held-out prompts.
+        scorer: a reward function whose mean is reported: what counts, whatever the training reward is.
+        batch_size: prompts at once.
+        seed: of the sampled answers.
+        transforms: the environment's own (feedback, tools), as in training.
+        env_kwargs: further arguments of :class:`DatasetChatEnv`.
+    """
+
+    def __init__(
+        self,
+        policy: TransformersWrapper,
+        dataset: PromptDataset,
+        scorer: RewardFunction,
+        *,
+        batch_size: int = 256,
+        seed: int = 0,
+        transforms: Sequence[Transform] = (),
+        env_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.policy, self.dataset, self.scorer, self.seed = policy, dataset, scorer, seed
+        self.batch_size, self.transforms, self.env_kwargs = batch_size, list(transforms), dict(env_kwargs or {})
+
+    def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """``({"eval/greedy": ..., "eval/sampled": ...}, table of greedy completions)``."""
+        greedy = self._run(temperature=0.0)
+        sampled = self._run(seed=self.seed)
+        metrics = {"eval/greedy": _mean_score(greedy), "eval/sampled": _mean_score(sampled)}
+        return metrics, completion_table(greedy)
+
+    def _run(self, **generate_kwargs: Any) -> list[TensorDictBase]:
+        policy = self.policy.get_new_version(generate_kwargs=self.policy.generate_kwargs | generate_kwargs)
+        return [row for part in self._parts() for row in self._collect(part, policy).unbind(0)]
+
+    def _parts(self) -> list[PromptDataset]:
+        n = len(self.dataset)
+        return [self.dataset.select(range(i, min(i + self.batch_size, n))) for i in range(0, n, self.batch_size)]
+
+    def _collect(self, part: PromptDataset, policy: TransformersWrapper) -> TensorDictBase:
+        env = DatasetChatEnv(
+            part,
+            self.policy.tokenizer,
+            prompts_per_batch=len(part),
+            rewards=self.scorer,
+            transforms=[t.clone() for t in self.transforms],
+            shuffle=False,
+            **self.env_kwargs,
+        )
+        return LLMCollector(env, policy).collect()
+
+
+def _mean_score(rows: Sequence[TensorDictBase]) -> float:
+    """Mean over the prompts; a prompt on which the scorer abstained counts 0."""
+    return float(torch.stack([row[keys.REWARD].reshape(()) for row in rows]).nan_to_num(0.0).mean())
+
+
+def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:
+    """Rows as plain dictionaries for people to read: prompt, completion, other columns, reward and advantage."""
+    rows = rows.unbind(0) if isinstance(rows, TensorDictBase) else rows
+    return [_readable(row) for row in rows[:limit]]
+
+
+def _readable(row: TensorDictBase) -> dict[str, Any]:
+    entry = {"prompt": _text(row[keys.QUERY]), "completion": _text(row[keys.COMPLETION])}
+    entry |= {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED}
+    entry["reward"] = float(row[keys.REWARD])
+    if keys.ADVANTAGE in row.keys():
+        entry["advantage"] = float(row[keys.ADVANTAGE])
+    return entry | {"truncated": bool(row[keys.TRUNCATED])}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(f"{m['role']}: {m['content']}" for m in value)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,110 @@
+"""Metrics of a batch of rows, each with one definition, beside the code that computes it.
+
+Names are TRL's where TRL has one. Lengths count action tokens, the end of turn included. A metric is the same whatever
+order, group layout or collector the rows came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, ragged
+from torchrl_rloo.functional import k1, masked_mean, nanstd
+from torchrl_rloo.functional.rewards import combine_rewards
+
+DEFINITIONS = {
+    "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty",
+    "reward_std": "unbiased standard deviation of the same over all rows of the batch",
+    "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal: they teach nothing",
+    "frac_abstained": "share of the rows on which every reward function abstained: they train nothing",
+    "rewards/<name>/mean": "mean of one reward function over the rows on which it did not abstain",
+    "rewards/<name>/std": "unbiased standard deviation of the same",
+    "completions/mean_length": "mean number of action tokens a row (also min_length, max_length)",
+    "completions/clipped_ratio": "share of the rows that a token, turn or time limit cut off",
+    "completions/mean_terminated_length": "mean_length of the rows not cut off (also min_, max_); 0 if none",
+    "num_turns": "mean number of policy turns a row",
+    "kl": "mean over action tokens of behaviour minus reference log-prob (k1), in nats",
+    "staleness": "mean over the rows of the current policy version minus the version that sampled the row",
+    "eval/greedy": "share of the held-out prompts answered right, most likely token at each step",
+    "eval/sampled": "share of the held-out prompts answered right, sampled as in training",
+    "loss": "the objective that is minimised; near 0 on-policy whatever the progress, so judge by the reward",
+    "entropy": "mean entropy of the sampled distribution per action token of the rows trained on, in nats",
+    "kl_approx": "mean k3 divergence of sampler from trainer per action token, in nats; 0 on-policy",
+    "ESS": "effective sample size of the importance ratios as a share of the rows trained on; 1 on-policy",
+    "clip_fraction": "share of the rows trained on whose gradient the clip removes",
+    "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token, in nats",
+    "grad_norm": "norm of the gradient before clipping",
+    "lr": "learning rate of the step",
+    "num_action_tokens": "action tokens sampled so far in the run",
+}
+
+
+def completion_metrics(
+    rows: TensorDictBase,
+    reward_names: Sequence[str],
+    reward_weights: Sequence[float],
+    *,
+    mask_truncated_completions: bool = False,
+) -> dict[str, float]:
+    """What a batch of finished trajectories looks like; names as in :data:`DEFINITIONS`.
+
+    Args:
+        rows: batch size ``[B]``, with whole groups.
+        reward_names: names of the ``F`` reward functions.
+        reward_weights: their weights.
+        mask_truncated_completions: leave the tokens of truncated rows out of ``kl``, as the loss does.
+    """
+    scores = rows[keys.REWARDS]
+    rewards = combine_rewards(scores, reward_weights)
+    given = rewards[~rewards.isnan()]
+    metrics = {
+        "reward": given.mean(),
+        "reward_std": nanstd(rewards),
+        "frac_reward_zero_std": _share_of_equal_groups(rewards, rows[keys.GROUP_ID]),
+        "frac_abstained": rewards.isnan().float().mean(),
+    }
+    for name, column in zip(reward_names, scores.unbind(-1), strict=True):
+        metrics[f"rewards/{name}/mean"] = column.nanmean()
+        metrics[f"rewards/{name}/std"] = nanstd(column)
+    actions = action_tokens(rows)
+    truncated = rows[keys.TRUNCATED].reshape(-1)
+    metrics |= _lengths(actions.mask.sum(1).float(), truncated)
+    metrics["num_turns"] = rows[keys.NUM_TURNS].float().mean()
+    if keys.REF_LOG_PROBS in rows.keys(True):
+        mask = actions.mask & ~truncated[:, None] if mask_truncated_completions else actions.mask
+        metrics["kl"] = masked_mean(_k1(rows, actions), mask)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _k1(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
+    behaviour, ref = (gather_actions(ragged(rows, k), actions) for k in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
+    return k1(behaviour, ref)
+
+
+def _share_of_equal_groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """Groups of at least two rows that answered, all with one reward, over all groups."""
+    _, index = group_ids.unique(return_inverse=True)
+    n = int(index.max()) + 1
+    answered = torch.zeros(n).index_add(0, index, (~rewards.isnan()).float())
+    low = torch.full((n,), torch.inf).scatter_reduce(0, index, rewards.nan_to_num(torch.inf), "amin")
+    high = torch.full((n,), -torch.inf).scatter_reduce(0, index, rewards.nan_to_num(-torch.inf), "amax")
+    return ((answered > 1) & (low == high)).float().mean()
+
+
+def _lengths(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
+    terminated = lengths[~truncated]
+    if not len(terminated):
+        terminated = torch.zeros(1)
+    return {
+        "completions/mean_length": lengths.mean(),
+        "completions/min_length": lengths.min(),
+        "completions/max_length": lengths.max(),
+        "completions/clipped_ratio": truncated.float().mean(),
+        "completions/mean_terminated_length": terminated.mean(),
+        "completions/min_terminated_length": terminated.min(),
+        "completions/max_terminated_length": terminated.max(),
+    }

@@ -1,0 +1,98 @@
+"""What a run is going to do, in numbers, before it does it; impossible settings are refused with the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The sizes of a run.
+
+    Args:
+        steps: rollout batches.
+        prompts_per_step: prompts drawn for each.
+        num_generations: completions of each prompt, ``G``.
+        minibatches: optimizer steps that a rollout batch is split into, by rows.
+        passes: how often a rollout batch is gone through.
+        micro_batch_size: rows in one forward and backward pass; None for a whole minibatch.
+        train_prompts: size of the training set.
+        eval_prompts: size of the held-out set.
+        max_prompt_tokens: longest prompt of the training set.
+        max_new_tokens: limit of one turn.
+        context_length: the longest sequence that the model takes; None if it has no limit.
+        max_turns: the policy's turns in a trajectory at most.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+
+    steps: int
+    prompts_per_step: int
+    num_generations: int
+    minibatches: int
+    passes: int
+    micro_batch_size: int | None
+    train_prompts: int
+    eval_prompts: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    context_length: int | None
+    max_turns: int = 1
+
+    def __post_init__(self):
+        for name in ("steps", "prompts_per_step", "minibatches", "passes", "max_new_tokens", "max_turns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={self.micro_batch_size} must be null or at least 1")
+        if self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations}: leave-one-out compares a completion with the others of its "
+                "prompt, so at least 2 are needed"
+            )
+        if self.rows_per_step % self.minibatches:
+            raise ValueError(
+                f"{self.prompts_per_step} prompts x {self.num_generations} completions = {self.rows_per_step} rows a "
+                f"step, which minibatches={self.minibatches} does not divide "
+                f"({self.rows_per_step} / {self.minibatches} = {self.rows_per_step / self.minibatches:.2f})"
+            )
+        if self.train_prompts < self.prompts_per_step:
+            raise ValueError(
+                f"the training set has {self.train_prompts} prompts, fewer than the {self.prompts_per_step} of one step; "
+                f"add prompts, or set prompts_per_step to at most {self.train_prompts}"
+            )
+        longest = self.max_prompt_tokens + self.max_turns * self.max_new_tokens
+        if self.context_length is not None and longest > self.context_length:
+            raise ValueError(
+                f"the longest prompt has {self.max_prompt_tokens} tokens and the policy may add {self.max_turns} x "
+                f"{self.max_new_tokens}: {longest} in all, more than the model's context of {self.context_length}. "
+                "Lower max_new_tokens, or set max_prompt_length to drop the longest prompts"
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Trajectories in a rollout batch."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.minibatches * self.passes
+
+    def __str__(self) -> str:
+        rows, updates = self.rows_per_step, self.minibatches * self.passes
+        epochs = self.steps * self.prompts_per_step / self.train_prompts
+        tokens = self.steps * rows * self.max_turns * self.max_new_tokens
+        on_policy = "all on-policy" if updates == 1 else f"the first of each {updates} on-policy"
+        return "\n".join(
+            [
+                f"{self.steps} steps of {self.prompts_per_step} prompts x {self.num_generations} completions "
+                f"= {rows} rows, {self.steps * rows:,} in all",
+                f"{self.minibatches} minibatches x {self.passes} passes a step = {self.optimizer_steps:,} optimizer "
+                f"steps, {on_policy}",
+                f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs; {self.eval_prompts:,} held out",
+                f"prompts up to {self.max_prompt_tokens} tokens, {self.max_turns} turns of up to "
+                f"{self.max_new_tokens}; at most {tokens:,} action tokens",
+            ]
+        )

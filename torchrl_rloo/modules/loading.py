@@ -1,0 +1,42 @@
+"""Loading a model and its tokenizer from a hub id or a directory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(
+    name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", **kwargs: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model in evaluation mode (no dropout, so that trainer and sampler agree), and its tokenizer.
+
+    Args:
+        name: a hub id or a local directory.
+        dtype: ``"float32"``, ``"bfloat16"``, ...
+        device: where to put the model.
+        **kwargs: passed to ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...).
+
+    Raises:
+        ValueError: for an unknown dtype, or a tokenizer without an end-of-sequence token.
+        OSError: if there is no such model.
+    """
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'float32' or 'bfloat16'")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {name} has no eos_token, so a turn could never end: set tokenizer.eos_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked by length, so sharing the id does no harm
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **kwargs)
+    return model.to(device).eval(), tokenizer
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence the model takes, in tokens; None if its configuration names no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
