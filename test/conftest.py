@@ -138,7 +138,7 @@ def prompt_rows() -> Callable[..., TensorDictBase]:
     """``prompt_rows(*ids, **columns)``: rows to generate from, with one entry of each column per row."""
 
     def make(*prompts: list[int], **columns: list) -> TensorDictBase:
-        rows = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(p)}, []) for p in prompts]
+        rows = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(p, dtype=torch.long)}, []) for p in prompts]
         for name, values in columns.items():
             for row, value in zip(rows, values, strict=True):
                 row.set(name, value if isinstance(value, torch.Tensor) else torch.tensor(value))

@@ -16,6 +16,7 @@ import hydra
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.utils import clip_grad_norm_
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
@@ -65,7 +66,12 @@ def main(cfg: DictConfig) -> None:
             # sample: whole groups of finished trajectories, with rewards
             with timer("collect"):
                 rows = run.collector.collect()
-            metrics = completion_metrics(rows, run.rewards.names, run.rewards.weights)
+            metrics = completion_metrics(
+                rows,
+                run.rewards.names,
+                run.rewards.weights,
+                mask_truncated_completions=cfg.loss.mask_truncated_completions,
+            )
             metrics["staleness"] = run.collector.policy_version - float(rows["policy_version"].float().mean())
 
             # train: leave-one-out advantages as the rows enter the buffer, then one or more passes over it
@@ -78,13 +84,16 @@ def main(cfg: DictConfig) -> None:
                             out = run.loss_fn(micro, num_rows=len(batch))
                             out.loss_objective.backward()
                             outputs.append(out.detach())
-                        norms.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm))
+                        norms.append(
+                            clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm, error_if_nonfinite=True)
+                        )
                         run.optimizer.step()
                         run.scheduler.step()
                         run.optimizer.zero_grad()
                 run.buffer.empty()
             metrics |= merge_outputs(outputs) | {"grad_norm": float(torch.stack(norms).mean())}
             metrics["lr"] = run.scheduler.get_last_lr()[0]
+            metrics |= {f"count/{name}": n for counts in run.counts for name, n in counts.items()}
 
             # update the sampler
             with timer("sync"):
@@ -162,10 +171,11 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         seed=cfg["seed"],
     )
     collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, sampler))
+    advantage = MCAdvantage(plan.num_generations)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(plan.rows_per_step),
         sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(plan.num_generations),
+        transform=advantage,
         batch_size=plan.rows_per_step // plan.minibatches,
         generator=torch.Generator().manual_seed(cfg["seed"]),
     )
@@ -189,6 +199,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         logger=logger,
         evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), batch_size=cfg["eval"]["batch_size"]),
         checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
+        counts=(rewards.counts, advantage.counts),
         stateful=stateful,
     )
 

@@ -99,7 +99,7 @@ def test_values_and_gradients_equal_a_plain_implementation(name, tiles):
     doubles = [None if t is None else t.detach().double().requires_grad_() for t in leaves]
     expected, expected_entropy = plain_log_probs(case, *doubles)
     torch.testing.assert_close(log_probs.detach(), expected.detach().float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy, expected_entropy.detach().float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy.detach().float(), atol=1e-4, rtol=1e-5)
     ours, theirs = gradients(log_probs, case, leaves), gradients(expected, case, doubles)
     for gradient, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, reference.float(), atol=2e-5, rtol=1e-4)

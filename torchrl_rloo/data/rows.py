@@ -110,7 +110,7 @@ def action_tokens(rows: TensorDictBase, padding_id: int = 0) -> ActionTokens:
 
 def gather_actions(values: Sequence[torch.Tensor], actions: ActionTokens) -> torch.Tensor:
     """Per-token values of each row (``B`` tensors ``[T_i]``) at its action tokens only, ``[B, A]``, 0 elsewhere."""
-    return place_actions(pad(values)[actions.action_mask], actions)
+    return place_actions(pad(values).to(actions.tokens.device)[actions.action_mask], actions)
 
 
 def place_actions(flat: torch.Tensor, actions: ActionTokens) -> torch.Tensor:
@@ -122,7 +122,8 @@ def spread_actions(values: torch.Tensor, rows: TensorDictBase, actions: ActionTo
     """Values at action tokens ``[B, A]`` as ``B`` tensors of each row's length ``[T_i]``, 0 on all other tokens."""
     full = torch.zeros_like(actions.tokens, dtype=values.dtype)
     full = full.masked_scatter(actions.action_mask, values[actions.mask])
-    return unpad(full, [len(t) for t in ragged(rows, keys.TOKENS)])
+    tokens = ragged(rows, keys.TOKENS)
+    return unpad(full.to(tokens[0].device), [len(t) for t in tokens])
 
 
 def set_ragged(rows: TensorDictBase, key: NestedKey, values: Sequence[torch.Tensor]) -> TensorDictBase:

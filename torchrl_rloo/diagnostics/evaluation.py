@@ -76,7 +76,7 @@ class Evaluation:
 
 def _mean_score(rows: Sequence[TensorDictBase]) -> float:
     """Mean over the prompts; a prompt on which the scorer abstained counts 0."""
-    return float(torch.stack([row[keys.REWARD].reshape(()) for row in rows]).nan_to_num(0.0).mean())
+    return float(torch.stack([row[keys.REWARD].reshape(()) for row in rows]).double().nan_to_num(0.0).mean())
 
 
 def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:

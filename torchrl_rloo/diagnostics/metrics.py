@@ -39,7 +39,10 @@ DEFINITIONS = {
     "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token, in nats",
     "grad_norm": "norm of the gradient before clipping",
     "lr": "learning rate of the step",
-    "num_action_tokens": "action tokens sampled so far in the run",
+    "count/<reward>/not_finite": "scores of a reward function so far that were NaN or infinite; they abstain",
+    "count/<reward>/failed_calls": "calls of a reward function so far that raised; their rows abstain",
+    "count/groups": "groups that have left MCAdvantage complete so far (also rows)",
+    "count/expired_groups": "groups so far that MCAdvantage gave up waiting for (also expired_rows, late_rows)",
 }
 
 

@@ -59,7 +59,7 @@ class TrainingPlan:
             )
         if self.train_prompts < self.prompts_per_step:
             raise ValueError(
-                f"the training set has {self.train_prompts} prompts, fewer than the {self.prompts_per_step} of one step; "
+                f"the training set has {self.train_prompts} prompts, fewer than the {self.prompts_per_step} of a step; "
                 f"add prompts, or set prompts_per_step to at most {self.train_prompts}"
             )
         longest = self.max_prompt_tokens + self.max_turns * self.max_new_tokens

@@ -59,7 +59,7 @@ class ChatEnv(EnvBase):
         >>> env = ChatEnv(build_tokenizer(), batch_size=2)
         >>> row = env.reset(TensorDict({"query": ["What is 2+3?", "What is 47+38?"]}, [2]))
         >>> [len(t) for t in row.get(("tokens", "prompt"), as_list=True)]
-        [7, 9]
+        [8, 10]
     """
 
     batch_locked = False

@@ -115,7 +115,7 @@ class RLOOLoss(LossModule):
         log_probs, mask = scored.log_probs, scored.actions.mask
         if self.mask_truncated_completions:
             mask = mask & ~tensordict[keys.TRUNCATED].to(mask.device)
-        behaviour = gather_actions([v.to(mask.device) for v in ragged(tensordict, keys.LOG_PROBS)], scored.actions)
+        behaviour = gather_actions(ragged(tensordict, keys.LOG_PROBS), scored.actions)
         advantages = tensordict[keys.ADVANTAGE].reshape(-1).to(mask.device)
         log_ratio = sequence_log_ratio(log_probs, behaviour, mask)
         if self.ratio == "none":

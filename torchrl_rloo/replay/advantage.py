@@ -170,4 +170,6 @@ class MCAdvantage(Transform):
             (g, [TensorDict.from_dict(row, batch_size=[]) for row in rows]) for g, rows in state["pending"].items()
         )
         self._arrived, self._left = dict(state["arrived"]), OrderedDict.fromkeys(state["left"])
-        self._batch, self.counts = state["batch"], Counter(state["counts"])
+        self._batch = state["batch"]
+        self.counts.clear()
+        self.counts.update(state["counts"])

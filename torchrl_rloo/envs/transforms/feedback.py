@@ -70,8 +70,9 @@ class FeedbackTransform(Transform):
         return dict(self.counts)
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restores the counters."""
-        self.counts = Counter(state)
+        """Restores the counters, in place."""
+        self.counts.clear()
+        self.counts.update(state)
 
     def _truncate(self, row: TensorDictBase, why: str) -> None:
         self.counts[why] += 1

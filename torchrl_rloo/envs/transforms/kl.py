@@ -60,7 +60,7 @@ class KLRewardTransform(Transform):
     def _penalise(self, pairs: list[tuple[TensorDictBase, TensorDictBase]]) -> None:
         rows = stack_rows([row for row, _ in pairs])
         scored = self.ref.score(rows)
-        behaviour = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions).to(scored.log_probs.device)
+        behaviour = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
         kl = k1(behaviour, scored.log_probs).cpu()
         if self.mask_truncated_completions:
             kl = kl * torch.stack([~next_row["truncated"] for _, next_row in pairs])
@@ -69,7 +69,7 @@ class KLRewardTransform(Transform):
         log_probs = spread_actions(scored.log_probs, rows, scored.actions)
         for (_, next_row), reward, ref in zip(pairs, rewards, log_probs, strict=True):
             next_row.set("reward", reward.reshape(1, 1))
-            self._set(next_row, ref.cpu())
+            self._set(next_row, ref)
 
     @staticmethod
     def _set(row: TensorDictBase, log_probs: torch.Tensor) -> None:

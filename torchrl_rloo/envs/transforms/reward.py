@@ -103,8 +103,9 @@ class RewardTransform(Transform):
         return dict(self.counts)
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restores the counters."""
-        self.counts = Counter(state)
+        """Restores the counters, in place."""
+        self.counts.clear()
+        self.counts.update(state)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the scores of each function beside their sum."""

@@ -1,0 +1,203 @@
+"""Ragged rows: padding and its inverse, action tokens and what is spread over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_rloo.data import (
+    action_tokens,
+    concatenate,
+    gather_actions,
+    keys,
+    pad,
+    ragged,
+    stack_rows,
+    tensor_rows,
+    unpad,
+)
+from torchrl_rloo.data.rows import as_lazy, collection, place_actions, set_ragged, spread_actions
+
+lengths = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+masks = st.lists(st.lists(st.booleans(), max_size=8).map(lambda m: [False, *m]), min_size=1, max_size=5)
+few = settings(max_examples=60, deadline=None)
+
+
+def numbers(n: int) -> torch.Tensor:
+    return torch.arange(1, n + 1)
+
+
+def make_rows(action_masks: list[list[bool]]) -> LazyStackedTensorDict:
+    """Rows whose token ids are all different over the batch."""
+    rows, start = [], 1
+    for mask in action_masks:
+        data = {keys.TOKENS: torch.arange(start, start + len(mask)), keys.ACTION_MASK: torch.tensor(mask)}
+        rows.append(TensorDict(data, []))
+        start += len(mask)
+    return stack_rows(rows)
+
+
+@few
+@given(lengths, st.sampled_from(["left", "right"]), st.sampled_from([0, -1, 99]))
+def test_pad_keeps_the_values_and_fills_the_rest(sizes: list[int], side: str, filler: int) -> None:
+    values = [numbers(n) for n in sizes]
+    padded = pad(values, filler, side)
+    assert padded.shape == (len(sizes), max(sizes)) and padded.dtype == torch.int64
+    for row, value in zip(padded, values, strict=True):
+        gap = [filler] * (max(sizes) - len(value))
+        assert row.tolist() == (gap + value.tolist() if side == "left" else value.tolist() + gap)
+
+
+@few
+@given(lengths)
+def test_unpad_inverts_pad(sizes: list[int]) -> None:
+    values = [numbers(n).float() for n in sizes]
+    again = unpad(pad(values), sizes)
+    assert all(torch.equal(a, v) for a, v in zip(again, values, strict=True)) and len(again) == len(values)
+
+
+def test_unpad_wants_one_length_per_row() -> None:
+    with pytest.raises(ValueError):
+        unpad(torch.zeros(2, 3), [1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_pad_keeps_the_dtype(dtype: torch.dtype) -> None:
+    assert pad([torch.ones(2, dtype=dtype), torch.ones(1, dtype=dtype)]).dtype == dtype
+
+
+@few
+@given(masks)
+def test_action_tokens(action_masks: list[list[bool]]) -> None:
+    rows = make_rows(action_masks)
+    actions = action_tokens(rows, padding_id=-7)
+    width, most = max(map(len, action_masks)), max(map(sum, action_masks))
+    assert actions.tokens.shape == actions.action_mask.shape == (len(rows), width)
+    assert actions.mask.shape == (len(rows), most)
+    for i, mask in enumerate(action_masks):
+        n = len(mask)
+        assert actions.tokens[i, :n].tolist() == rows[i][keys.TOKENS].tolist()
+        assert (actions.tokens[i, n:] == -7).all() and not actions.action_mask[i, n:].any()
+        assert actions.action_mask[i, :n].tolist() == mask
+        assert actions.mask[i].tolist() == [k < sum(mask) for k in range(most)]
+
+
+@few
+@given(masks)
+def test_gather_place_and_spread(action_masks: list[list[bool]]) -> None:
+    """Gathering takes the values at actions, to the left; spreading puts them back, with 0 on all other tokens."""
+    rows = make_rows(action_masks)
+    actions = action_tokens(rows)
+    values = [row[keys.TOKENS].float() for row in rows.unbind(0)]
+    gathered = gather_actions(values, actions)
+    assert gathered.shape == actions.mask.shape
+    for row, value, mask in zip(gathered, values, action_masks, strict=True):
+        expected = [v for v, m in zip(value.tolist(), mask, strict=True) if m]
+        assert row.tolist() == expected + [0.0] * (len(row) - len(expected))
+    flat = torch.cat([v[torch.tensor(m)] for v, m in zip(values, action_masks, strict=True)])
+    assert torch.equal(place_actions(flat, actions), gathered)
+    spread = spread_actions(gathered, rows, actions)
+    for ours, value, mask in zip(spread, values, action_masks, strict=True):
+        assert ours.tolist() == [v if m else 0.0 for v, m in zip(value.tolist(), mask, strict=True)]
+    assert torch.equal(gather_actions(spread, actions), gathered)
+
+
+def test_place_has_a_gradient() -> None:
+    actions = action_tokens(make_rows([[False, True, False, True], [False, False, True, False]]))
+    flat = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    (place_actions(flat, actions) * torch.tensor([[1.0, 10.0], [100.0, 1000.0]])).sum().backward()
+    assert flat.grad.tolist() == [1.0, 10.0, 100.0]
+
+
+def test_padding_never_leaks_from_a_nan() -> None:
+    """What stands on context tokens and padding does not matter, NaN included."""
+    actions = action_tokens(make_rows([[False, True], [False, False, True, True]]))
+    values = [torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, torch.nan, 2.0, 3.0])]
+    assert gather_actions(values, actions).tolist() == [[1.0, 0.0], [2.0, 3.0]]
+
+
+def test_no_actions_at_all() -> None:
+    rows = make_rows([[False], [False, False]])
+    actions = action_tokens(rows)
+    assert actions.mask.shape == (2, 0)
+    assert [v.tolist() for v in spread_actions(torch.zeros(2, 0), rows, actions)] == [[0.0], [0.0, 0.0]]
+
+
+def test_an_action_needs_something_before_it() -> None:
+    with pytest.raises(ValueError, match="first token of a row is an action"):
+        action_tokens(make_rows([[False, True], [True, False]]))
+
+
+@few
+@given(lengths)
+def test_set_ragged_and_ragged(sizes: list[int]) -> None:
+    rows = stack_rows([TensorDict({"i": torch.tensor(i)}, []) for i in range(len(sizes))])
+    values = [numbers(n) for n in sizes]
+    assert set_ragged(rows, ("a", "b"), values) is rows
+    assert all(torch.equal(ours, v) for ours, v in zip(ragged(rows, ("a", "b")), values, strict=True))
+    assert [int(i) for i in ragged(rows, "i")] == list(range(len(sizes)))
+
+
+def test_set_ragged_reaches_a_dense_batch() -> None:
+    """In place means in place: values set on a dense batch must be found there, or be refused."""
+    rows = TensorDict({"a": torch.zeros(2, 3)}, [2])
+    try:
+        set_ragged(rows, "b", [torch.ones(2), torch.ones(2)])
+    except (TypeError, ValueError):
+        return
+    assert [v.tolist() for v in ragged(rows, "b")] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_set_ragged_wants_one_value_per_row() -> None:
+    with pytest.raises(ValueError):
+        set_ragged(make_rows([[False], [False]]), "a", [torch.zeros(1)])
+
+
+@pytest.mark.parametrize("rows", [TensorDict({"a": torch.zeros(2)}, [2]), make_rows([[False], [False, True]])])
+def test_a_missing_entry_is_named(rows) -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        ragged(rows, "nowhere")
+
+
+def test_ragged_reads_dense_batches_and_tensorclasses() -> None:
+    assert [v.tolist() for v in ragged(TensorDict({"a": torch.eye(2)}, [2]), "a")] == [[1.0, 0.0], [0.0, 1.0]]
+    rows = stack_rows([TensorDict({"tokens": collection(Tokens, full=numbers(n))}, []) for n in (2, 3)])
+    assert [len(v) for v in ragged(rows, keys.TOKENS)] == [2, 3]
+
+
+def test_concatenate_keeps_order_and_tensors() -> None:
+    one, two = make_rows([[False], [False, True]]), make_rows([[False, False, True]])
+    both = concatenate([one, two])
+    assert both.batch_size == (3,) and [len(t) for t in ragged(both, keys.TOKENS)] == [1, 2, 3]
+    assert both[2][keys.TOKENS].data_ptr() == two[0][keys.TOKENS].data_ptr()
+
+
+def test_tensor_rows_leaves_text_out() -> None:
+    rows = make_rows([[False, True], [False]])
+    for row in rows.unbind(0):
+        row.set("query", NonTensorData([{"role": "user", "content": "a"}]))
+        row.set("text", TensorDict({"prompt": torch.zeros(1)}, [])).set(("next", "reward"), torch.ones(1, 1))
+    bare = tensor_rows(rows)
+    assert set(bare.keys(True, True)) == {keys.TOKENS, keys.ACTION_MASK, keys.REWARD}
+    assert "query" in rows[0].keys(), "the rows given keep theirs"
+
+
+def test_as_lazy() -> None:
+    dense = TensorDict({"a": torch.eye(2)}, [2])
+    lazy = as_lazy(dense)
+    assert isinstance(lazy, LazyStackedTensorDict) and torch.equal(lazy["a"], dense["a"])
+    assert as_lazy(lazy) is lazy
+
+
+@pytest.mark.parametrize("cls", [Tokens, Masks, LogProbs])
+def test_collection_is_the_class_itself(cls: type) -> None:
+    """The quick way to build TorchRL's classes gives what their constructors give."""
+    field = {Tokens: "full", Masks: "all_assistant_mask", LogProbs: "full"}[cls]
+    made, expected = collection(cls, **{field: torch.ones(3)}), cls(**{field: torch.ones(3)})
+    assert type(made) is cls and made.batch_size == expected.batch_size == torch.Size([])
+    assert torch.equal(getattr(made, field), getattr(expected, field))
+    assert made.padded is False

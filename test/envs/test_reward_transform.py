@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
+from torchrl_rloo.modules import TransformersWrapper
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return build_model(tokenizer, seed=0).eval()
+
+
+def chat_prompts(n: int = 4) -> list[dict]:
+    return [
+        {"query": [{"role": "user", "content": f"What is {i}+{i}?"}], "answer": str(2 * i), "level": i}
+        for i in range(n)
+    ]
+
+
+class Says:
+    """A policy that says the given texts, one a row, and logs log-probs of -1."""
+
+    def __init__(self, tokenizer, texts: Sequence[str]):
+        self.tokenizer, self.texts, self.ids = tokenizer, texts, []
+
+    def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+        for row, text in zip(rows.unbind(0), self.texts, strict=True):
+            said = torch.tensor([*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id])
+            self.ids.append(said.tolist())
+            before, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
+            row.set(keys.TOKENS, torch.cat([row[keys.PROMPT_TOKENS], said]))
+            row.set(keys.ACTION_MASK, torch.cat([before, torch.ones(len(said), dtype=torch.bool)]))
+            row.set(keys.LOG_PROBS, torch.cat([log_probs, -torch.ones(len(said))]))
+        return rows
+
+
+def make_env(tokenizer, rewards, prompts=None, **settings) -> DatasetChatEnv:
+    dataset = load_prompts(prompts or chat_prompts(), chat=False)
+    settings.setdefault("prompts_per_batch", len(dataset))
+    return DatasetChatEnv(dataset, tokenizer, rewards=rewards, shuffle=False, **settings)
+
+
+def outcome(env: DatasetChatEnv, policy: Callable) -> TensorDictBase:
+    return env.step(policy(env.reset()))
+
+
+def rewards_of(rows: TensorDictBase) -> list[float]:
+    return rows[keys.REWARD].flatten().tolist()
+
+
+def constant(name: str, values: Sequence[float | None]) -> Callable:
+    def function(**arguments):
+        return values
+
+    function.__name__ = name
+    return function
+
+
+def test_a_function_sees_messages_columns_and_prompts(tokenizer):
+    seen = {}
+
+    def spy(prompts, completions, completion_ids, **columns):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids, columns=columns)
+        return [0.0] * len(prompts)
+
+    policy = Says(tokenizer, ["a", "bb", r"\boxed{4}", ""])
+    outcome(make_env(tokenizer, spy), policy)
+    rows = chat_prompts()
+    assert seen["prompts"] == [row["query"] for row in rows]
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in policy.texts]
+    assert seen["completion_ids"] == policy.ids
+    assert seen["columns"] == {"answer": ["0", "2", "4", "6"], "level": [0, 1, 2, 3]}
+    assert all(isinstance(value, int) for value in seen["columns"]["level"])
+
+
+def test_columns_come_as_the_dataset_had_them(tokenizer):
+    columns = {
+        "number": [1.5, 2.5],
+        "flag": [True, False],
+        "missing": [None, "here"],
+        "tests": [["assert 1", "assert 2"], []],
+        "ints": [[1, 2, 3], [4]],
+        "nested": [{"a": [1, {"b": None}]}, {"a": []}],
+    }
+    seen = {}
+
+    def spy(prompts, completions, completion_ids, **columns):
+        seen.update(columns)
+        return [0.0] * len(prompts)
+
+    prompts = [{"query": q} | {name: values[i] for name, values in columns.items()} for i, q in enumerate("pq")]
+    outcome(make_env(tokenizer, spy, prompts), Says(tokenizer, ["x", "y"]))
+    assert seen == columns
+
+
+def test_text_prompts_give_text_completions(tokenizer):
+    seen = {}
+
+    def spy(prompts, completions, completion_ids, answer):
+        seen.update(prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    prompts = [{"query": "2+2=", "answer": "4"}, {"query": "one, two, ", "answer": "three"}]
+    policy = Says(tokenizer, ["4", "four"])
+    rows = outcome(make_env(tokenizer, spy, prompts), policy)
+    assert seen == {"prompts": ["2+2=", "one, two, "], "completions": ["4", "four"], "completion_ids": policy.ids}
+    assert rewards_of(rows) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 6])
+def test_completion_ids_are_exactly_what_was_sampled(tokenizer, model, max_new_tokens):
+    seen = []
+
+    def spy(completion_ids, **arguments):
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": max_new_tokens, "seed": 0}
+    )
+    rows = outcome(make_env(tokenizer, spy, num_generations=3), policy)
+    assert seen == [row[keys.RESPONSE_TOKENS].tolist() for row in rows.unbind(0)]
+    assert {len(ids) for ids in seen} <= set(range(1, max_new_tokens + 1))
+
+
+def test_over_several_turns_the_ids_are_those_of_all_turns(tokenizer):
+    seen = {}
+
+    def spy(completions, completion_ids, **arguments):
+        seen.update(completions=completions, completion_ids=completion_ids)
+        return [1.0] * len(completions)
+
+    def ask_again(conversation, row):
+        return [{"role": "user", "content": "Sure?"}] if len(conversation) < 4 else None
+
+    env = make_env(tokenizer, spy, chat_prompts(1), transforms=[FeedbackTransform(ask_again, max_turns=3)])
+    first, second = Says(tokenizer, ["yes"]), Says(tokenizer, ["no"])
+    stepped, following = env.step_and_maybe_reset(first(env.reset()))
+    assert not seen and rewards_of(stepped) == [0.0] and not stepped[keys.DONE].any()
+    rows = env.step(second(following))
+    assert seen["completion_ids"] == [first.ids[0] + second.ids[0]]
+    assert [m["content"] for m in seen["completions"][0]] == ["yes", "Sure?", "no"]
+    assert rewards_of(rows) == [1.0]
+
+
+def test_weights_abstentions_and_clip(tokenizer):
+    transform = RewardTransform(
+        [constant("a", [1.0, None, None, 5.0]), constant("b", [2.0, 3.0, None, math.inf])],
+        weights=[1.0, -0.5],
+        clip_range=(-1.0, 2.0),
+    )
+    rows = outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
+    assert rows[keys.REWARD].shape == (4, 1, 1) and rows[keys.REWARD].dtype == torch.float32
+    expected = torch.tensor([0.0, -1.0, NAN, 2.0])
+    torch.testing.assert_close(rows[keys.REWARD].flatten(), expected, equal_nan=True)
+    each = torch.tensor([[1.0, 2.0], [NAN, 3.0], [NAN, NAN], [5.0, NAN]])
+    torch.testing.assert_close(rows[keys.REWARDS], each, equal_nan=True)
+    assert transform.counts["b/not_finite"] == 1 and transform.counts["a/not_finite"] == 0
+    assert transform.counts["a/failed_calls"] == transform.counts["b/failed_calls"] == 0
+
+
+class Flaky:
+    """Raises at the given calls."""
+
+    def __init__(self, raises_at: set[int]):
+        self.raises_at, self.calls = raises_at, 0
+
+    def __call__(self, completions, **arguments):
+        self.calls += 1
+        if self.calls in self.raises_at:
+            raise OSError(f"judge is down at call {self.calls}")
+        return [1.0] * len(completions)
+
+
+def test_a_raising_function_abstains_is_counted_and_stops_the_run_in_the_end(tokenizer, caplog):
+    transform = RewardTransform([Flaky({2, 3, 5, 6, 7}), constant("b", [0.5] * 4)], max_failures=3)
+    env, policy = make_env(tokenizer, transform), Says(tokenizer, "abcd")
+    with caplog.at_level(logging.WARNING):
+        got = [rewards_of(outcome(env, policy)) for _ in range(6)]
+    assert got == [[1.5] * 4, [0.5] * 4, [0.5] * 4, [1.5] * 4, [0.5] * 4, [0.5] * 4]
+    assert transform.counts["Flaky/failed_calls"] == 4 and transform.counts["b/failed_calls"] == 0
+    assert "judge is down at call 2" in caplog.text and "Flaky" in caplog.text
+    with pytest.raises(RuntimeError, match=r"Flaky.*3 times.*OSError: judge is down at call 7"):
+        outcome(env, policy)
+
+
+def test_a_row_on_which_the_only_function_raises_abstains(tokenizer):
+    rows = outcome(make_env(tokenizer, Flaky({1})), Says(tokenizer, "abcd"))
+    assert rows[keys.REWARD].isnan().all() and rows[keys.REWARDS].isnan().all() and rows[keys.DONE].all()
+
+
+@pytest.mark.parametrize("scores", [[1.0], [1.0] * 5, None, "abcd", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}], ids=str)
+def test_a_malformed_answer_is_a_failure_of_the_call(tokenizer, scores):
+    transform = RewardTransform(constant("odd", scores))
+    rows = outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
+    assert rows[keys.REWARD].isnan().all() and transform.counts["odd/failed_calls"] == 1
+
+
+def test_an_interrupt_is_not_taken_for_a_failure(tokenizer):
+    def interrupted(**arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        outcome(make_env(tokenizer, interrupted), Says(tokenizer, "abcd"))
+
+
+def test_counters_survive_a_restart(tokenizer):
+    transform = RewardTransform(Flaky({1}))
+    outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
+    resumed = RewardTransform(Flaky(set()))
+    resumed.load_state_dict(transform.state_dict())
+    assert resumed.counts["Flaky/failed_calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "message"),
+    [
+        ([], {}, "functions is empty"),
+        ([constant("a", []), constant("a", [])], {}, r"'a', 'a'"),
+        ([constant("a", []), constant("b", [])], {"weights": [1.0]}, r"1 weights.*2 reward functions"),
+        ([constant("a", [])], {"weights": [1.0, 2.0]}, r"2 weights.*1 reward functions"),
+        ([constant("a", [])], {"weights": [NAN]}, "weights"),
+        ([constant("a", [])], {"weights": [math.inf]}, "weights"),
+        ([constant("a", [])], {"clip_range": (1.0, -1.0)}, r"clip_range=\(1.0, -1.0\)"),
+        ([constant("a", [])], {"clip_range": (NAN, 1.0)}, "clip_range"),
+        ([constant("a", [])], {"max_failures": 0}, "max_failures=0"),
+    ],
+)
+def test_bad_arguments_are_refused(functions, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardTransform(functions, **settings)
+
+
+def kl_case(tokenizer, model, **settings) -> tuple[TensorDictBase, torch.Tensor, list[torch.Tensor]]:
+    """Rows after a KL penalty, their rewards before it, and the reference's log-probs by the whole logits of a row."""
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 1})
+    reference = build_model(tokenizer, seed=1).eval()
+    ref = TransformersWrapper(reference, tokenizer=tokenizer, generate=False)
+    rewards = RewardTransform(constant("r", [1.0, None, 0.5, 0.0]), clip_range=(-1.0, 1.0))
+    env = make_env(tokenizer, rewards, after_rewards=[KLRewardTransform(ref, **settings)])
+    rows, references = outcome(env, policy), []
+    for row in rows.unbind(0):
+        tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
+        with torch.no_grad():
+            full = reference(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
+        own = torch.cat([torch.zeros(1), full[:-1].gather(-1, tokens[1:, None])[:, 0]])
+        references.append(torch.where(action, own, 0.0))
+    return rows, torch.tensor([1.0, NAN, 0.5, 0.0]), references
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+def test_the_kl_is_a_sum_over_action_tokens_taken_off_the_reward(tokenizer, model, mask_truncated, micro_batch_size):
+    rows, earned, references = kl_case(
+        tokenizer,
+        model,
+        kl_to_ref_coeff=0.25,
+        mask_truncated_completions=mask_truncated,
+        micro_batch_size=micro_batch_size,
+    )
+    assert rows[keys.TRUNCATED].any()
+    for row, reward, reference in zip(rows.unbind(0), earned, references, strict=True):
+        stored = row[keys.REF_LOG_PROBS]
+        assert stored.dtype == torch.float32 and stored.shape == row[keys.TOKENS].shape
+        torch.testing.assert_close(stored, reference.float(), atol=1e-5, rtol=0)
+        kl = sum(
+            float(row[keys.LOG_PROBS][t] - reference[t]) for t in range(len(reference)) if row[keys.ACTION_MASK][t]
+        )
+        counted = 0.0 if mask_truncated and row[keys.TRUNCATED].item() else kl
+        assert row[keys.REWARD].item() == pytest.approx(float(reward) - 0.25 * counted, abs=1e-4, nan_ok=True)
+
+
+def test_a_coefficient_of_zero_only_records(tokenizer, model):
+    rows, earned, references = kl_case(tokenizer, model, kl_to_ref_coeff=0.0)
+    torch.testing.assert_close(rows[keys.REWARD].flatten(), earned, equal_nan=True)
+    torch.testing.assert_close(rows[0][keys.REF_LOG_PROBS], references[0].float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kl_to_ref_coeff": -0.1}, {"kl_to_ref_coeff": NAN}, {"micro_batch_size": -1}, {"micro_batch_size": 0}]
+)
+def test_bad_kl_arguments_are_refused(tokenizer, model, settings):
+    ref = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        KLRewardTransform(ref, **{"kl_to_ref_coeff": 0.1} | settings)
+
+
+def test_a_reference_that_generates_is_refused(tokenizer, model):
+    with pytest.raises(ValueError, match="generate=False"):
+        KLRewardTransform(TransformersWrapper(model, tokenizer=tokenizer), 0.1)

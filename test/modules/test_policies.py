@@ -1,0 +1,571 @@
+"""TransformersWrapper: settings, modes, seeds, and TorchRL's own classes and losses on top of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+from torchrl.objectives.llm import GRPOLoss
+from transformers import Qwen2ForCausalLM
+
+from torchrl_rloo.data import encode_prompt, keys, to_history
+from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.modules import GenerationConfig, TransformersWrapper, find_head
+from torchrl_rloo.objectives import RLOOLoss
+
+
+def responses(rows: TensorDictBase) -> list[list[int]]:
+    return [r.tolist() for r in ragged(rows, keys.RESPONSE_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def bpe(make_tokenizer: Callable):
+    return make_tokenizer(pad_is_eos=True)
+
+
+@pytest.fixture(scope="module")
+def random_model(make_model: Callable, bpe):
+    """Turns of it end after about six tokens."""
+    return make_model(bpe, end_bias=7.0)
+
+
+@pytest.fixture(scope="module")
+def ids(bpe, prompts) -> list[list[int]]:
+    return [encode_prompt(bpe, row[keys.QUERY]) for row in prompts]
+
+
+@pytest.fixture(scope="module")
+def make_policy(random_model, bpe) -> Callable[..., TransformersWrapper]:
+    def make(*, num_samples: int | None = None, input_mode: str = "tokens", **generate_kwargs) -> TransformersWrapper:
+        kwargs = {"max_new_tokens": 8, **generate_kwargs}
+        settings = {"num_samples": num_samples, "input_mode": input_mode}
+        return TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs=kwargs, **settings)
+
+    return make
+
+
+# seeds and streams
+
+
+def test_a_seed_fixes_the_whole_stream_of_a_wrapper(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    first, second = make_policy(seed=3), make_policy(seed=3)
+    torch.manual_seed(0)
+    one = [responses(first(prompt_rows(*ids))) for _ in range(3)]
+    torch.manual_seed(1)
+    two = [responses(second(prompt_rows(*ids))) for _ in range(3)]
+    assert one == two
+    assert one[0] != one[1] != one[2]
+    assert responses(make_policy(seed=4)(prompt_rows(*ids))) != one[0]
+
+
+def test_a_seeded_wrapper_leaves_the_global_stream_alone(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    make_policy(seed=3)(prompt_rows(*ids))
+    make_policy()(prompt_rows(*ids, seed=[1, 2, 3, 4]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_the_global_stream_decides(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    policy, drawn = make_policy(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(responses(policy(prompt_rows(*ids))))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert policy.sampler_state() == {}
+
+
+def test_a_sampler_state_resumes_the_same_stream(make_policy: Callable, prompt_rows: Callable, ids, tmp_path) -> None:
+    policy = make_policy(seed=0)
+    policy(prompt_rows(*ids))
+    torch.save(policy.sampler_state(), tmp_path / "state.pt")
+    expected = [responses(policy(prompt_rows(*ids))) for _ in range(2)]
+    resumed = make_policy(seed=99)
+    resumed.load_sampler_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [responses(resumed(prompt_rows(*ids))) for _ in range(2)] == expected
+
+
+def test_samples_of_a_seeded_row_differ(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    """A row's seed makes its samples repeatable, not equal to each other: equal samples have no leave-one-out signal."""
+    policy = make_policy(num_samples=4, ignore_eos=True)
+    drawn = [responses(policy(prompt_rows(ids[0], seed=[7]))[0]) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(r) for r in drawn[0]}) == 4
+
+
+# how many, how long, and what ends a turn
+
+
+def test_num_samples(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    rows = prompt_rows(*ids, group_id=[5, 6, 7, 8])
+    out = make_policy(num_samples=3, seed=0)(rows)
+    assert out.batch_size == (4, 3)
+    for group, prompt, group_id in zip(out.unbind(0), ids, (5, 6, 7, 8), strict=True):
+        assert len({tuple(r) for r in responses(group)}) > 1
+        for row in group.unbind(0):
+            n = len(prompt)
+            assert row[keys.TOKENS].tolist() == prompt + row[keys.RESPONSE_TOKENS].tolist()
+            assert row[keys.PROMPT_TOKENS].tolist() == prompt and int(row[keys.GROUP_ID]) == group_id
+            assert not row[keys.ACTION_MASK][:n].any() and row[keys.ACTION_MASK][n:].all()
+    assert keys.TOKENS not in rows.keys(True, True), "the rows given are prompts still"
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"num_samples={number}"):
+            make_policy(num_samples=number)
+
+
+def test_a_row_has_its_own_limit(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    limits = [1, 3, 11, 2]
+    out = make_policy(seed=0, ignore_eos=True)(prompt_rows(*ids, max_new_tokens=limits))
+    assert [len(r) for r in responses(out)] == limits
+    assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [True] * 4
+    with pytest.raises(ValueError, match="max_new_tokens of a row is 0"):
+        make_policy()(prompt_rows(*ids, max_new_tokens=[1, 0, 1, 1]))
+
+
+def test_truncated_says_whether_the_limit_ended_the_turn(
+    make_policy: Callable, prompt_rows: Callable, ids, bpe
+) -> None:
+    out = make_policy(seed=1)(prompt_rows(*ids, *ids, *ids))
+    ended = [r[-1] == bpe.eos_token_id for r in responses(out)]
+    assert 0 < sum(ended) < len(ended)
+    assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [not e for e in ended]
+    assert all(len(r) == 8 for r, e in zip(responses(out), ended, strict=True) if not e)
+
+
+def test_an_end_at_the_limit_is_no_truncation(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
+    free = responses(make_policy()(prompt_rows(*ids, seed=[1, 2, 3, 4])))
+    assert any(r[-1] == bpe.eos_token_id for r in free)
+    out = make_policy()(prompt_rows(*ids, seed=[1, 2, 3, 4], max_new_tokens=[len(r) for r in free]))
+    assert responses(out) == free
+    expected = [r[-1] != bpe.eos_token_id for r in free]
+    assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == expected
+
+
+def test_stop_ids(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
+    stops = {bpe.eos_token_id, *range(30, 90)}
+    for given in (tuple(range(30, 90)), list(range(30, 90))):
+        out = responses(make_policy(seed=0, stop_token_ids=given, max_new_tokens=12)(prompt_rows(*ids)))
+        assert any(r[-1] in stops - {bpe.eos_token_id} for r in out)
+        assert not any(set(r[:-1]) & stops for r in out)
+    only = make_policy(seed=0, stop_token_ids=40, ignore_eos=True)
+    assert only.stop_ids == (40,)
+
+
+def test_ignore_eos(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
+    out = make_policy(seed=0, ignore_eos=True, max_new_tokens=12)(prompt_rows(*ids))
+    assert [len(r) for r in responses(out)] == [12] * 4
+    assert any(bpe.eos_token_id in r[:-1] for r in responses(out))
+
+
+def test_the_models_own_ends_of_turn_count(make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, ids):
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(30, 90)]
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 0})
+    assert set(policy.stop_ids) == {tokenizer.eos_token_id, *range(30, 90)}
+    assert any(30 <= r[-1] < 90 and len(r) < 12 for r in responses(policy(prompt_rows(*ids))))
+
+
+def test_stop_strings(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
+    for given in ("ab", ["ab"]):
+        policy = make_policy(stop_strings=given, seed=0, max_new_tokens=12)
+        out = policy(prompt_rows(*ids))
+        texts = [bpe.decode(r) for r in responses(out)]
+        stopped = [r[-1] != bpe.eos_token_id and "ab" in t for r, t in zip(responses(out), texts, strict=True)]
+        assert any(stopped)
+        for response, text, truncated in zip(responses(out), texts, out[keys.RESPONSE_TRUNCATED], strict=True):
+            assert "ab" not in bpe.decode(response[:-1])
+            assert bool(truncated) == (response[-1] != bpe.eos_token_id and "ab" not in text)
+
+
+def test_a_stop_string_may_cross_tokens_but_not_the_prompt(
+    make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable
+) -> None:
+    tokenizer = make_tokenizer()
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    model = make_model(tokenizer)
+    with torch.no_grad():  # only a and b can be sampled, one half each
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.fill_(-1e4)
+        model.lm_head.bias[[a, b]] = 0.0
+    kwargs = {"max_new_tokens": 12, "seed": 0, "stop_strings": ["ab"]}
+    out = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)(prompt_rows(*[[a]] * 16))
+    for response, truncated in zip(responses(out), out[keys.RESPONSE_TRUNCATED], strict=True):
+        text = tokenizer.decode(response)
+        assert "ab" not in text[:-1] and text.endswith("ab") != bool(truncated)
+    assert any(r[0] == b for r in responses(out)), "the prompt's a and the turn's b are not a stop"
+
+
+# greedy
+
+
+def test_greedy_takes_the_most_likely(make_policy: Callable, prompt_rows: Callable, ids, random_model) -> None:
+    greedy = responses(make_policy(temperature=0)(prompt_rows(*ids)))
+    assert greedy == responses(make_policy(do_sample=False)(prompt_rows(*ids, seed=[1, 2, 3, 4])))
+    for prompt, response in zip(ids, greedy, strict=True):
+        logits = random_model(input_ids=torch.tensor([prompt + response])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == response
+
+
+def test_greedy_has_no_log_probs_to_train_on(make_policy: Callable, prompt_rows: Callable, ids, random_model) -> None:
+    out = make_policy(temperature=0)(prompt_rows(*ids))
+    assert all((v == 0).all() for v in ragged(out, keys.LOG_PROBS))
+    scorer = make_policy(temperature=0).get_new_version(generate=False)
+    with pytest.raises(ValueError, match="temperature=0"):
+        scorer.score(out)
+    scorer.head = None  # a model whose head is not found
+    with pytest.raises(ValueError, match="temperature=0"):
+        scorer.score(out)
+
+
+def test_do_sample_conflicts() -> None:
+    with pytest.raises(ValueError, match="temperature=0.7"):
+        GenerationConfig.from_kwargs({"do_sample": False, "temperature": 0.7})
+    assert GenerationConfig.from_kwargs({"do_sample": False, "temperature": 0}).distribution.temperature == 0
+    assert GenerationConfig.from_kwargs({"do_sample": True}).distribution.temperature == 1
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"top_kk": 1}, {"num_return_sequences": 2}, {"max_tokens": 3, "seed": 1}, {"num_beams": 2}]
+)
+def test_unknown_arguments_are_refused_with_the_known_ones(kwargs: dict, make_policy: Callable) -> None:
+    with pytest.raises(TypeError) as raised:
+        make_policy(**kwargs)
+    assert next(iter(kwargs)) in str(raised.value)
+    known = (
+        "max_new_tokens temperature top_k top_p min_p repetition_penalty stop_token_ids stop_strings seed ignore_eos"
+    )
+    for name in [*known.split(), "do_sample", "num_samples"]:
+        assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"max_new_tokens": 0}, {"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1}]
+    + [{"repetition_penalty": 0}],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(kwargs: dict, make_policy: Callable) -> None:
+    (name, value), *_ = kwargs.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        make_policy(**kwargs)
+
+
+# continuing
+
+
+def test_an_unfinished_turn_is_continued_in_tokens_mode(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    halves = make_policy(ignore_eos=True, max_new_tokens=4, seed=1)(prompt_rows(*ids))
+    for row in halves.unbind(0):
+        row.set("tokens", Tokens(prompt=row[keys.TOKENS]))
+    half = [r[keys.PROMPT_TOKENS].tolist() for r in halves.unbind(0)]
+    done = make_policy(ignore_eos=True, max_new_tokens=3, seed=0)(halves)
+    for row, start, prompt in zip(done.unbind(0), half, ids, strict=True):
+        assert row[keys.TOKENS][: len(start)].tolist() == start and len(row[keys.TOKENS]) == len(prompt) + 7
+        assert row[keys.ACTION_MASK].tolist() == [False] * len(prompt) + [True] * 7, "both parts were sampled"
+    scored = make_policy().get_new_version(generate=False).score(done)
+    behaviour = torch.stack([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in done.unbind(0)])
+    torch.testing.assert_close(scored.log_probs, behaviour, rtol=0, atol=1e-5)
+
+
+def test_an_unfinished_turn_is_continued_in_history_mode(make_policy: Callable, bpe, user: Callable) -> None:
+    messages = [*user("abc"), {"role": "assistant", "content": "ca"}]
+    row = TensorDict({"history": ChatHistory(prompt=to_history([messages])[0])}, [])
+    out = make_policy(input_mode="history", seed=0, ignore_eos=True)(stack_rows([row]))[0]
+    open_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nca"
+    assert out[keys.PROMPT_TOKENS].tolist() == bpe(open_turn, add_special_tokens=False)["input_ids"]
+    full, said = out["history", "full"], bpe.decode(out[keys.RESPONSE_TOKENS], skip_special_tokens=True)
+    assert full.role == ["user", "assistant"] and full.content == ["abc", "ca" + said]
+
+
+def test_unequal_turn_counts_in_one_batch(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
+    """Rows at their first, second and third turn; what earlier turns sampled stays in mask and log-probs."""
+    policy = make_policy(seed=0)
+    rows = list(policy(prompt_rows(*ids)).unbind(0))
+    between = bpe("\nmore", add_special_tokens=False)["input_ids"]
+
+    def answered(row: TensorDictBase) -> TensorDictBase:
+        context = torch.tensor(between)
+        tokens = torch.cat([row[keys.TOKENS], context])
+        mask = torch.cat([row[keys.ACTION_MASK], torch.zeros(len(context), dtype=torch.bool)])
+        log_probs = torch.cat([row[keys.LOG_PROBS], torch.zeros(len(context))])
+        data = {keys.PROMPT_TOKENS: tokens, keys.ACTION_MASK: mask, keys.LOG_PROBS: log_probs}
+        return TensorDict(data, [])
+
+    second = policy(stack_rows([answered(rows[0]), answered(rows[1])]))
+    mixed = stack_rows([answered(second[0]), answered(rows[2]), *prompt_rows(ids[3]).unbind(0)])
+    before = [(r[keys.PROMPT_TOKENS].clone(), r.get(keys.ACTION_MASK, None)) for r in mixed.unbind(0)]
+    out = policy(mixed)
+    for row, (prompt, mask) in zip(out.unbind(0), before, strict=True):
+        n = len(prompt)
+        assert row[keys.TOKENS].tolist() == prompt.tolist() + row[keys.RESPONSE_TOKENS].tolist()
+        assert row[keys.ACTION_MASK][:n].tolist() == ([False] * n if mask is None else mask.tolist())
+        assert row[keys.ACTION_MASK][n:].all()
+    scored = policy.get_new_version(generate=False).score(out)
+    behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in out.unbind(0)])
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
+
+
+# modes and classes
+
+
+@pytest.mark.parametrize("input_mode", ["tokens", "text", "history"])
+def test_outputs_are_torchrls_classes(
+    input_mode: str, make_policy: Callable, bpe, user: Callable, prompt_rows: Callable
+) -> None:
+    messages, text = user("abc"), "abc cab"
+    first = {
+        "tokens": lambda: {keys.PROMPT_TOKENS: torch.tensor([5, 6, 7])},
+        "text": lambda: {"text": Text(prompt=text)},
+        "history": lambda: {"history": ChatHistory(prompt=to_history([messages])[0])},
+    }[input_mode]
+    policy = make_policy(input_mode=input_mode, seed=0)
+    assert isinstance(policy, LLMWrapperBase)
+    out = policy(stack_rows([TensorDict(first(), []) for _ in range(2)]))
+    for rows in (out, out[0]):
+        assert isinstance(rows["tokens"], Tokens)
+        assert isinstance(rows["masks"], Masks) and isinstance(rows["log_probs"], LogProbs)
+    row = out[0]
+    said = bpe.decode(row[keys.RESPONSE_TOKENS], skip_special_tokens=True)
+    assert row[keys.TOKENS].dtype == torch.int64 and row[keys.LOG_PROBS].dtype == torch.float32
+    assert row[keys.ACTION_MASK].dtype == torch.bool and row[keys.ATTENTION_MASK].all()
+    if input_mode == "text":
+        assert isinstance(row["text"], Text)
+        assert row[keys.PROMPT_TOKENS].tolist() == bpe(text)["input_ids"]
+        assert (row["text", "prompt"], row["text", "response"], row["text", "full"]) == (text, said, text + said)
+    elif input_mode == "history":
+        assert isinstance(row["history"], ChatHistory)
+        assert row[keys.PROMPT_TOKENS].tolist() == encode_prompt(bpe, messages)
+        for part in ("prompt", "response", "full"):
+            assert isinstance(row["history", part], History)
+        assert row["history", "response"].content == [said] and row["history", "response"].role == ["assistant"]
+        assert row["history", "full"].content == ["abc", said] and row["history", "prompt"].content == ["abc"]
+    assert all(k in out.keys() for k in policy.out_keys)
+
+
+def test_empty_prompts_are_refused(make_policy: Callable, prompt_rows: Callable) -> None:
+    with pytest.raises(ValueError, match=r"rows \[1\] are empty"):
+        make_policy()(prompt_rows([5], []))
+    with pytest.raises(ValueError, match="no tokens"):
+        make_policy(input_mode="text")(stack_rows([TensorDict({"text": Text(prompt="")}, [])]))
+    with pytest.raises(KeyError, match="prompt"):
+        make_policy()(stack_rows([TensorDict({"query": torch.zeros(1)}, [])]))
+
+
+def test_a_dense_batch_is_as_good_as_a_ragged_one(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    dense = TensorDict({keys.PROMPT_TOKENS: torch.tensor([ids[0]] * 3)}, [3])
+    assert responses(make_policy(seed=0)(dense)) == responses(make_policy(seed=0)(prompt_rows(*[ids[0]] * 3)))
+
+
+def test_input_mode_is_checked(model, tokenizer) -> None:
+    with pytest.raises(ValueError, match="input_mode='txt'"):
+        TransformersWrapper(model, tokenizer=tokenizer, input_mode="txt")
+
+
+# scoring, and TorchRL on top of it
+
+SETTINGS = [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("distribution", SETTINGS, ids=str)
+def test_a_new_version_keeps_the_distribution(
+    distribution: dict, make_policy: Callable, prompt_rows: Callable, ids
+) -> None:
+    policy = make_policy(seed=0, num_samples=2, **distribution)
+    scorer = policy.get_new_version(generate=False)
+    assert scorer.distribution == policy.distribution and scorer.model is policy.model
+    assert scorer.num_samples is None and not scorer.generate and policy.generate
+    assert policy.get_new_version(num_samples=3).num_samples == 3
+    other = policy.get_new_version(generate=False, generate_kwargs={"temperature": 2.0})
+    assert other.distribution.temperature == 2.0
+    flat = stack_rows([r for g in policy(prompt_rows(*ids)).unbind(0) for r in g.unbind(0)])
+    expected = [r[keys.LOG_PROBS].clone() for r in flat.unbind(0)]
+    for ours, theirs in zip(ragged(scorer(flat), keys.LOG_PROBS), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    with pytest.raises(RuntimeError, match="generate=False"):
+        policy.score(flat)
+
+
+@pytest.mark.parametrize("distribution", SETTINGS, ids=str)
+def test_torchrls_get_dist_is_the_sampled_distribution(
+    distribution: dict, make_policy: Callable, prompt_rows: Callable, ids
+) -> None:
+    policy = make_policy(seed=0, **distribution)
+    out = policy(prompt_rows(*ids))
+    dist = policy.get_new_version(generate=False).get_dist(out, mask_key=keys.ACTION_MASK)
+    tokens = out.get(keys.TOKENS, as_padded_tensor=True, padding_side="left", padding_value=-100)
+    mask = out.get(keys.ACTION_MASK, as_padded_tensor=True, padding_side="left", padding_value=False)
+    behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in out.unbind(0)])
+    torch.testing.assert_close(dist.log_prob(tokens)[mask], behaviour, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("distribution", SETTINGS[:2], ids=str)
+@pytest.mark.parametrize("masking_strategy", ["sft", "rlhf"])
+def test_torchrls_grpo_loss_runs_on_our_scorer(
+    masking_strategy: str, distribution: dict, make_policy: Callable, prompt_rows: Callable, ids, random_model
+) -> None:
+    """On unchanged weights its ratio is 1 too: no clip, ESS 1, and a gradient."""
+    policy = make_policy(seed=0, **distribution)
+    rows = policy(prompt_rows(*ids))
+    for row, advantage in zip(rows.unbind(0), (1.0, -1.0, 0.5, -0.5), strict=True):
+        row.set("advantage", torch.full((len(row[keys.TOKENS]), 1), advantage))
+    loss_fn = GRPOLoss(policy.get_new_version(generate=False), masking_strategy=masking_strategy, entropy_bonus=False)
+    out = loss_fn(rows)
+    assert out.ESS.item() == pytest.approx(1, abs=1e-5)
+    assert out.clip_fraction.item() == 0
+    out.loss_objective.backward()
+    try:
+        assert random_model.lm_head.weight.grad.abs().max() > 0
+    finally:
+        random_model.zero_grad()
+
+
+def test_rows_without_masks_are_scored_after_their_prompt(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    policy = make_policy(seed=0)
+    out = policy(prompt_rows(*ids))
+    bare = stack_rows([TensorDict({"tokens": row["tokens"]}, []) for row in out.unbind(0)])
+    scored = policy.get_new_version(generate=False)(bare)
+    for ours, theirs in zip(ragged(scored, keys.LOG_PROBS), ragged(out, keys.LOG_PROBS), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    nothing = stack_rows([TensorDict({keys.TOKENS: torch.tensor([1, 2])}, [])])
+    with pytest.raises(KeyError, match="prompt"):
+        policy.get_new_version(generate=False)(nothing)
+
+
+def test_a_written_conversation_is_scored_from_its_history(
+    make_tokenizer: Callable, make_model: Callable, user: Callable
+) -> None:
+    tokenizer = make_tokenizer("chatml_generation")
+    model = make_model(tokenizer)
+    chat = [*user("abc"), {"role": "assistant", "content": "cab"}]
+    row = TensorDict({"history": ChatHistory(full=to_history([chat])[0])}, [])
+    scorer = TransformersWrapper(model, tokenizer=tokenizer, input_mode="history", generate=False)
+    out = scorer(stack_rows([row]))[0]
+    ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert out[keys.TOKENS].tolist() == ids
+    answer = tokenizer("cab<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert out[keys.TOKENS][out[keys.ACTION_MASK]].tolist() == answer
+    full = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    at = out[keys.ACTION_MASK].nonzero()[:, 0]
+    expected = full[at - 1, out[keys.TOKENS][at]]
+    torch.testing.assert_close(out[keys.LOG_PROBS][at], expected, rtol=0, atol=1e-5)
+    assert (out[keys.LOG_PROBS][~out[keys.ACTION_MASK]] == 0).all()
+
+
+# heads of other models
+
+
+class OddHead(Qwen2ForCausalLM):
+    """A model whose logits are not its head's: nothing finds that out but trying."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * torch.linspace(0.5, 1.5, out.logits.shape[-1])
+        return out
+
+
+@pytest.mark.parametrize("distribution", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}], ids=str)
+def test_an_unknown_head_gives_one_warning_and_the_same_log_probs(
+    distribution: dict, bpe, random_model, prompt_rows: Callable, ids, caplog
+) -> None:
+    odd = copy.deepcopy(random_model)
+    odd.__class__ = OddHead
+    kwargs = {"max_new_tokens": 8, "seed": 0, **distribution}
+    policy = TransformersWrapper(odd, tokenizer=bpe, generate_kwargs=kwargs)
+    out = policy(prompt_rows(*ids))
+    with caplog.at_level(logging.WARNING):
+        scorer = policy.get_new_version(generate=False)
+        scored = scorer.score(out)
+        scorer.score(out)
+    assert scorer.head is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "OddHead" in caplog.text
+    behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in out.unbind(0)])
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
+    scored.log_probs.sum().backward()
+    assert odd.model.embed_tokens.weight.grad.isfinite().all()
+
+
+def test_full_logits_and_tiles_agree(make_policy: Callable, prompt_rows: Callable, ids, random_model) -> None:
+    """Log-probs, entropies and gradients of both ways to score."""
+    policy = make_policy(seed=0, temperature=0.8, top_k=50, repetition_penalty=1.2)
+    out = policy(prompt_rows(*ids))
+    results = []
+    for head in (find_head(random_model), None):
+        scorer = policy.get_new_version(generate=False)
+        scorer.head = head
+        scored = scorer.score(out)
+        (
+            scored.log_probs * torch.linspace(-1, 1, scored.log_probs.numel()).reshape_as(scored.log_probs)
+        ).sum().backward()
+        gradients = [p.grad.clone() for p in random_model.parameters()]
+        random_model.zero_grad()
+        results.append((scored.log_probs, scored.entropy, gradients))
+    (log_probs, entropy, gradients), (full_log_probs, full_entropy, full_gradients) = results
+    assert results[0][0].shape == results[1][0].shape
+    torch.testing.assert_close(log_probs, full_log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, full_entropy, rtol=0, atol=1e-5)
+    for ours, theirs in zip(gradients, full_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+SMALL = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+RANGE = {"initializer_range": 0.3, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+CONFIGS = {
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL,
+        **HEADS,
+        **RANGE,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=2.0,
+        sliding_window=6,
+    ),
+    "cohere": lambda: transformers.CohereConfig(**SMALL, **HEADS, **RANGE, logit_scale=0.25),
+    "granite": lambda: transformers.GraniteConfig(**SMALL, **HEADS, **RANGE, logits_scaling=3.0),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, **HEADS, **RANGE, sliding_window=6),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=384, n_embd=32, n_layer=2, n_head=2, n_positions=128, **RANGE),
+    "phi": lambda: transformers.PhiConfig(**SMALL, **HEADS, **RANGE),  # its head has a bias
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_other_architectures(name: str, bpe, prompt_rows: Callable, ids) -> None:
+    """Soft caps, scales, biases, learned positions and sliding windows, shorter than the prompts: sampler and scorer
+    agree with the model's own logits, row by row."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    if getattr(net.get_output_embeddings(), "bias", None) is not None:
+        torch.nn.init.normal_(net.get_output_embeddings().bias)
+    policy = TransformersWrapper(net, tokenizer=bpe, generate_kwargs={"max_new_tokens": 8, "seed": 0})
+    out = policy(prompt_rows(*ids))
+    scorer = policy.get_new_version(generate=False)
+    assert scorer.head is not None
+    scored = scorer.score(out)
+    for row, log_probs, mask in zip(out.unbind(0), scored.log_probs, scored.actions.mask, strict=True):
+        tokens, at = row[keys.TOKENS], row[keys.ACTION_MASK].nonzero()[:, 0]
+        with torch.no_grad():
+            full = net(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
+        expected = full[at - 1, tokens[at]]
+        torch.testing.assert_close(log_probs[mask], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(row[keys.LOG_PROBS][at], expected, rtol=0, atol=2e-5)
+
+
+def test_scoring_has_a_gradient_and_generation_has_none(make_policy: Callable, prompt_rows: Callable, ids) -> None:
+    policy = make_policy(seed=0)
+    out = policy(prompt_rows(*ids))
+    assert not any(v.requires_grad for v in ragged(out, keys.LOG_PROBS))
+    scorer = policy.get_new_version(generate=False)
+    scored = scorer.score(out)
+    assert scored.log_probs.requires_grad and not scored.entropy.requires_grad
+    for row in out.unbind(0):
+        row.set(keys.ADVANTAGE, torch.zeros(1, 1))
+    assert RLOOLoss(scorer)(out).loss_objective.requires_grad

@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives import RLOOLoss, merge_outputs
+from torchrl_rloo.replay import drop_zero_advantage
+
+SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac", "pccaap"]  # a marks the action tokens
+ADVANTAGES = [1.0, -0.5, 2.0, -1.5, 0.0, 0.7]
+DRIFTS = [0.0, -0.2, 0.3, 0.15, 0.1, -0.1]  # what each action token's log-prob has gained since it was sampled
+TRUNCATED = [False, True, False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return build_model(tokenizer, seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def exact_model(model):
+    """The same weights in float64."""
+    return copy.deepcopy(model).double()
+
+
+@pytest.fixture
+def make_loss(model, tokenizer):
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    return lambda **settings: RLOOLoss(policy, **settings)
+
+
+def exact_log_probs(exact_model, tokens: torch.Tensor) -> torch.Tensor:
+    """``[T, V]``: entry ``t`` predicts token ``t``; the first is NaN."""
+    full = exact_model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+    return torch.cat([torch.full_like(full[:1], math.nan), full[:-1]])
+
+
+@pytest.fixture(scope="module")
+def rows(exact_model) -> TensorDictBase:
+    """Rows sampled by the present weights, whole conversations of one to three turns."""
+    generator, result = torch.Generator().manual_seed(0), []
+    for i, shape in enumerate(SHAPES):
+        tokens = torch.randint(3, 300, (len(shape),), generator=generator)
+        action = torch.tensor([c == "a" for c in shape])
+        with torch.no_grad():
+            own = exact_log_probs(exact_model, tokens).gather(-1, tokens[:, None])[:, 0]
+        row = TensorDict(
+            {
+                keys.GROUP_ID: torch.tensor(i // 2),
+                keys.TRUNCATED: torch.tensor([TRUNCATED[i]]),
+                keys.ADVANTAGE: torch.tensor([[ADVANTAGES[i]]]),
+            }
+        )
+        row.set("tokens", Tokens(full=tokens))
+        row.set("masks", Masks(all_assistant_mask=action, all_attention_mask=torch.ones_like(action)))
+        row.set("log_probs", LogProbs(full=torch.where(action, own, 0.0).float()))
+        result.append(row)
+    return stack_rows(result)
+
+
+@pytest.fixture(scope="module")
+def stale_rows(rows) -> TensorDictBase:
+    """The same rows, sampled by weights that have moved since."""
+    result = [row.clone() for row in rows.unbind(0)]
+    for row, drift in zip(result, DRIFTS, strict=True):
+        row[keys.LOG_PROBS].sub_(drift * row[keys.ACTION_MASK])
+    return stack_rows(result)
+
+
+@dataclass
+class Expected:
+    values: dict[str, float]
+    gradient: list[torch.Tensor]
+
+
+def plain_rloo(
+    exact_model,
+    rows: TensorDictBase,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    ratio: str = "sequence",
+    mask_truncated: bool = False,
+    num_rows: int | None = None,
+) -> Expected:
+    """The definition: row by row, token by token, whole logits, float64, no padding."""
+    exact_model.zero_grad()
+    losses, log_ratios, differences, k3s, entropies, clipped = [], [], [], [], [], []
+    for row in rows.unbind(0):
+        tokens, action, advantage = row[keys.TOKENS], row[keys.ACTION_MASK], float(row[keys.ADVANTAGE])
+        full = exact_log_probs(exact_model, tokens)
+        log_ratio = total = torch.zeros((), dtype=torch.float64)
+        for t, token in enumerate(tokens.tolist()):
+            if not action[t] or (mask_truncated and row[keys.TRUNCATED].item()):
+                continue
+            difference = full[t, token] - row[keys.LOG_PROBS][t]
+            log_ratio, total = log_ratio + difference, total + full[t, token]
+            differences.append(abs(difference.item()))
+            k3s.append(math.exp(difference.item()) - 1 - difference.item())
+            entropies.append(-(full[t].exp() * full[t]).sum().item())
+        rho = log_ratio.exp()
+        bounded = rho.clamp(1 - low, 1 + high)
+        losses.append(-advantage * total if ratio == "none" else -torch.min(rho * advantage, bounded * advantage))
+        log_ratios.append(log_ratio.item())
+        is_low = ratio == "sequence" and rho.item() < 1 - low and advantage < 0
+        is_high = ratio == "sequence" and rho.item() > 1 + high and advantage > 0
+        clipped.append((is_low, is_high))
+    n = len(losses)
+    loss = sum(losses) / (num_rows or n)
+    loss.backward()
+    weights = [math.exp(x) for x in log_ratios]
+    values = {
+        "loss_objective": loss.item(),
+        "entropy": sum(entropies) / len(entropies),
+        "kl_approx": sum(k3s) / len(k3s),
+        "ESS": sum(weights) ** 2 / (n * sum(w * w for w in weights)),
+        "clip_fraction_low": sum(a for a, _ in clipped) / n,
+        "clip_fraction_high": sum(b for _, b in clipped) / n,
+        "clip_fraction": sum(a or b for a, b in clipped) / n,
+        "log_ratio_max": max(differences),
+    }
+    return Expected(values, [p.grad.clone() for p in exact_model.parameters()])
+
+
+def gradient_of(model, *losses: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def assert_same_gradient(ours: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+    scale = max(float(g.norm()) for g in expected)
+    for a, b in zip(ours, expected, strict=True):
+        assert float((a.double() - b.double()).norm()) <= tolerance * scale
+
+
+def check(loss: RLOOLoss, model, rows: TensorDictBase, expected: Expected) -> None:
+    out = loss(rows)
+    for name, value in expected.values.items():
+        assert getattr(out, name).item() == pytest.approx(value, abs=2e-5), name
+    assert_same_gradient(gradient_of(model, out.loss_objective), expected.gradient)
+
+
+VARIANTS = {
+    "default": ({}, {}),
+    "asymmetric clip": ({"clip_epsilon": (0.1, 0.4)}, {"low": 0.1, "high": 0.4}),
+    "low side only": ({"clip_epsilon": [0.05, 100.0]}, {"low": 0.05, "high": 100.0}),
+    "no clip": ({"clip_epsilon": None}, {"low": 1.0, "high": math.inf}),
+    "no ratio": ({"ratio": "none"}, {"ratio": "none"}),
+    "truncated masked": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
+    "truncated masked, no ratio": (
+        {"mask_truncated_completions": True, "ratio": "none"},
+        {"mask_truncated": True, "ratio": "none"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("stale", [False, True], ids=["on-policy", "off-policy"])
+def test_values_gradient_and_metrics_equal_a_plain_implementation(
+    make_loss, model, exact_model, rows, stale_rows, name, stale
+):
+    settings, plain = VARIANTS[name]
+    batch = stale_rows if stale else rows
+    check(make_loss(**settings), model, batch, plain_rloo(exact_model, batch, **plain))
+
+
+def test_the_stale_rows_meet_both_sides_of_the_clip(exact_model, stale_rows):
+    values = plain_rloo(exact_model, stale_rows).values
+    assert values["clip_fraction_low"] > 0 and values["clip_fraction_high"] > 0 and values["ESS"] < 0.99
+
+
+def test_on_policy_the_ratio_is_one(make_loss, rows):
+    out = make_loss()(rows)
+    assert out.log_ratio_max.item() < 1e-5 and out.kl_approx.item() < 1e-8
+    assert out.ESS.item() == pytest.approx(1, abs=1e-6)
+    assert out.clip_fraction.item() == out.clip_fraction_low.item() == out.clip_fraction_high.item() == 0
+    assert out.loss_objective.item() == pytest.approx(-sum(ADVANTAGES) / len(ADVANTAGES), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.8, "top_k": 20},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_what_the_policy_sampled_has_ratio_one(model, tokenizer, sampling):
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 10, "seed": 3} | sampling
+    )
+    prompts = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("What is 2+3?", "7", "Call the tool")]
+    rows = policy(stack_rows([TensorDict({keys.PROMPT_TOKENS: p}) for p in prompts for _ in range(3)]))
+    for row in rows.unbind(0):
+        row.set(keys.ADVANTAGE, torch.ones(1, 1))
+    out = RLOOLoss(policy.get_new_version(generate=False))(rows)
+    assert out.log_ratio_max.item() < 1e-5
+    assert out.num_action_tokens.item() == sum(int(r[keys.ACTION_MASK].sum()) for r in rows.unbind(0))
+
+
+@pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[5, 0], [4, 2, 1], [3]], [[4], [0, 1, 2, 3, 5]]])
+def test_micro_batches_give_the_gradient_and_metrics_of_the_whole(make_loss, model, stale_rows, split):
+    loss = make_loss()
+    whole = loss(stale_rows)
+    expected = gradient_of(model, whole.loss_objective)
+    parts = [loss(stack_rows([stale_rows[i] for i in part]), num_rows=len(stale_rows)) for part in split]
+    assert_same_gradient(gradient_of(model, *(p.loss_objective for p in parts)), expected)
+    merged = merge_outputs(parts)
+    assert merged.pop("loss") == pytest.approx(whole.loss_objective.item(), abs=1e-5)
+    assert merged == pytest.approx({name: getattr(whole, name).item() for name in merged}, abs=1e-5)
+    assert set(merged) >= {"entropy", "kl_approx", "ESS", "clip_fraction", "log_ratio_max"}
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "none"])
+def test_rows_of_zero_advantage_add_nothing(make_loss, model, stale_rows, ratio):
+    loss = make_loss(ratio=ratio)
+    expected = gradient_of(model, loss(stale_rows).loss_objective)
+    kept = drop_zero_advantage(stale_rows)
+    assert len(kept) == len(stale_rows) - 1
+    assert_same_gradient(gradient_of(model, loss(kept, num_rows=len(stale_rows)).loss_objective), expected)
+
+
+def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
+    dead = [row.clone() for row in rows.unbind(0)]
+    for row in dead:
+        row[keys.ADVANTAGE].zero_()
+    kept = drop_zero_advantage(stack_rows(dead))
+    assert len(kept) == 0
+    out = make_loss()(kept, num_rows=len(dead))
+    assert out.loss_objective.item() == 0
+    assert all((g == 0).all() for g in gradient_of(model, out.loss_objective))
+
+
+def test_a_longer_row_in_the_batch_changes_no_other(make_loss, model, stale_rows):
+    loss, n = make_loss(), len(stale_rows)
+    short = stack_rows([stale_rows[3]])
+    alone = gradient_of(model, loss(short, num_rows=n).loss_objective)
+    long = stale_rows[4].clone()
+    long[keys.ADVANTAGE].zero_()
+    both = loss(stack_rows([stale_rows[3], long]), num_rows=n)
+    assert_same_gradient(gradient_of(model, both.loss_objective), alone)
+    assert both.log_ratio[0].item() == pytest.approx(loss(short).log_ratio[0].item(), abs=1e-5)
+
+
+def test_the_order_of_rows_does_not_matter(make_loss, model, stale_rows):
+    loss = make_loss()
+    shuffled = stack_rows([stale_rows[i] for i in (3, 5, 0, 4, 2, 1)])
+    a, b = loss(stale_rows), loss(shuffled)
+    assert a.loss_objective.item() == pytest.approx(b.loss_objective.item(), abs=1e-5)
+    assert_same_gradient(gradient_of(model, a.loss_objective), gradient_of(model, b.loss_objective))
+
+
+def test_only_positions_that_predict_action_tokens_carry_gradient(make_loss, model, rows):
+    hidden = []
+
+    def keep(module, args, output):
+        output.last_hidden_state.retain_grad()
+        hidden.append(output.last_hidden_state)
+
+    hook = model.get_decoder().register_forward_hook(keep)
+    try:
+        make_loss(clip_epsilon=None)(rows).loss_objective.backward()
+    finally:
+        hook.remove()
+    carries = hidden[-1].grad.abs().sum(-1) > 0
+    for i, row in enumerate(rows.unbind(0)):
+        action = row[keys.ACTION_MASK]
+        predicts = torch.cat([action[1:], action.new_zeros(1)])
+        expected = predicts if ADVANTAGES[i] else torch.zeros_like(predicts)
+        assert carries[i, : len(action)].tolist() == expected.tolist()
+        assert not carries[i, len(action) :].any()
+
+
+def test_log_probs_of_other_tokens_are_never_read(make_loss, model, rows):
+    poisoned = [row.clone() for row in rows.unbind(0)]
+    for row in poisoned:
+        row[keys.LOG_PROBS][~row[keys.ACTION_MASK]] = math.nan
+    loss = make_loss()
+    out, expected = loss(stack_rows(poisoned)), loss(rows)
+    for name in loss.out_keys:
+        assert torch.equal(getattr(out, name), getattr(expected, name)), name
+    assert all(g.isfinite().all() for g in gradient_of(model, out.loss_objective))
+
+
+def test_unknown_behaviour_log_probs_do_not_spoil_plain_reinforce(make_loss, model, rows):
+    unknown = [row.clone() for row in rows.unbind(0)]
+    for row in unknown:
+        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] = math.nan
+    loss = make_loss(ratio="none")
+    out = loss(stack_rows(unknown))
+    assert_same_gradient(
+        gradient_of(model, out.loss_objective), gradient_of(model, loss(rows).loss_objective), tolerance=0
+    )
+
+
+def test_rows_without_action_tokens_count_and_add_no_gradient(make_loss, model, rows):
+    silent = rows[3].clone()
+    silent[keys.ACTION_MASK].zero_()
+    loss = make_loss()
+    out = loss(stack_rows([rows[0], silent]))
+    expected = loss(stack_rows([rows[0]]), num_rows=2)
+    assert_same_gradient(
+        gradient_of(model, out.loss_objective), gradient_of(model, expected.loss_objective), tolerance=1e-6
+    )
+    assert out.log_ratio.tolist()[1] == 0
+    alone = loss(stack_rows([silent]))
+    assert alone.loss_objective.item() == -ADVANTAGES[3] and alone.entropy.item() == 0
+    assert all((g == 0).all() for g in gradient_of(model, alone.loss_objective))
+
+
+def test_a_dense_batch_is_the_same_as_a_ragged_one(make_loss, rows):
+    same_length = stack_rows([rows[0].clone(), rows[0].clone()])
+    dense = TensorDict(
+        {
+            key: torch.stack([row[key] for row in same_length.unbind(0)])
+            for key in (keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.ADVANTAGE)
+        },
+        [2],
+    )
+    loss = make_loss()
+    assert torch.equal(loss(dense).loss_objective, loss(same_length).loss_objective)
+
+
+def test_metrics_carry_no_gradient_and_the_rows_stay_as_they_are(make_loss, rows):
+    before = rows.clone()
+    loss = make_loss()
+    out = loss(rows)
+    assert out.loss_objective.requires_grad
+    assert [n for n in loss.out_keys if n != "loss_objective" and getattr(out, n).requires_grad] == []
+    for row, old in zip(rows.unbind(0), before.unbind(0), strict=True):
+        assert set(row.keys(True, True)) == set(old.keys(True, True))
+        assert all(torch.equal(row[key], old[key]) for key in row.keys(True, True))
+
+
+def test_an_optimizer_of_the_loss_trains_the_model(make_loss, model):
+    loss = make_loss()
+    assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    "epsilon",
+    [0, -0.1, 1.5, (0.0, 0.2), (1.2, 0.2), (0.2, 0.0), (0.2, -1.0), math.nan, (0.2,), (0.1, 0.2, 0.3)],
+    ids=str,
+)
+def test_a_bad_clip_is_refused(make_loss, epsilon):
+    with pytest.raises(ValueError, match="clip_epsilon"):
+        make_loss(clip_epsilon=epsilon)
+
+
+def test_bad_arguments_are_refused(make_loss, model, tokenizer):
+    with pytest.raises(ValueError, match="ratio='token'.*sequence"):
+        make_loss(ratio="token")
+    with pytest.raises(ValueError, match="score.*Linear"):
+        RLOOLoss(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="generate=False"):
+        RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer))
+    with pytest.raises(TypeError, match="clip_eps"):
+        make_loss(clip_eps=0.2)
+
+
+@pytest.mark.parametrize("key", [keys.ADVANTAGE, keys.LOG_PROBS], ids=str)
+def test_rows_that_lack_something_are_refused(make_loss, rows, key):
+    name = key if isinstance(key, str) else key[0]
+    with pytest.raises(KeyError, match=name):
+        make_loss()(rows.exclude(key))
+
+
+def test_an_action_token_without_a_token_before_it_is_refused(make_loss, rows):
+    row = rows[0].clone()
+    row[keys.ACTION_MASK][0] = True
+    with pytest.raises(ValueError, match="first token"):
+        make_loss()(stack_rows([row]))
