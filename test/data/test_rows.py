@@ -20,7 +20,7 @@ from torchrl_rloo.data import (
     tensor_rows,
     unpad,
 )
-from torchrl_rloo.data.rows import as_lazy, collection, place_actions, set_ragged, spread_actions
+from torchrl_rloo.data.rows import as_lazy, collection, place_actions, spread_actions
 
 lengths = st.lists(st.integers(0, 7), min_size=1, max_size=5)
 masks = st.lists(st.lists(st.booleans(), max_size=8).map(lambda m: [False, *m]), min_size=1, max_size=5)
@@ -130,31 +130,6 @@ def test_no_actions_at_all() -> None:
 def test_an_action_needs_something_before_it() -> None:
     with pytest.raises(ValueError, match="first token of a row is an action"):
         action_tokens(make_rows([[False, True], [True, False]]))
-
-
-@few
-@given(lengths)
-def test_set_ragged_and_ragged(sizes: list[int]) -> None:
-    rows = stack_rows([TensorDict({"i": torch.tensor(i)}, []) for i in range(len(sizes))])
-    values = [numbers(n) for n in sizes]
-    assert set_ragged(rows, ("a", "b"), values) is rows
-    assert all(torch.equal(ours, v) for ours, v in zip(ragged(rows, ("a", "b")), values, strict=True))
-    assert [int(i) for i in ragged(rows, "i")] == list(range(len(sizes)))
-
-
-def test_set_ragged_reaches_a_dense_batch() -> None:
-    """In place means in place: values set on a dense batch must be found there, or be refused."""
-    rows = TensorDict({"a": torch.zeros(2, 3)}, [2])
-    try:
-        set_ragged(rows, "b", [torch.ones(2), torch.ones(2)])
-    except (TypeError, ValueError):
-        return
-    assert [v.tolist() for v in ragged(rows, "b")] == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_set_ragged_wants_one_value_per_row() -> None:
-    with pytest.raises(ValueError):
-        set_ragged(make_rows([[False], [False]]), "a", [torch.zeros(1)])
 
 
 @pytest.mark.parametrize("rows", [TensorDict({"a": torch.zeros(2)}, [2]), make_rows([[False], [False, True]])])

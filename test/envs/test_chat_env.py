@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import encode_prompt, keys, load_prompts, to_history
 from torchrl_rloo.data.rows import collection, ragged, stack_rows
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
@@ -273,7 +273,7 @@ def test_rows_may_be_stepped_in_any_subsets(bpe, prompts, make_policy: Callable)
     expected = whole.step(acted)["next"]
     for env in (whole, whole.base_env):
         for subset in ([0, 1, 2, 3], [2], [3, 1], [0, 2, 3]):
-            out = env.step(stack_rows([copies[i].copy() for i in subset]))["next"]
+            out = step_rows(env, stack_rows([copies[i].copy() for i in subset]))["next"]
             assert out.batch_size == (len(subset),)
             for row, i in zip(out.unbind(0), subset, strict=True):
                 assert row[keys.PROMPT_TOKENS].tolist() == expected[i][keys.PROMPT_TOKENS].tolist()
@@ -291,6 +291,19 @@ def test_torchrls_rollout(input_mode: str, bpe, prompts, make_policy: Callable) 
         assert row["next", "done"].all() and row["answer"] == prompts[i]["answer"]
         assert row["next", keys.PROMPT_TOKENS].tolist() == row[keys.TOKENS].tolist()
         assert float(row[keys.REWARD]) == len(row["next", keys.COMPLETION][0]["content"])
+
+
+def test_torchrls_rollout_goes_on_with_new_prompts(bpe, prompts, make_policy: Callable) -> None:
+    env = DatasetChatEnv(prompts, bpe, prompts_per_batch=2, num_generations=2, rewards=length_reward, shuffle=False)
+    out = env.rollout(4, make_policy(), break_when_any_done=False, return_contiguous=False)
+    assert out.batch_size == (4, 4)
+    assert out[keys.GROUP_ID].tolist() == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+    for t in range(4):
+        for row, i in zip(out[:, t].unbind(0), (0, 0, 1, 1), strict=True):
+            query = prompts[(2 * t + i) % 4][keys.QUERY]
+            assert row[keys.QUERY] == query
+            assert row[keys.TOKENS].tolist()[: len(encode_prompt(bpe, query))] == encode_prompt(bpe, query)
+            assert row["next", "done"].all() and int(row["next", keys.NUM_TURNS]) == 1
 
 
 def test_columns_and_extra_entries_stay_with_their_row(bpe, prompts, make_policy: Callable) -> None:
@@ -312,24 +325,8 @@ def test_a_prompt_that_ends_in_an_open_turn_is_continued(bpe, user: Callable, qu
     assert end["history", "prompt"].content == ["abc", "so cab"]
 
 
-def test_a_row_does_not_share_state_with_its_siblings(bpe, user: Callable) -> None:
-    """Rows of a group are copies: changing one's columns in place does not change another's."""
-    data = load_prompts([{"query": user("abc"), "answer": ["x"]}])
-    rows = DatasetChatEnv(data, bpe, prompts_per_batch=1, num_generations=2).reset()
-    rows[0].set("answer", NonTensorData(["changed"]))
-    rows[0].set(keys.GROUP_ID, torch.tensor(99))
-    assert rows[1]["answer"] == ["x"] and int(rows[1][keys.GROUP_ID]) == 0 and data[0]["answer"] == ["x"]
-
-
 def test_prompts_per_batch_is_checked(bpe, prompts) -> None:
     with pytest.raises(ValueError, match="prompts_per_batch=0"):
         DatasetChatEnv(prompts, bpe, prompts_per_batch=0)
     with pytest.raises(ValueError, match="num_generations=0"):
         DatasetChatEnv(prompts, bpe, prompts_per_batch=1, num_generations=0)
-
-
-def test_rand_action_extends_every_row(bpe, prompts, query_rows: Callable) -> None:
-    env = ChatEnv(bpe, batch_size=4)
-    rows = env.rand_action(env.reset(query_rows(*[row[keys.QUERY] for row in prompts])))
-    assert isinstance(rows, TensorDictBase) and isinstance(rows[0], TensorDict)
-    assert all(len(r[keys.TOKENS]) == len(r[keys.PROMPT_TOKENS]) + 1 for r in rows.unbind(0))

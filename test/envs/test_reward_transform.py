@@ -9,22 +9,12 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys, load_prompts
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_model
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return build_model(tokenizer, seed=0).eval()
 
 
 def chat_prompts(n: int = 4) -> list[dict]:
@@ -248,14 +238,23 @@ def test_bad_arguments_are_refused(functions, settings, message):
         RewardTransform(functions, **settings)
 
 
-def kl_case(tokenizer, model, **settings) -> tuple[TensorDictBase, torch.Tensor, list[torch.Tensor]]:
+def kl_case(tokenizer, model, turns: int = 1, **settings) -> tuple[TensorDictBase, torch.Tensor, list[torch.Tensor]]:
     """Rows after a KL penalty, their rewards before it, and the reference's log-probs by the whole logits of a row."""
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 1})
     reference = build_model(tokenizer, seed=1).eval()
     ref = TransformersWrapper(reference, tokenizer=tokenizer, generate=False)
-    rewards = RewardTransform(constant("r", [1.0, None, 0.5, 0.0]), clip_range=(-1.0, 1.0))
-    env = make_env(tokenizer, rewards, after_rewards=[KLRewardTransform(ref, **settings)])
-    rows, references = outcome(env, policy), []
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 1})
+    env = make_env(
+        tokenizer,
+        RewardTransform(constant("r", [1.0, None, 0.5, 0.0]), clip_range=(-1.0, 1.0)),
+        after_rewards=[KLRewardTransform(ref, **settings)],
+        transforms=[FeedbackTransform(lambda conversation, row: [{"role": "user", "content": "?"}], max_turns=turns)],
+    )
+    rows, references = env.reset(), []
+    for _ in range(turns - 1):
+        stepped, rows = env.step_and_maybe_reset(policy(rows))
+        assert not stepped[keys.DONE].any() and (stepped[keys.REWARD] == 0).all()
+    rows = env.step(policy(rows))
+    assert rows[keys.DONE].all()
     for row in rows.unbind(0):
         tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
         with torch.no_grad():
@@ -263,6 +262,18 @@ def kl_case(tokenizer, model, **settings) -> tuple[TensorDictBase, torch.Tensor,
         own = torch.cat([torch.zeros(1), full[:-1].gather(-1, tokens[1:, None])[:, 0]])
         references.append(torch.where(action, own, 0.0))
     return rows, torch.tensor([1.0, NAN, 0.5, 0.0]), references
+
+
+def check_kl(rows: TensorDictBase, earned: torch.Tensor, references: list[torch.Tensor], mask_truncated: bool) -> None:
+    for row, reward, reference in zip(rows.unbind(0), earned, references, strict=True):
+        stored = row[keys.REF_LOG_PROBS]
+        assert stored.dtype == torch.float32 and stored.shape == row[keys.TOKENS].shape
+        torch.testing.assert_close(stored, reference.float(), atol=1e-5, rtol=0)
+        kl = 0.0
+        for t, action in enumerate(row[keys.ACTION_MASK].tolist()):
+            if action and not (mask_truncated and row[keys.TRUNCATED].item()):
+                kl += float(row[keys.LOG_PROBS][t] - reference[t])
+        assert row[keys.REWARD].item() == pytest.approx(float(reward) - 0.25 * kl, abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -276,15 +287,13 @@ def test_the_kl_is_a_sum_over_action_tokens_taken_off_the_reward(tokenizer, mode
         micro_batch_size=micro_batch_size,
     )
     assert rows[keys.TRUNCATED].any()
-    for row, reward, reference in zip(rows.unbind(0), earned, references, strict=True):
-        stored = row[keys.REF_LOG_PROBS]
-        assert stored.dtype == torch.float32 and stored.shape == row[keys.TOKENS].shape
-        torch.testing.assert_close(stored, reference.float(), atol=1e-5, rtol=0)
-        kl = sum(
-            float(row[keys.LOG_PROBS][t] - reference[t]) for t in range(len(reference)) if row[keys.ACTION_MASK][t]
-        )
-        counted = 0.0 if mask_truncated and row[keys.TRUNCATED].item() else kl
-        assert row[keys.REWARD].item() == pytest.approx(float(reward) - 0.25 * counted, abs=1e-4, nan_ok=True)
+    check_kl(rows, earned, references, mask_truncated)
+
+
+def test_the_kl_is_over_the_action_tokens_of_all_turns(tokenizer, make_model):
+    rows, earned, references = kl_case(tokenizer, make_model(tokenizer, end_bias=14.0), turns=3, kl_to_ref_coeff=0.25)
+    assert all(row[keys.ACTION_MASK].int().diff().clamp(min=0).sum() == 3 for row in rows.unbind(0))
+    check_kl(rows, earned, references, mask_truncated=False)
 
 
 def test_a_coefficient_of_zero_only_records(tokenizer, model):

@@ -108,6 +108,15 @@ def test_a_token_of_probability_zero_is_never_sampled(logits, distribution, unif
     assert log_probs.isfinite().all() and (log_probs <= 0).all()
 
 
+def test_rounding_of_the_cumulative_sum_samples_no_banned_token():
+    """Rounded probabilities of many tokens may add up to less than the largest uniform number."""
+    logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
+    logits[:, -3:] = -math.inf
+    assert (logits.softmax(-1).cumsum(-1)[:, -1] < LAST).any()
+    ids, log_probs = sample_tokens(logits, SamplingDistribution(), torch.full((200,), LAST))
+    assert (ids < 997).all() and log_probs.isfinite().all()
+
+
 @settings(deadline=None, max_examples=60)
 @given(hard_logits(), st.integers(1, 6), st.floats(0.01, 1), st.floats(0, 0.99))
 def test_some_token_is_always_kept_and_the_likeliest_among_them(logits, top_k, top_p, min_p):

@@ -93,7 +93,7 @@ def test_a_sampler_state_resumes_the_same_stream(make_policy: Callable, prompt_r
 
 
 def test_samples_of_a_seeded_row_differ(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """A row's seed makes its samples repeatable, not equal to each other: equal samples have no leave-one-out signal."""
+    """A row's seed makes its samples repeatable, not equal: equal samples have no leave-one-out signal."""
     policy = make_policy(num_samples=4, ignore_eos=True)
     drawn = [responses(policy(prompt_rows(ids[0], seed=[7]))[0]) for _ in range(2)]
     assert drawn[0] == drawn[1]
@@ -122,7 +122,7 @@ def test_num_samples(make_policy: Callable, prompt_rows: Callable, ids) -> None:
 
 def test_a_row_has_its_own_limit(make_policy: Callable, prompt_rows: Callable, ids) -> None:
     limits = [1, 3, 11, 2]
-    out = make_policy(seed=0, ignore_eos=True)(prompt_rows(*ids, max_new_tokens=limits))
+    out = make_policy(seed=0, ignore_eos=True, max_new_tokens=12)(prompt_rows(*ids, max_new_tokens=limits))
     assert [len(r) for r in responses(out)] == limits
     assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [True] * 4
     with pytest.raises(ValueError, match="max_new_tokens of a row is 0"):

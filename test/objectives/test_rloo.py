@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys, stack_rows
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss, merge_outputs
 from torchrl_rloo.replay import drop_zero_advantage
@@ -22,12 +22,8 @@ TRUNCATED = [False, True, False, False, True, False]
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def model(tokenizer):
+    """One of our own: the tests leave gradients on it."""
     return build_model(tokenizer, seed=0).eval()
 
 
@@ -249,6 +245,15 @@ def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
     out = make_loss()(kept, num_rows=len(dead))
     assert out.loss_objective.item() == 0
     assert all((g == 0).all() for g in gradient_of(model, out.loss_objective))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_micro_batch_without_rows_leaves_the_merged_metrics_alone(make_loss, stale_rows, first):
+    loss = make_loss()
+    whole = loss(stale_rows)
+    nothing = loss(stale_rows[:0], num_rows=len(stale_rows))
+    merged = merge_outputs([nothing, whole] if first else [whole, nothing])
+    assert merged == pytest.approx(merge_outputs([whole]), abs=1e-6)
 
 
 def test_a_longer_row_in_the_batch_changes_no_other(make_loss, model, stale_rows):

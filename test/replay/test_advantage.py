@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
@@ -138,6 +138,18 @@ def test_a_restored_row_is_the_row_that_was_saved():
             assert torch.equal(row[key], restored[key]) and row[key].dtype == restored[key].dtype, key
         for name in ("tokens", "masks", "log_probs"):
             assert type(row[name]) is type(restored[name]), name
+
+
+def test_text_that_somebody_keeps_in_the_rows_survives_a_restart():
+    def annotated(reward: float, ident: int) -> TensorDictBase:
+        return make_row(0, reward, ident).set("answer", NonTensorData("85")).set("level", NonTensorData({"of": [1, 2]}))
+
+    buffer, transform = make_buffer(2)
+    buffer.extend(stack_rows([annotated(1.0, 0)]))
+    resumed, resumed_transform = make_buffer(2)
+    resumed_transform.load_state_dict(through_disk(transform.state_dict()))
+    resumed.extend(stack_rows([annotated(0.0, 1)]))
+    assert [(row["answer"], row["level"]) for row in resumed[:].unbind(0)] == [("85", {"of": [1, 2]})] * 2
 
 
 def test_saved_pending_rows_are_not_changed_by_what_follows():

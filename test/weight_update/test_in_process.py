@@ -8,7 +8,7 @@ from torch import nn
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
-from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.embedded import addition_prompts, build_model
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards import boxed_accuracy
@@ -83,8 +83,7 @@ def test_gradients_and_frozen_weights_are_no_hindrance():
     assert not any(p.requires_grad or p.grad is not None for p in target.parameters())
 
 
-def test_tied_weights_stay_tied():
-    tokenizer = build_tokenizer()
+def test_tied_weights_stay_tied(tokenizer):
     source, target = build_model(tokenizer, seed=0), build_model(tokenizer, seed=1)
     InProcessWeightUpdater(source, target).push_weights(1)
     assert_equal_weights(source, target)
@@ -122,8 +121,7 @@ class FailingUpdater(WeightUpdater):
 
 
 @pytest.fixture
-def make_collector():
-    tokenizer = build_tokenizer()
+def make_collector(tokenizer):
     model = build_model(tokenizer, seed=0).eval()
     dataset = load_prompts(addition_prompts("train", size=4))
 
@@ -163,9 +161,9 @@ def test_a_collector_without_an_updater_says_so(make_collector):
         make_collector().update_policy_weights_()
 
 
-def test_the_policy_samples_from_the_new_weights(make_collector):
+def test_the_policy_samples_from_the_new_weights(make_collector, tokenizer):
     collector = make_collector()
-    source = build_model(build_tokenizer(), seed=7).eval()
+    source = build_model(tokenizer, seed=7).eval()
     collector.weight_updater = InProcessWeightUpdater(source, collector.policy.model)
     collector.update_policy_weights_()
     rows = collector.collect()

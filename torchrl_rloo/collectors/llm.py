@@ -18,6 +18,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import as_lazy, collection, concatenate, stack_rows, tensor_rows
+from torchrl_rloo.envs.chat import step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
@@ -136,7 +137,7 @@ class LLMCollector(BaseCollector):
         batches, turns = [], 0
         while not batches or turns < (self.dialog_turns_per_batch or 0):
             try:
-                batch = self._rollout()
+                batch = self._rollout(sum(map(len, batches)), turns)
             except DatasetExhaustedError:
                 if not batches:
                     raise
@@ -151,7 +152,7 @@ class LLMCollector(BaseCollector):
             self.replay_buffer.extend(tensor_rows(rows))
         return rows
 
-    def _rollout(self) -> TensorDictBase:
+    def _rollout(self, rows_before: int, turns_before: int) -> TensorDictBase:
         """All conversations of one reset of the environment, from first to last turn."""
         active = as_lazy(self.env.reset())
         if keys.GROUP_ID not in active.keys():
@@ -159,45 +160,25 @@ class LLMCollector(BaseCollector):
                 f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown: use DatasetChatEnv, "
                 "or add a DataLoadingPrimer"
             )
-        total, turns = len(active), 0
+        total, turns, version = len(active), turns_before, self.policy_version
         places, finished = list(range(total)), [None] * total
         returns = torch.zeros(total, 1, 1)
         while places:
-            stepped = self.env.step(self.policy(active))
+            stepped = step_rows(self.env, self.policy(active))
             turns += len(places)
             going_on = []
             for place, row in zip(places, stepped.unbind(0), strict=True):
                 returns[place] += row[keys.REWARD]
                 if row[keys.DONE].any():
-                    finished[place] = self._finish(row, returns[place].clone())
+                    finished[place] = _finish(row, returns[place].clone(), version)
                 else:
                     going_on.append((place, _next_turn(row)))
             places = [place for place, _ in going_on]
             if going_on:
                 active = stack_rows([row for _, row in going_on])
             if self.progress is not None:
-                self.progress(CollectionProgress(total - len(places), total, turns))
+                self.progress(CollectionProgress(rows_before + total - len(places), rows_before + total, turns))
         return stack_rows(finished)
-
-    def _finish(self, row: TensorDictBase, reward: torch.Tensor) -> TensorDictBase:
-        """A finished conversation as a row of the schema."""
-        end = row["next"]
-        tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
-        first_action = int(mask.int().argmax()) if mask.any() else len(mask)
-        outcome = {
-            k: end.get(k) for k in ("done", "terminated", "truncated", "rewards", "ref_log_probs") if k in end.keys()
-        }
-        outcome["reward"] = reward
-        out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome}
-        out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS)}
-        out |= {
-            keys.POLICY_VERSION: torch.tensor(self.policy_version),
-            "tokens": collection(Tokens, full=tokens, prompt=tokens[:first_action]),
-            "masks": collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
-            "log_probs": collection(LogProbs, full=log_probs),
-            "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
-        }
-        return TensorDict._new_unsafe(out, batch_size=torch.Size([]))
 
     def state_dict(self) -> dict[str, Any]:
         """Version, counters, the environment's place in the data and the policy's random stream."""
@@ -216,6 +197,10 @@ class LLMCollector(BaseCollector):
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])
 
+    def __len__(self) -> int:
+        """Unknown: trajectories differ in their turns."""
+        raise TypeError("the number of batches of an LLMCollector is not known beforehand")
+
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds the environment and returns the next seed. Prompts and samples follow their own seeds."""
         return self.env.set_seed(seed, static_seed=static_seed)
@@ -231,3 +216,24 @@ class LLMCollector(BaseCollector):
 def _next_turn(row: TensorDictBase) -> TensorDictBase:
     """The state that the policy sees next: the step's own, and what belongs to the whole conversation."""
     return row.exclude(*_ONE_TURN).update(row["next"].exclude(*_NOT_CARRIED))
+
+
+def _finish(row: TensorDictBase, reward: torch.Tensor, version: int) -> TensorDictBase:
+    """A finished conversation as a row of the schema."""
+    end = row["next"]
+    tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
+    first_action = int(mask.int().argmax()) if mask.any() else len(mask)
+    outcome = {
+        k: end.get(k) for k in ("done", "terminated", "truncated", "rewards", "ref_log_probs") if k in end.keys()
+    }
+    outcome["reward"] = reward
+    out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome and k != keys.MAX_NEW_TOKENS}
+    out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS)}
+    out |= {
+        keys.POLICY_VERSION: torch.tensor(version),
+        "tokens": collection(Tokens, full=tokens, prompt=tokens[:first_action]),
+        "masks": collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+        "log_probs": collection(LogProbs, full=log_probs),
+        "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
+    }
+    return TensorDict._new_unsafe(out, batch_size=torch.Size([]))

@@ -51,5 +51,5 @@ MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's own limit on 
 RESERVED = frozenset(
     {QUERY, COMPLETION, GROUP_ID, GROUP_SIZE, POLICY_VERSION, NUM_TURNS, RESPONSE_TRUNCATED, SEED, MAX_NEW_TOKENS}
     | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
-    | {"done", "terminated", "truncated", "_reset"}
+    | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids"}
 )  # names that a dataset's own columns cannot have

@@ -126,13 +126,6 @@ def spread_actions(values: torch.Tensor, rows: TensorDictBase, actions: ActionTo
     return unpad(full.to(tokens[0].device), [len(t) for t in tokens])
 
 
-def set_ragged(rows: TensorDictBase, key: NestedKey, values: Sequence[torch.Tensor]) -> TensorDictBase:
-    """Writes one tensor per row, of any lengths, under ``key``, in place."""
-    for row, value in zip(rows.unbind(0), values, strict=True):
-        row.set(key, value)
-    return rows
-
-
 def as_lazy(rows: TensorDictBase) -> LazyStackedTensorDict:
     """The batch as a lazy stack, so that entries of different lengths can be set on it."""
     return rows if isinstance(rows, LazyStackedTensorDict) else rows.to_lazystack(0)

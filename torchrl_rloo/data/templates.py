@@ -37,24 +37,19 @@ def _require_template(tokenizer) -> None:
         )
 
 
-def render(tokenizer, messages: Messages, *, add_generation_prompt: bool = True, **template_kwargs) -> str:
+def render(tokenizer, messages: Messages, **template_kwargs) -> str:
     """The conversation as the text that the tokenizer's template makes of it.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: the conversation. If its last message is the assistant's, that turn is left open to be continued.
-        add_generation_prompt: whether to open the assistant's turn after the last message.
-        **template_kwargs: passed to the template (``tools=``, ``enable_thinking=``, ...).
+        messages: the conversation.
+        **template_kwargs: passed to ``apply_chat_template`` (``add_generation_prompt=``, ``tools=``, ...).
 
     Raises:
         ValueError: if the tokenizer has no chat template.
     """
     _require_template(tokenizer)
-    if add_generation_prompt and messages[-1]["role"] == "assistant":
-        return tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True, **template_kwargs)
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-    )
+    return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -67,8 +62,9 @@ def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[i
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        query: chat messages (rendered by the tokenizer's template, assistant's turn opened) or plain text (encoded
-            as the tokenizer encodes any text, its own special tokens such as BOS included).
+        query: chat messages (rendered by the tokenizer's template, the assistant's turn opened; if the last message is
+            the assistant's, that turn is left open to be continued) or plain text (encoded as the tokenizer encodes any
+            text, its own special tokens such as BOS included).
         **template_kwargs: passed to the template.
 
     Raises:
@@ -77,7 +73,8 @@ def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[i
     if isinstance(query, str):
         ids = list(tokenizer(query)["input_ids"])
     elif is_conversation(query):
-        ids = encode(tokenizer, render(tokenizer, query, **template_kwargs))
+        last = {"continue_final_message": True} if query[-1]["role"] == "assistant" else {"add_generation_prompt": True}
+        ids = encode(tokenizer, render(tokenizer, query, **(template_kwargs | last)))
     else:
         raise ValueError(
             f"query must be a string or a non-empty list of messages with 'role' and 'content', got {query!r:.200}"
@@ -106,14 +103,18 @@ def encode_feedback(
         ValueError: if the template does not show the assistant's content exactly once.
     """
     opened = [*conversation[:-1], {"role": "assistant", "content": _BOUNDARY}]
-    text = render(tokenizer, [*opened, *feedback], **template_kwargs)
+    text = render(tokenizer, [*opened, *feedback], add_generation_prompt=True, **template_kwargs)
     if text.count(_BOUNDARY) != 1:
         raise ValueError(
             f"the chat template shows an assistant message {text.count(_BOUNDARY)} times when feedback follows it; "
             "multi-turn environments need a template that shows it once"
         )
     ids = encode(tokenizer, text.split(_BOUNDARY)[1])
-    return ids[1:] if ids and ids[0] == last_token else ids
+    if last_token in ids:  # the end of turn, if nothing but white space comes before it
+        before = ids.index(last_token)
+        if not tokenizer.decode(ids[:before]).strip():
+            return ids[before + 1 :]
+    return ids
 
 
 def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tuple[list[int], list[bool]]:
@@ -134,13 +135,13 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
             messages, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
         )
         return list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
-    ids = encode(tokenizer, render(tokenizer, messages, add_generation_prompt=False, **template_kwargs))
+    ids = encode(tokenizer, render(tokenizer, messages, **template_kwargs))
     mask = [False] * len(ids)
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = encode(tokenizer, render(tokenizer, messages[:k], **template_kwargs))
-        after = encode(tokenizer, render(tokenizer, messages[: k + 1], add_generation_prompt=False, **template_kwargs))
+        before = encode(tokenizer, _opening(tokenizer, messages[:k], **template_kwargs))
+        after = encode(tokenizer, render(tokenizer, messages[: k + 1], **template_kwargs))
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise ValueError(
                 f"the chat template renders message {k} differently once later messages follow, and has no "
@@ -158,6 +159,13 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
     return ids, mask
 
 
+def _opening(tokenizer, messages: Messages, **template_kwargs) -> str:
+    """The text up to where the assistant's content begins; a template cannot be asked that of no messages at all."""
+    if messages:
+        return render(tokenizer, messages, add_generation_prompt=True, **template_kwargs)
+    return render(tokenizer, [{"role": "assistant", "content": _BOUNDARY}], **template_kwargs).split(_BOUNDARY)[0]
+
+
 def to_history(conversations: Sequence[Messages]) -> History:
     """Chat messages of ``B`` conversations as TorchRL's ``History``, shape ``[B, n_messages]``."""
     return History.from_chats(list(conversations))
@@ -166,6 +174,14 @@ def to_history(conversations: Sequence[Messages]) -> History:
 def from_history(history: History) -> Messages:
     """One conversation (shape ``[n_messages]``) as chat messages."""
     return [{"role": item.role, "content": item.content} for item in history.unbind(0) if item.role != "<none>"]
+
+
+def join_conversation(query: Messages, completion: Messages) -> Messages:
+    """The prompt and what followed it as one conversation, in which a turn that the prompt left open is one message."""
+    if query[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
+        joined = {**query[-1], "content": query[-1]["content"] + completion[0]["content"]}
+        return [*query[:-1], joined, *completion[1:]]
+    return [*query, *completion]
 
 
 def decode_response(tokenizer, tokens: Sequence[int]) -> str:

@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, ragged
-from torchrl_rloo.functional import k1, masked_mean, nanstd
-from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional import combine_rewards, k1, masked_mean, nanstd
 
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty",

@@ -24,6 +24,7 @@ from torchrl_rloo.data.templates import (
     encode_prompt,
     from_history,
     is_conversation,
+    join_conversation,
     to_history,
 )
 
@@ -39,19 +40,20 @@ class ChatEnv(EnvBase):
     (:class:`~torchrl_rloo.envs.transforms.FeedbackTransform`) may answer a terminated turn and so open the next one.
 
     The token ids, action masks and log-probs of a row are carried from turn to turn, and only ever extended. The env
-    has no state of its own: rows may be stepped in any subsets.
+    has no state of its own: rows may be stepped in any subsets (:func:`step_rows`).
 
     Args:
         tokenizer: renders prompts and feedback with its own chat template, and decodes what the policy said.
         batch_size: number of rows that ``reset`` makes.
         input_mode: what the policy reads beside the ids: ``"tokens"`` nothing, ``"text"`` ``("text", "prompt")``,
             ``"history"`` ``("history", "prompt")``. A policy that returns ids is taken at its ids in every mode.
-        max_tokens: limit on the length ``T`` of a trajectory, prompt included; None for no limit.
+        max_tokens: limit on the length ``T`` of a trajectory, prompt included; None for no limit. The policy is told
+            what is left for its turn as the row's ``"max_new_tokens"``; feedback that leaves no room ends the row.
         template_kwargs: passed to the chat template.
 
     Raises:
-        ValueError: at ``reset`` if a query is neither text nor messages; at ``step`` if the policy's ids do not extend
-            the ids it was given.
+        ValueError: at ``reset`` if a query is neither text nor messages, or its prompt fills ``max_tokens``; at
+            ``step`` if the policy's ids do not extend the ids it was given.
 
     Example:
         >>> from tensordict import TensorDict
@@ -96,6 +98,8 @@ class ChatEnv(EnvBase):
             keys.NUM_TURNS: Unbounded(shape=shape, dtype=torch.int64),
             keys.COMPLETION: NonTensor(shape=shape, example_data=[]),
         }
+        if self.max_tokens is not None:
+            state[keys.MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
         views = {"text": Text, "history": ChatHistory}
         if self.input_mode in views:
             state[self.input_mode] = _without_optional(views[self.input_mode].default_spec(shape, ["prompt"]))
@@ -153,6 +157,11 @@ class ChatEnv(EnvBase):
         if id(query) not in encoded:  # the members of a group hold one and the same query
             encoded[id(query)] = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
         prompt = encoded[id(query)]
+        if self.max_tokens is not None and len(prompt) >= self.max_tokens:
+            raise ValueError(
+                f"a prompt has {len(prompt)} tokens, which leaves the policy none of max_tokens={self.max_tokens}: "
+                "drop long prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
+            )
         row.set(keys.NUM_TURNS, torch.tensor(0))
         row.set(keys.COMPLETION, NonTensorData([] if is_conversation(query) else ""))
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
@@ -164,14 +173,22 @@ class ChatEnv(EnvBase):
         row.set("tokens", collection(Tokens, prompt=tokens))
         row.set("masks", collection(Masks, all_assistant_mask=mask))
         row.set("log_probs", collection(LogProbs, full=log_probs))
+        if self.max_tokens is not None:
+            row.set(keys.MAX_NEW_TOKENS, torch.tensor(max(1, self.max_tokens - len(tokens))))
         if self.input_mode == "text":
             row.set("text", Text(prompt=self.tokenizer.decode(tokens)))
         elif self.input_mode == "history":
             query, completion = row[keys.QUERY], row[keys.COMPLETION]
             if not is_conversation(query):
                 raise ValueError(f"input_mode='history' needs queries that are chat messages, got {query!r:.100}")
-            row.set("history", ChatHistory(prompt=to_history([[*query, *completion]])[0]))
+            row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
         return row
+
+    @classmethod
+    def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> None:
+        # a step sets every done entry itself, for any number of rows; the base class wants the whole batch
+        if "done" not in data.keys():
+            super()._complete_done(done_spec, data)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         return stack_rows([self._step_row(row) for row in tensordict.unbind(0)])
@@ -221,30 +238,53 @@ class ChatEnv(EnvBase):
             raise KeyError(f"the policy set no {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
         return self.tokenizer(said, add_special_tokens=False)["input_ids"]
 
-    def continue_row(self, row: TensorDictBase, feedback: Messages) -> TensorDictBase:
+    def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
         """Answers a row that has just been stepped, in place: appends the feedback's ids and opens the next turn.
+
+        Returns False, and leaves the row ended as truncated, if that would leave the policy none of ``max_tokens``.
 
         Args:
             row: one row of the ``"next"`` entry of a step.
             feedback: the messages that answer the policy's turn.
         """
         query, completion, tokens = row[keys.QUERY], row[keys.COMPLETION], row[keys.PROMPT_TOKENS]
-        if not is_conversation(query):
-            raise ValueError(f"feedback needs a query of chat messages, got plain text {query!r:.100}")
         ids = encode_feedback(
-            self.tokenizer, [*query, *completion], feedback, last_token=int(tokens[-1]), **self.template_kwargs
+            self.tokenizer,
+            join_conversation(query, completion),
+            feedback,
+            last_token=int(tokens[-1]),
+            **self.template_kwargs,
         )
+        if self.max_tokens is not None and len(tokens) + len(ids) >= self.max_tokens:
+            row.set("terminated", torch.tensor([False])).set("truncated", torch.tensor([True]))
+            return False
         row.set(keys.COMPLETION, NonTensorData([*completion, *feedback]))
         for key in ("done", "terminated", "truncated"):
             row.set(key, torch.tensor([False]))
         new = torch.tensor(ids, dtype=torch.long)
         mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
-        return self._set_context(
+        self._set_context(
             row,
             torch.cat([tokens, new]),
             torch.cat([mask, torch.zeros(len(new), dtype=torch.bool)]),
             torch.cat([log_probs, torch.zeros(len(new))]),
         )
+        return True
+
+
+def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
+    """Steps any number of a chat environment's rows.
+
+    ``env.step`` insists on the environment's whole batch even when the environment is not locked to it.
+
+    Args:
+        env: a :class:`ChatEnv`, transformed or not.
+        rows: ``[n]`` rows with the policy's turn.
+
+    Returns:
+        The rows, with ``"next"`` set.
+    """
+    return env.step(rows) if rows.batch_size == env.batch_size else rows.set("next", env._step(rows))
 
 
 def _without_optional(spec: Composite) -> Composite:

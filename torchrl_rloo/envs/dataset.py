@@ -63,8 +63,9 @@ class DatasetChatEnv(TransformedEnv):
         max_tokens: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ):
-        if prompts_per_batch < 1:
-            raise ValueError(f"prompts_per_batch={prompts_per_batch} must be at least 1")
+        for name, value in (("prompts_per_batch", prompts_per_batch), ("num_generations", num_generations)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         base = ChatEnv(
             tokenizer,
             batch_size=prompts_per_batch * num_generations,

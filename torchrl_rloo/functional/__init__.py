@@ -9,6 +9,7 @@ from torchrl_rloo.functional.policy_loss import (
     reinforce_objective,
     sequence_log_ratio,
 )
+from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.functional.sampling import SamplingDistribution, kept_tokens, process_logits, sample_tokens
 from torchrl_rloo.functional.statistics import effective_sample_size, masked_mean, nanstd
 
@@ -18,6 +19,7 @@ __all__ = [
     "SamplingDistribution",
     "clip_masks",
     "clipped_objective",
+    "combine_rewards",
     "effective_sample_size",
     "k1",
     "k3",

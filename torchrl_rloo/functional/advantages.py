@@ -19,7 +19,7 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     .. math:: A_i = r_i - \frac{1}{n - 1} \sum_{j \neq i} r_j
 
     Equation 7 of Ahmadian et al. 2024 (arXiv 2402.14740), with ``n`` the number of rows of the group that did not
-    abstain. Computed in float64, so that equal rewards give exactly 0 whatever their size.
+    abstain. Rewards are first shifted by the group's smallest, so that equal ones give exactly 0 whatever their size.
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
@@ -33,8 +33,10 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         tensor([ 0.7500, -0.7500,  0.0000,  0.0000])
     """
     valid = ~rewards.isnan()
-    r = rewards.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     n_groups = int(groups.max()) + 1 if len(groups) else 0
+    r = rewards.double().masked_fill(~valid, torch.inf)
+    smallest = r.new_full((n_groups,), torch.inf).scatter_reduce(0, groups, r, "amin")[groups]
+    r = torch.where(valid, r - smallest, 0.0)
     count = r.new_zeros(n_groups).index_add(0, groups, valid.double())[groups]
     total = r.new_zeros(n_groups).index_add(0, groups, r)[groups]
     baseline = (total - r) / (count - 1).clamp(min=1)

@@ -27,10 +27,11 @@ class _TokenLogProbs(torch.autograd.Function):
             z = logits.logsumexp(-1)
             normaliser[rows] = z
             log_probs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - z
-            probs = logits.sub(z[:, None]).exp_()
+            tile = logits.sub(z[:, None])
+            probs = tile.exp()
             if distribution.truncates:
-                logits = logits.masked_fill(logits.isneginf(), 0.0)  # 0 * -inf would be NaN
-            entropy[rows] = z - torch.linalg.vecdot(probs, logits)
+                tile = tile.masked_fill_(tile.isneginf(), 0.0)  # 0 * -inf would be NaN
+            entropy[rows] = -torch.linalg.vecdot(probs, tile)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, seen)
         ctx.settings = distribution, softcap, scale
         ctx.mark_non_differentiable(entropy)

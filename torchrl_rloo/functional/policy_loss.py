@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-MAX_LOG_RATIO = 20.0  # float32 overflows at 88, and infinity times a clipped-away gradient would be NaN
+MAX_LOG_RATIO = 20.0  # beyond it the ratio goes on linearly: float32 overflows at 88, and infinity times 0 is NaN
 
 
 def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def clipped_objective(
     Returns:
         ``[B]``, a loss to minimise.
     """
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp() * (1 + (log_ratio - MAX_LOG_RATIO).relu())
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 

@@ -69,7 +69,8 @@ def kept_tokens(logits: torch.Tensor, distribution: SamplingDistribution) -> tor
     if distribution.top_k is not None and distribution.top_k < logits.shape[-1]:
         keep &= logits >= logits.topk(distribution.top_k, -1).values[:, -1:]
     if distribution.top_p < 1:
-        probs, order = logits.masked_fill(~keep, -torch.inf).softmax(-1).sort(-1, descending=True)
+        ordered, order = logits.masked_fill(~keep, -torch.inf).sort(-1, descending=True)
+        probs = ordered.softmax(-1)
         kept = probs.cumsum(-1) - probs < distribution.top_p  # the mass before a token, so the first always stays
         keep &= torch.zeros_like(keep).scatter(-1, order, kept)
     if distribution.min_p > 0:

@@ -27,7 +27,8 @@ def nanstd(values: torch.Tensor) -> torch.Tensor:
     Returns:
         A scalar.
     """
-    return values[~values.isnan()].std()
+    given = values[~values.isnan()]
+    return given.std() if len(given) > 1 else given.new_tensor(torch.nan)
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:

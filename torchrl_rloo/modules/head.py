@@ -91,6 +91,8 @@ def score_positions(
     Returns:
         ``(log_probs [N], entropy [N])`` in float32 nats, in row order, ``N`` the number of True positions.
     """
+    if distribution.temperature == 0:
+        raise ValueError("temperature=0 has no log-probs to train on: a greedy policy is a point distribution")
     predicted = positions[:, 1:]
     targets = tokens[:, 1:][predicted]
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
@@ -122,3 +124,21 @@ def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor
         first_seen.scatter_reduce_(0, row, torch.arange(len(row), device=row.device), "amin")
         rows.append(first_seen[None] < where[:, None])
     return torch.cat(rows)
+
+
+def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
+    """Logits of the sampled distribution at every position, ``[B, T, V]``; position ``t`` predicts token ``t``.
+
+    Holds all logits at once: for interoperation, not for training.
+
+    Args:
+        model: the causal language model.
+        tokens: ``[B, T]`` ids, padded on the right.
+        distribution: the sampling distribution.
+    """
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    everywhere[:, 0] = False
+    seen = _seen_tokens(model, tokens, everywhere) if distribution.repetition_penalty != 1 else None
+    logits = model(input_ids=tokens, use_cache=False).logits.float()
+    flat = process_logits(logits[:, :-1].flatten(0, 1), distribution, seen, tokens[:, 1:].flatten())
+    return torch.cat([torch.zeros_like(logits[:, :1]), flat.view_as(logits[:, 1:])], 1)

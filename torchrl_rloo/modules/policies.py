@@ -33,7 +33,7 @@ from torchrl_rloo.data.templates import (
     to_history,
 )
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
-from torchrl_rloo.modules.head import find_head, score_positions
+from torchrl_rloo.modules.head import find_head, sampled_logits, score_positions
 
 INPUT_MODES = ("tokens", "text", "history")
 
@@ -72,8 +72,8 @@ class TransformersWrapper(LLMWrapperBase):
             scoring, the distribution that log-probs are of.
         num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
 
-    A row's own ``"seed"`` (int64) makes its tokens independent of the rest of the batch and of the policy's stream; its
-    own ``"max_new_tokens"`` replaces the general limit.
+    A row's own ``"seed"`` (int64) makes its tokens independent of the rest of the batch and of the policy's stream (its
+    ``num_samples`` get seeds of their own from it); its own ``"max_new_tokens"`` lowers the general limit.
 
     Example:
         >>> from tensordict import TensorDict
@@ -160,7 +160,7 @@ class TransformersWrapper(LLMWrapperBase):
             tensordict: rows, batch size ``[B]``.
             tensordict_out: where to write; default the rows themselves.
             logits_only: with ``generate=False``, write ``"logits"`` ``[T, V]`` of each row instead: what TorchRL's
-                ``get_dist`` builds on. Position ``t`` holds the logits that predict token ``t``.
+                ``get_dist`` builds on. Position ``t`` holds the sampled distribution's logits of token ``t``.
         """
         rows = as_lazy(tensordict)
         if rows.ndim != 1:
@@ -172,7 +172,7 @@ class TransformersWrapper(LLMWrapperBase):
             out = self._write(rows, prompts, self._sample(rows, prompts))
             return out if tensordict_out is None else tensordict_out.update(out)
         n = self.num_samples
-        repeated = stack_rows([row.copy() for row in rows.unbind(0) for _ in range(n)])
+        repeated = stack_rows([_sample_of(row, i) for row in rows.unbind(0) for i in range(n)])
         prompts = [p for p in prompts for _ in range(n)]
         flat = self._write(repeated, prompts, self._sample(repeated, prompts)).unbind(0)
         return stack_rows([stack_rows(flat[i : i + n]) for i in range(0, len(flat), n)])
@@ -195,24 +195,22 @@ class TransformersWrapper(LLMWrapperBase):
         return prompts
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        limits = rows.get(keys.MAX_NEW_TOKENS, None)
-        if limits is None:
-            limits = torch.full((len(prompts),), self.config.max_new_tokens)
-        elif int(limits.min()) < 1:
-            raise ValueError(f"max_new_tokens of a row is {int(limits.min())}, must be at least 1")
+        limits = torch.full((len(prompts),), self.config.max_new_tokens)
+        if (own := rows.get(keys.MAX_NEW_TOKENS, None)) is not None:
+            if int(own.min()) < 1:
+                raise ValueError(f"max_new_tokens of a row is {int(own.min())}, must be at least 1")
+            limits = torch.minimum(limits, own.reshape(-1).cpu())
         length = int(limits.max())
-        seeds = rows.get(keys.SEED, None)
-        if seeds is None:
+        if rows.get(keys.SEED, None) is None:
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
-            streams = [torch.Generator().manual_seed(s) for s in seeds.tolist()]
-            uniforms = torch.stack([torch.rand(length, generator=g) for g in streams])
+            uniforms = torch.stack([_own_uniforms(row, length) for row in rows.unbind(0)])
         return generate(
             self.model,
             prompts,
             self.config,
             uniforms=uniforms,
-            limits=limits.reshape(-1),
+            limits=limits,
             stop_ids=self.stop_ids,
             tokenizer=self.tokenizer,
         )
@@ -298,9 +296,23 @@ class TransformersWrapper(LLMWrapperBase):
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
         rows = self._with_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
+        logits = sampled_logits(self.model, tokens, self.distribution)
         for row, values in zip(rows.unbind(0), logits, strict=True):
             row.set("logits", values[: len(row[keys.TOKENS])])
             row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))
         return rows
+
+
+def _own_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
+    """Numbers of the row's own stream, from where its earlier action tokens left it."""
+    mask = row.get(keys.ACTION_MASK, None)
+    used = 0 if mask is None else int(mask.sum())
+    return torch.rand(used + length, generator=torch.Generator().manual_seed(int(row[keys.SEED])))[used:]
+
+
+def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
+    """A copy of a row for one of its samples, with a stream of its own if the row has a seed."""
+    row = row.copy()
+    if (seed := row.get(keys.SEED, None)) is not None:
+        row.set(keys.SEED, (seed + index * 0x9E3779B97F4A7C1) % 2**62)
+    return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -96,19 +97,20 @@ class RLOOLoss(LossModule):
             raise ValueError("actor_network generates; pass actor_network.get_new_version(generate=False)")
         if ratio not in RATIOS:
             raise ValueError(f"ratio={ratio!r} must be one of {RATIOS}")
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-        if clip_epsilon is None:
-            low, high = 1.0, float("inf")
-        if not (0 < low <= 1 and high > 0):
-            raise ValueError(f"clip_epsilon={clip_epsilon} must be positive, and its lower side at most 1")
+        bounds = (1.0, math.inf) if clip_epsilon is None else clip_epsilon
+        bounds = tuple(bounds) if isinstance(bounds, tuple | list) else (bounds, bounds)
+        if len(bounds) != 2 or not (0 < bounds[0] <= 1 and bounds[1] > 0):
+            raise ValueError(f"clip_epsilon={clip_epsilon} must be one or two positive numbers, the lower at most 1")
         self.actor_network = actor_network
-        self.epsilon_low, self.epsilon_high, self.ratio = float(low), float(high), ratio
+        self.epsilon_low, self.epsilon_high, self.ratio = float(bounds[0]), float(bounds[1]), ratio
         self.mask_truncated_completions = mask_truncated_completions
         self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.ADVANTAGE]
         self.out_keys = list(RLOOLossOutput.__annotations__)
 
     def forward(self, tensordict: TensorDictBase, num_rows: int | None = None) -> RLOOLossOutput:
         """The loss of rows of batch size ``[B]``; see the class."""
+        if not len(tensordict):
+            return self._no_rows()
         if keys.ADVANTAGE not in tensordict.keys():
             raise KeyError(f"rows have no {keys.ADVANTAGE!r}: write them through a buffer with MCAdvantage first")
         scored = self.actor_network.score(tensordict)
@@ -137,9 +139,16 @@ class RLOOLoss(LossModule):
                 clip_fraction_low=low.float().mean(),
                 clip_fraction_high=high.float().mean(),
                 log_ratio_max=difference.abs().max() if difference.numel() else loss.new_zeros(()),
-                log_ratio=log_ratio,
+                log_ratio=log_ratio.detach(),
                 num_action_tokens=mask.sum(),
             )
+
+    def _no_rows(self) -> RLOOLossOutput:
+        """The output for a batch of no rows: nothing to learn, and nothing to measure."""
+        zero = sum((p.sum() * 0.0 for p in self.actor_network.parameters()), torch.zeros(()))
+        fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.new_tensor(math.nan))
+        fields |= {"loss_objective": zero, "log_ratio": zero.new_zeros(0), "num_action_tokens": zero.new_zeros(())}
+        return RLOOLossOutput(**fields)
 
 
 def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
@@ -152,6 +161,7 @@ def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
         The fields of :class:`RLOOLossOutput` that are scalars, the objective under the name ``"loss"``; empty for no
         outputs.
     """
+    outputs = [o for o in outputs if len(o.log_ratio)]
     if not outputs:
         return {}
     tokens = torch.stack([o.num_action_tokens for o in outputs]).double()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.envs import Transform
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.rows import collection, stack_rows
 from torchrl_rloo.functional import ESTIMATORS, Estimator
 
 _LOGGER = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ class MCAdvantage(Transform):
             incomplete; ``"late_rows"`` dropped since their group had left before them.
 
     Raises:
-        ValueError: for a number out of range or an unknown estimator; for a group of more members than its size.
+        ValueError: for a number out of range or an unknown estimator; for rows of a group that disagree on its size
+            (none of their batch is taken in then).
 
     Example:
         >>> from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -99,6 +102,7 @@ class MCAdvantage(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         """Takes rows in; returns those whose groups are complete, with advantages, or None."""
         rows = [tensordict] if tensordict.ndim == 0 else tensordict.reshape(-1).unbind(0)
+        sizes = self._group_sizes(rows)
         self._batch += 1
         complete = []
         for row in rows:
@@ -110,16 +114,21 @@ class MCAdvantage(Transform):
             members = self._pending.setdefault(group_id, [])
             self._arrived.setdefault(group_id, self._batch)
             members.append(row)
-            if len(members) >= self._size(members):
+            if len(members) >= sizes[group_id]:
                 complete.append(self._release(group_id))
         complete += self._expire()
         return self._advantages(complete) if complete else None
 
-    def _size(self, members: list[TensorDictBase]) -> int:
-        sizes = {int(row.get(keys.GROUP_SIZE, self.num_generations)) for row in members}
-        if len(sizes) > 1:
-            raise ValueError(f"rows of group {int(members[0][keys.GROUP_ID])} disagree on its size: {sorted(sizes)}")
-        return sizes.pop()
+    def _group_sizes(self, rows: Sequence[TensorDictBase]) -> dict[int, int]:
+        """How many members each group of the rows has when it is complete."""
+        sizes: dict[int, int] = {}
+        for row in rows:
+            group_id, size = int(row[keys.GROUP_ID]), int(row.get(keys.GROUP_SIZE, self.num_generations))
+            earlier = self._pending.get(group_id)
+            known = int(earlier[0].get(keys.GROUP_SIZE, self.num_generations)) if earlier else size
+            if sizes.setdefault(group_id, known) != size:
+                raise ValueError(f"rows of group {group_id} disagree on its size: {sorted([sizes[group_id], size])}")
+        return sizes
 
     def _release(self, group_id: int) -> list[TensorDictBase]:
         self._left[group_id] = None
@@ -157,7 +166,7 @@ class MCAdvantage(Transform):
     def get_extra_state(self) -> dict[str, Any]:
         """Pending groups and counters, for ``state_dict``: plain values and tensors."""
         return {
-            "pending": {g: [row.to_dict() for row in rows] for g, rows in self._pending.items()},
+            "pending": {g: [_to_plain(row) for row in rows] for g, rows in self._pending.items()},
             "arrived": dict(self._arrived),
             "left": list(self._left),
             "batch": self._batch,
@@ -166,10 +175,35 @@ class MCAdvantage(Transform):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restores pending groups and counters."""
-        self._pending = OrderedDict(
-            (g, [TensorDict.from_dict(row, batch_size=[]) for row in rows]) for g, rows in state["pending"].items()
-        )
+        self._pending = OrderedDict((g, [_from_plain(row) for row in rows]) for g, rows in state["pending"].items())
         self._arrived, self._left = dict(state["arrived"]), OrderedDict.fromkeys(state["left"])
         self._batch = state["batch"]
         self.counts.clear()
         self.counts.update(state["counts"])
+
+
+_VALUE = "non-tensor value"
+_CLASSES = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs, "ref_log_probs": LogProbs}
+
+
+def _to_plain(row: TensorDictBase) -> dict[str, Any]:
+    """A row as nested dicts, which a checkpoint can hold; text and other values are marked as such."""
+
+    def plain(value):
+        if is_non_tensor(value):
+            return {_VALUE: value.tolist()}
+        return _to_plain(value) if is_tensor_collection(value) else value
+
+    return {k: plain(v) for k, v in row.items()}
+
+
+def _from_plain(row: dict[str, Any], cls: type | None = None) -> TensorDictBase:
+    """The row again, with the tensorclasses it had."""
+
+    def entry(key, value):
+        if isinstance(value, dict):
+            return NonTensorData(value[_VALUE]) if _VALUE in value else _from_plain(value, _CLASSES.get(key))
+        return value
+
+    entries = {k: entry(k, v) for k, v in row.items()}
+    return TensorDict(entries, []) if cls is None else collection(cls, **entries)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ def call_reward(
     """
     name = reward_name(function)
     scores = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-    if isinstance(scores, str) or not hasattr(scores, "__len__"):
-        raise TypeError(f"reward {name} returned {type(scores).__name__}; it must return a list of floats or None")
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    scores = [s.item() if hasattr(s, "item") else s for s in scores] if isinstance(scores, list | tuple) else scores
+    if not isinstance(scores, list | tuple) or not all(s is None or isinstance(s, Real) for s in scores):
+        raise TypeError(f"reward {name} returned {scores!r:.100}; it must return a list of numbers or None")
     if len(scores) != len(completions):
         raise ValueError(f"reward {name} returned {len(scores)} scores for {len(completions)} completions")
     values = torch.tensor([torch.nan if s is None else float(s) for s in scores], dtype=torch.float32)

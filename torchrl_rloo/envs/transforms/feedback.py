@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.templates import Messages
+from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.chat import ChatEnv
 
 _LOGGER = logging.getLogger(__name__)
@@ -29,8 +29,9 @@ class FeedbackTransform(Transform):
         max_turns: the policy's turns at most. A conversation that would go on is truncated.
 
     Attributes:
-        counts: ``"turn_limit"`` (conversations cut off at ``max_turns``) and ``"failed"`` (``respond`` raised: the
-            conversation ends there as truncated, with the traceback in the log).
+        counts: conversations that end as truncated: ``"turn_limit"`` at ``max_turns``, ``"token_limit"`` at the
+            environment's ``max_tokens``, and ``"failed"`` if ``respond`` raised or its messages could not be rendered
+            (the traceback is in the log).
 
     Example:
         >>> def ask_again(conversation, row):
@@ -51,19 +52,23 @@ class FeedbackTransform(Transform):
         for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
             if not next_row["terminated"].any():
                 continue
+            if not is_conversation(row[keys.QUERY]):
+                raise ValueError(f"feedback needs queries that are chat messages, got {row[keys.QUERY]!r:.100}")
             try:
-                messages = self.respond([*row[keys.QUERY], *next_row[keys.COMPLETION]], row)
+                self._answer(env, row, next_row)
             except Exception:
-                _LOGGER.exception("feedback raised; the conversation ends there as truncated")
+                _LOGGER.exception("feedback failed; the conversation ends there as truncated")
                 self._truncate(next_row, "failed")
-                continue
-            if not messages:
-                continue
-            if int(next_row[keys.NUM_TURNS]) >= self.max_turns:
-                self._truncate(next_row, "turn_limit")
-            else:
-                env.continue_row(next_row, messages)
         return next_tensordict
+
+    def _answer(self, env: ChatEnv, row: TensorDictBase, next_row: TensorDictBase) -> None:
+        messages = self.respond(join_conversation(row[keys.QUERY], next_row[keys.COMPLETION]), row)
+        if not messages:
+            return
+        if int(next_row[keys.NUM_TURNS]) >= self.max_turns:
+            self._truncate(next_row, "turn_limit")
+        elif not env.continue_row(next_row, messages):
+            self.counts["token_limit"] += 1
 
     def get_extra_state(self) -> dict[str, int]:
         """The counters, for ``state_dict``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LogProbs
@@ -39,37 +39,35 @@ class KLRewardTransform(Transform):
         super().__init__()
         if ref.generate:
             raise ValueError("ref generates; pass ref.get_new_version(generate=False)")
-        if kl_to_ref_coeff < 0:
-            raise ValueError(f"kl_to_ref_coeff={kl_to_ref_coeff} must be at least 0")
+        if not 0 <= kl_to_ref_coeff < float("inf"):
+            raise ValueError(f"kl_to_ref_coeff={kl_to_ref_coeff} must be a number of at least 0")
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size} must be None or at least 1")
         self.__dict__["ref"] = ref  # not a submodule: the reference's weights are not the environment's state
         self.coeff, self.mask_truncated_completions = kl_to_ref_coeff, mask_truncated_completions
         self.micro_batch_size = micro_batch_size
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        finished = []
-        for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
-            if next_row["done"].any():
-                finished.append((row, next_row))
-            else:
-                self._set(next_row, torch.zeros(len(next_row[keys.PROMPT_TOKENS])))
+        finished = [row for row in next_tensordict.unbind(0) if row["done"].any()]
+        self._reset(tensordict, next_tensordict)
         for start in range(0, len(finished), self.micro_batch_size or max(len(finished), 1)):
             self._penalise(finished[start : start + (self.micro_batch_size or len(finished))])
         return next_tensordict
 
     @torch.no_grad()
-    def _penalise(self, pairs: list[tuple[TensorDictBase, TensorDictBase]]) -> None:
-        rows = stack_rows([row for row, _ in pairs])
+    def _penalise(self, finished: list[TensorDictBase]) -> None:
+        rows = stack_rows([_as_scored(row) for row in finished])
         scored = self.ref.score(rows)
         behaviour = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
         kl = k1(behaviour, scored.log_probs).cpu()
         if self.mask_truncated_completions:
-            kl = kl * torch.stack([~next_row["truncated"] for _, next_row in pairs])
-        rewards = torch.stack([next_row["reward"].reshape(()) for _, next_row in pairs])
+            kl = kl * torch.stack([~row["truncated"] for row in finished])
+        rewards = torch.stack([row["reward"].reshape(()) for row in finished])
         rewards = kl_penalised_reward(rewards, kl, self.coeff)
         log_probs = spread_actions(scored.log_probs, rows, scored.actions)
-        for (_, next_row), reward, ref in zip(pairs, rewards, log_probs, strict=True):
-            next_row.set("reward", reward.reshape(1, 1))
-            self._set(next_row, ref)
+        for row, reward, ref in zip(finished, rewards, log_probs, strict=True):
+            row.set("reward", reward.reshape(1, 1))
+            self._set(row, ref)
 
     @staticmethod
     def _set(row: TensorDictBase, log_probs: torch.Tensor) -> None:
@@ -87,3 +85,11 @@ class KLRewardTransform(Transform):
             full=Unbounded(shape=(*shape, -1)), shape=shape, data_cls=LogProbs
         )
         return observation_spec
+
+
+def _as_scored(row: TensorDictBase) -> TensorDictBase:
+    """What the environment holds of a finished trajectory, under the names of a row."""
+    return TensorDict({k: row[j] for k, j in _SCORED.items()}, [])
+
+
+_SCORED = {keys.TOKENS: keys.PROMPT_TOKENS, keys.ACTION_MASK: keys.ACTION_MASK, keys.LOG_PROBS: keys.LOG_PROBS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.functional.rewards import combine_rewards
+from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.protocol import RewardFunction, call_reward, reward_name
 
 _LOGGER = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class RewardTransform(Transform):
             raise ValueError(f"reward functions are logged by name, but the names {self.names} are not all different")
         if len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights {self.weights} for {len(self.functions)} reward functions")
+        if not all(math.isfinite(w) for w in self.weights):
+            raise ValueError(f"weights={self.weights} must be finite numbers")
+        if max_failures < 1:
+            raise ValueError(f"max_failures={max_failures} must be at least 1")
         if clip_range is not None and not clip_range[0] < clip_range[1]:
             raise ValueError(f"clip_range={clip_range} must be (low, high) with low < high")
         self.clip_range, self.max_failures = clip_range, max_failures

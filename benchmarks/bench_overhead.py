@@ -1,0 +1,327 @@
+"""What the framework costs: CPU milliseconds a row that are neither model, tokenizer nor reward.
+
+    python benchmarks/bench_overhead.py
+
+One iteration is: collect a batch, write it to a replay buffer with MCAdvantage, sample it, evaluate the loss (forward
+only: the backward pass is the model's). Model, tokenizer and reward calls are timed apart and left out. Beside it, in
+the same process and on the same prompts, TorchRL's parts of the same names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from common import ONE_THREAD, print_result, print_table
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
+from torchrl.collectors.llm import LLMCollector as TorchRLCollector
+from torchrl.data import (
+    Composite,
+    LazyStackStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    Unbounded,
+)
+from torchrl.envs import Transform, TransformedEnv
+from torchrl.envs.llm import DatasetChatEnv as TorchRLEnv
+from torchrl.modules.llm import TransformersWrapper as TorchRLWrapper
+from torchrl.objectives.llm import GRPOLoss
+from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import load_prompts, tensor_rows
+from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.modules import TransformersWrapper, policies
+from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.replay import MCAdvantage
+
+NUM_GENERATIONS = 8
+MAX_NEW_TOKENS = 16
+LEFT_OUT = ("model", "tokenizer", "reward")
+PARTS = ("env reset", "env step", "collector", "buffer extend", "buffer sample", "loss", "garbage collection")
+WRAPPER = ("policy rows", "score rows")  # the policy wrapper's own work on rows, without the model
+UNKNOWN = ("score rows", "sum with the wrapper")  # not measured for TorchRL
+
+
+class Clock:
+    """CPU time of nested sections, each without the sections inside it."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def _switch(self) -> None:
+        now = time.process_time()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        self._switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._open.pop()
+
+    @contextmanager
+    def garbage_collection(self) -> Iterator[None]:
+        """Charges Python's garbage collector apart, whichever section it interrupts."""
+
+        def charge(phase: str, info: dict[str, int]) -> None:
+            self._switch()
+            if phase == "start":
+                self._open.append("garbage collection")
+            else:
+                self._open.pop()
+
+        gc.callbacks.append(charge)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(charge)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args, **kwargs):
+            with self.section(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    def patches(self, *targets: tuple[Any, str, str]) -> ExitStack:
+        """Times ``(owner, attribute, section)`` for as long as the returned stack is open."""
+        stack = ExitStack()
+        for owner, attribute, name in targets:
+            stack.enter_context(patch.object(owner, attribute, self.timed(name, getattr(owner, attribute))))
+        return stack
+
+
+def reward(prompts, completions, completion_ids, **columns: Any) -> list[float]:
+    """Cheap, and different within a group."""
+    return [sum(ids) % 101 / 101 for ids in completion_ids]
+
+
+def shared_targets(tokenizer) -> list[tuple[Any, str, str]]:
+    """What is timed apart on both sides: the environment's entry points and the tokenizer."""
+    methods = ("__call__", "apply_chat_template", "encode", "decode", "batch_decode")
+    return [
+        (TransformedEnv, "reset", "env reset"),
+        (TransformedEnv, "step", "env step"),
+        (TransformedEnv, "step_and_maybe_reset", "env step"),
+        *((type(tokenizer), method, "tokenizer") for method in methods),
+    ]
+
+
+def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Counter[str]]:
+    """Seconds by section, of each iteration."""
+    clock, tokenizer = Clock(), build_tokenizer()
+    model = build_model(tokenizer, seed=0).eval()
+    env = DatasetChatEnv(
+        load_prompts(prompts),
+        tokenizer,
+        prompts_per_batch=rows // NUM_GENERATIONS,
+        num_generations=NUM_GENERATIONS,
+        rewards=clock.timed("reward", reward),
+        shuffle=False,
+    )
+    policy = TransformersWrapper(
+        model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": MAX_NEW_TOKENS, "seed": 0}
+    )
+    buffer = make_buffer(rows, MCAdvantage(NUM_GENERATIONS))
+    loss = RLOOLoss(policy.get_new_version(generate=False))
+    collector = LLMCollector(env, policy)
+    targets = [
+        (TransformersWrapper, "forward", "policy rows"),
+        (TransformersWrapper, "score", "score rows"),
+        (policies, "generate", "model"),
+        (policies, "score_positions", "model"),
+    ]
+    with clock.patches(*shared_targets(tokenizer), *targets):
+        return run(clock, iter(collector), tensor_rows, buffer, loss, iterations)
+
+
+def torchrl(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Counter[str]]:
+    """The same with TorchRL's parts, as its GRPO scripts put them together: conversations as History."""
+    clock, tokenizer = Clock(), build_tokenizer()
+    model = build_model(tokenizer, seed=0).eval()
+    loader = torch.utils.data.DataLoader(
+        [{"query": p["query"][1]["content"], "answer": p["answer"]} for p in prompts],
+        batch_size=1,
+        collate_fn=lambda batch: torch.stack([TensorDict.from_dict(row) for row in batch]),
+    )
+    env = _SystemPrompt.from_dataloader(
+        loader, repeats=NUM_GENERATIONS, batch_size=(rows,), tokenizer=tokenizer, input_mode="history"
+    ).append_transform(_Reward(clock.timed("reward", reward)))
+    policy = _Policy(
+        model,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        generate_kwargs={"max_new_tokens": MAX_NEW_TOKENS, "do_sample": True},
+    )
+    policy.clock = clock
+    buffer = make_buffer(rows, TorchRLAdvantage(NUM_GENERATIONS))
+    loss = GRPOLoss(_Actor(clock), masking_strategy="rlhf", entropy_bonus=False)
+    collector = TorchRLCollector(env, policy=policy, dialog_turns_per_batch=rows, flatten_data=True)
+    targets = [
+        (TorchRLWrapper, "forward", "policy rows"),
+        (model, "generate", "model"),
+        (policy, "_log_probs_generate", "model"),
+    ]
+    with set_list_to_stack(True), clock.patches(*shared_targets(tokenizer), *targets):  # its environment asks for it
+        return run(clock, iter(collector), lambda rows: rows, buffer, loss, iterations)
+
+
+class _SystemPrompt(TorchRLEnv):
+    SYSTEM_PROMPT = addition_prompts("train", size=1)[0]["query"][0]["content"]
+
+
+class _Reward(Transform):
+    """A reward function at the end of a single turn: reads the policy's ids, no text."""
+
+    def __init__(self, function: Callable[..., list[float]]):
+        super().__init__()
+        self.function = function
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        ids = [t.tolist() for t in tensordict.get(("tokens", "response"), as_list=True)]
+        scores = torch.tensor(self.function(None, None, ids))
+        next_tensordict.set("reward", scores.reshape(-1, 1, 1))
+        for key, value in (("done", True), ("terminated", True), ("truncated", False)):
+            next_tensordict.set(key, torch.full((len(ids), 1), value))
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        shape = self.parent.batch_size
+        return Composite(reward=Unbounded(shape=(*shape, 1, 1)), shape=shape)
+
+
+class _Policy(TorchRLWrapper):
+    """TorchRL 0.14.1's wrapper leaves out two entries that its own loss reads; setting them is not counted."""
+
+    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+        rows = super().forward(tensordict, **kwargs)
+        with self.clock.section("model"):
+            for row in rows.unbind(0):
+                prompt, response = row["tokens", "prompt"], row["log_probs", "response"]
+                full = torch.cat([torch.zeros(len(row["tokens", "full"]) - len(response)), response])
+                row.set(("log_probs", "full"), full)
+                row.set(("masks", "all_assistant_mask"), torch.arange(len(full)) >= len(prompt))
+        return rows
+
+
+class _Actor(torch.nn.Module):
+    """Stands in for the training model: GRPOLoss gets the distribution it asks for at no cost of its own."""
+
+    in_keys = [("tokens", "full")]
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.clock, self.shift = clock, torch.nn.Parameter(torch.zeros(()))
+
+    def get_dist(self, tensordict: TensorDictBase, **kwargs: Any) -> _Distribution:
+        with self.clock.section("model"):
+            padding = {"as_padded_tensor": True, "padding_side": "left"}
+            old = tensordict.get(("log_probs", "full"), padding_value=0.0, **padding)
+            mask = tensordict.get(("masks", "all_assistant_mask"), padding_value=False, **padding)
+            return _Distribution(old + self.shift, mask)
+
+
+class _Distribution:
+    def __init__(self, log_probs: torch.Tensor, mask: torch.Tensor):
+        self.log_probs, self.mask = log_probs, mask
+
+    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.log_probs
+
+
+def make_buffer(rows: int, transform: Transform) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=LazyStackStorage(rows), sampler=SamplerWithoutReplacement(), transform=transform, batch_size=rows
+    )
+
+
+def run(
+    clock: Clock,
+    batches: Iterator[TensorDictBase],
+    stored: Callable[[TensorDictBase], TensorDictBase],
+    buffer: ReplayBuffer,
+    loss: torch.nn.Module,
+    iterations: int,
+) -> list[Counter[str]]:
+    """The loop of both sides; the first iteration only warms up."""
+    results = []
+    for _ in range(iterations + 1):
+        clock.seconds = Counter()
+        with clock.garbage_collection():
+            iterate(clock, batches, stored, buffer, loss)
+        results.append(clock.seconds)
+    return results[1:]
+
+
+def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.Module) -> None:
+    """Collects, stores and samples one batch and evaluates its loss; arguments as in :func:`run`."""
+    with clock.section("collector"):
+        rows = next(batches)
+    with clock.section("buffer extend"):
+        buffer.extend(stored(rows))
+    with clock.section("buffer sample"):
+        batch = buffer.sample()
+    with clock.section("loss"):
+        value = loss(batch).loss_objective
+    if not (value.isfinite() and value.requires_grad and len(batch) == len(rows)):
+        raise RuntimeError(f"the loss {value} of {len(batch)} rows out of {len(rows)} is not that of a whole batch")
+    buffer.empty()
+
+
+def per_row(results: list[Counter[str]], rows: int) -> dict[str, float]:
+    """Mean milliseconds a row of each section, and their sums: a mean, since few iterations meet a full collection."""
+    values = {name: 1e3 * mean(r[name] for r in results) / rows for name in (*PARTS, *WRAPPER, *LEFT_OUT)}
+    values["sum of these"] = sum(values[name] for name in PARTS)
+    values["sum with the wrapper"] = sum(values[name] for name in (*PARTS, *WRAPPER))
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--iterations", type=int, default=8, help="measured iterations of each side")
+    args = parser.parse_args()
+    os.environ.update(ONE_THREAD)  # the tokenizer's threads; torch has read its own part already
+    torch.set_num_threads(1)
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for rows in args.rows:
+        prompts = addition_prompts("train", size=rows // NUM_GENERATIONS * (args.iterations + 2))
+        sides = {"ours": ours, "TorchRL": torchrl}
+        figures[str(rows)] = {name: per_row(side(rows, prompts, args.iterations), rows) for name, side in sides.items()}
+        report(rows, figures[str(rows)])
+    print_result(figures)
+
+
+def report(rows: int, sides: dict[str, dict[str, float]]) -> None:
+    for name in UNKNOWN:  # _Actor stands in for TorchRL's scoring
+        del sides["TorchRL"][name]
+    names = (*PARTS, "sum of these", *WRAPPER, "sum with the wrapper", *LEFT_OUT)
+    ratio = sides["TorchRL"]["sum of these"] / sides["ours"]["sum of these"]
+    print_table(
+        f"{rows} rows: CPU ms a row, the last three in no sum; TorchRL / ours in the first sum: {ratio:.1f}",
+        [{"part": name} | {side: values.get(name) for side, values in sides.items()} for name in names],
+    )
+
+
+if __name__ == "__main__":
+    main()
