@@ -92,7 +92,7 @@ def main(cfg: DictConfig) -> None:
                         run.optimizer.zero_grad()
                 run.buffer.empty()
             metrics |= merge_outputs(outputs) | {"grad_norm": float(torch.stack(norms).mean())}
-            metrics["lr"] = run.scheduler.get_last_lr()[0]
+            metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
             metrics |= {f"count/{name}": n for counts in run.counts for name, n in counts.items()}
 
             # update the sampler
@@ -105,7 +105,9 @@ def main(cfg: DictConfig) -> None:
                 metrics |= evaluate(step)
             if step % cfg.log.samples_every == 0:
                 run.logger.log_table(step, "training completions", completion_table(rows, cfg.log.samples))
-            run.logger.log(step, metrics, timings=timer.take() | {"cpu_seconds": cpu_before + cpu_seconds()})
+            timings = timer.take() | {"cpu_seconds": cpu_before + cpu_seconds()}
+            timings["tokens_per_second"] = metrics["completions/mean_length"] * len(rows) / timings["time/collect"]
+            run.logger.log(step, metrics, timings=timings)
             if step % cfg.checkpoint.every == 0 or last or stop.requested:
                 cpu = cpu_before + cpu_seconds()
                 run.checkpoints.save(step, run_state.gather(step, cpu, settings, run.stateful))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
@@ -130,6 +130,24 @@ def test_ragged_prompts(input_mode: str, bpe, prompts, query_rows: Callable) -> 
             assert row["history", "prompt"].content == [m["content"] for m in query]
 
 
+@pytest.mark.parametrize("conversational", [True, False])
+@pytest.mark.parametrize("form", ["rows", "stack", "list"])
+def test_every_row_has_its_own_prompt(
+    form: str, conversational: bool, bpe, user: Callable, query_rows: Callable
+) -> None:
+    """However the queries come in: some containers make a new object of a query each time it is read."""
+    texts = ["abc" * (i + 1) for i in range(12)]
+    queries = [user(t) for t in texts] if conversational else texts
+    batch = {
+        "rows": lambda: query_rows(*queries),
+        "stack": lambda: TensorDict({keys.QUERY: NonTensorStack(*queries)}, [12]),
+        "list": lambda: TensorDict({keys.QUERY: queries}, [12]),
+    }[form]()
+    out = ChatEnv(bpe, batch_size=12).reset(batch)
+    expected = [encode_prompt(bpe, q) for q in queries]
+    assert [p.tolist() for p in ragged(out, keys.PROMPT_TOKENS)] == expected
+
+
 @pytest.mark.parametrize("input_mode", ["tokens", "text"])
 def test_text_prompts(input_mode: str, bpe, make_policy: Callable, query_rows: Callable) -> None:
     env = ChatEnv(bpe, batch_size=2, input_mode=input_mode)
@@ -199,6 +217,16 @@ def test_what_ends_a_trajectory(bpe, user: Callable, query_rows: Callable) -> No
     assert out[keys.TERMINATED].flatten().tolist() == [True, False, True, False]
     assert out[keys.TRUNCATED].flatten().tolist() == [False, True, False, True]
     assert out[keys.DONE].shape == (4, 1) and out[keys.REWARD].shape == (4, 1, 1)
+
+
+def test_an_end_of_turn_as_the_last_token_allowed_is_no_truncation(bpe, user: Callable, query_rows: Callable) -> None:
+    """The policy ended it, not the limit: so it is for max_new_tokens, and so it is for max_tokens."""
+    limit = len(encode_prompt(bpe, user("abc"))) + 2
+    env = ChatEnv(bpe, batch_size=2, max_tokens=limit)
+    rows = env.reset(query_rows(user("abc"), user("abc"))).unbind(0)
+    out = env.step(stack_rows([act(rows[0], [40, bpe.eos_token_id]), act(rows[1], [40, 41], truncated=True)]))
+    assert out[keys.TERMINATED].flatten().tolist() == [True, False]
+    assert out[keys.TRUNCATED].flatten().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("room", [1, 3, 5])

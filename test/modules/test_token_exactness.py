@@ -267,8 +267,12 @@ def test_a_seeded_row_is_the_same_in_any_batch(
     check_equal(together, backwards[::-1])
     limits = [10] * len(ids)
     limits[4] = 40  # the longest row decides how many numbers are drawn
-    longer = generated(policy, prompt_rows(*ids, seed=seeds, max_new_tokens=limits))
-    check_equal(together[:4] + together[5:], longer[:4] + longer[5:])
+    kwargs = {"max_new_tokens": 40, "ignore_eos": True, **distribution}
+    longer = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
+    unequal = generated(longer, prompt_rows(*ids, seed=seeds, max_new_tokens=limits))
+    assert [len(turn) for turn, _ in unequal] == limits
+    for (turn, _), (without_end, _) in zip(together, unequal, strict=True):
+        assert turn == without_end[: len(turn)]
 
 
 def test_samples_that_share_a_prefill_equal_separate_runs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_rloo.diagnostics import DEFINITIONS
 from torchrl_rloo.embedded import warm_start
 
 SCRIPT = Path(__file__).resolve().parents[2] / "sota_implementations" / "rloo" / "rloo_sync.py"
@@ -87,6 +89,13 @@ def test_closing_line_report_and_model(finished):
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     assert lines[-1]["kl"] is not None and lines[-1]["ESS"] <= 1.0 + 1e-6
     assert "24 steps of 4 prompts x 4 completions = 16 rows" in (finished / "stdout").read_text()
+
+
+def test_every_metric_of_a_run_is_defined(finished):
+    patterns = [re.sub(r"<(.*?)>", lambda m: f"({m[1]})" if "|" in m[1] else "[^/]+", name) for name in DEFINITIONS]
+    for file in ("metrics.jsonl", "timings.jsonl"):
+        for name in {k for line in (finished / file).read_text().splitlines() for k in json.loads(line)} - {"step"}:
+            assert sum(re.fullmatch(pattern, name) is not None for pattern in patterns) == 1, name
 
 
 def test_same_seed_same_files(overrides, finished, tmp_path):

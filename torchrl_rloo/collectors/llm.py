@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import as_lazy, collection, concatenate, stack_rows, tensor_rows
+from torchrl_rloo.data.rows import as_lazy, collection, concatenate, ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.chat import step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
@@ -57,8 +57,8 @@ class LLMCollector(BaseCollector):
         postproc: applied to each batch before it is delivered.
         progress: called with a :class:`CollectionProgress` after every turn of the batch.
 
-    Iterating yields the rows. ``policy_version`` counts the weight updates that reached the policy; each row carries
-    the version that sampled it.
+    Iterating yields the rows. ``dialog_turns`` and ``num_tokens`` count what was delivered; ``policy_version`` counts
+    the weight updates that reached the policy, and each row carries the version that sampled it.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -99,6 +99,7 @@ class LLMCollector(BaseCollector):
         self._weight_updater = weight_updater
         self.policy_version = 0
         self.dialog_turns = 0
+        self.num_tokens = 0
         self.closed = False
         if hasattr(policy, "register_collector"):
             policy.register_collector(self)
@@ -146,6 +147,7 @@ class LLMCollector(BaseCollector):
             turns += int(batch[keys.NUM_TURNS].sum())
         self.dialog_turns += turns
         rows = batches[0] if len(batches) == 1 else concatenate(batches)
+        self.num_tokens += sum(map(len, ragged(rows, keys.TOKENS)))
         if self.postproc is not None:
             rows = self.postproc(rows)
         if self.replay_buffer is not None:
@@ -186,13 +188,15 @@ class LLMCollector(BaseCollector):
         return {
             "policy_version": self.policy_version,
             "dialog_turns": self.dialog_turns,
+            "num_tokens": self.num_tokens,
             "env": self.env.state_dict(),
             "sampler": sampler,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`state_dict`; the policy's weights are restored by whoever holds them."""
-        self.policy_version, self.dialog_turns = state_dict["policy_version"], state_dict["dialog_turns"]
+        for name in ("policy_version", "dialog_turns", "num_tokens"):
+            setattr(self, name, state_dict[name])
         self.env.load_state_dict(state_dict["env"])
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])

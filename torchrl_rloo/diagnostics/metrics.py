@@ -1,7 +1,8 @@
 """Metrics of a batch of rows, each with one definition, beside the code that computes it.
 
 Names are TRL's where TRL has one. Lengths count action tokens, the end of turn included. A metric is the same whatever
-order, group layout or collector the rows came from.
+order, group layout or collector the rows came from. In the names of :data:`DEFINITIONS`, ``<a|b>`` stands for one of the
+words and ``<word>`` for any.
 """
 
 from __future__ import annotations
@@ -20,28 +21,33 @@ DEFINITIONS = {
     "reward_std": "unbiased standard deviation of the same over all rows of the batch",
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal: they teach nothing",
     "frac_abstained": "share of the rows on which every reward function abstained: they train nothing",
-    "rewards/<name>/mean": "mean of one reward function over the rows on which it did not abstain",
-    "rewards/<name>/std": "unbiased standard deviation of the same",
-    "completions/mean_length": "mean number of action tokens a row (also min_length, max_length)",
+    "rewards/<function>/<mean|std>": "of one reward function, over the rows on which it did not abstain",
+    "completions/<mean|min|max>_length": "action tokens a row",
     "completions/clipped_ratio": "share of the rows that a token, turn or time limit cut off",
-    "completions/mean_terminated_length": "mean_length of the rows not cut off (also min_, max_); 0 if none",
+    "completions/<mean|min|max>_terminated_length": "action tokens of the rows that were not cut off; 0 if none",
     "num_turns": "mean number of policy turns a row",
     "kl": "mean over action tokens of behaviour minus reference log-prob (k1), in nats",
     "staleness": "mean over the rows of the current policy version minus the version that sampled the row",
-    "eval/greedy": "share of the held-out prompts answered right, most likely token at each step",
-    "eval/sampled": "share of the held-out prompts answered right, sampled as in training",
+    "eval/greedy": "mean score of the held-out prompts, answered with the most likely token at each step",
+    "eval/sampled": "mean score of the held-out prompts, answered by sampling as in training",
     "loss": "the objective that is minimised; near 0 on-policy whatever the progress, so judge by the reward",
     "entropy": "mean entropy of the sampled distribution per action token of the rows trained on, in nats",
     "kl_approx": "mean k3 divergence of sampler from trainer per action token, in nats; 0 on-policy",
     "ESS": "effective sample size of the importance ratios as a share of the rows trained on; 1 on-policy",
-    "clip_fraction": "share of the rows trained on whose gradient the clip removes",
+    "clip_ratio/region_mean": "share of the rows trained on whose gradient the clip removes",
+    "clip_ratio/<low|high>_mean": "the same, for ratios under the lower and over the upper bound",
     "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token, in nats",
     "grad_norm": "norm of the gradient before clipping",
-    "lr": "learning rate of the step",
-    "count/<reward>/not_finite": "scores of a reward function so far that were NaN or infinite; they abstain",
-    "count/<reward>/failed_calls": "calls of a reward function so far that raised; their rows abstain",
-    "count/groups": "groups that have left MCAdvantage complete so far (also rows)",
-    "count/expired_groups": "groups so far that MCAdvantage gave up waiting for (also expired_rows, late_rows)",
+    "learning_rate": "learning rate of the next optimizer step",
+    "num_tokens": "tokens of all rows so far, prompts included",
+    "count/<function>/not_finite": "scores of a reward function so far that were NaN or infinite; they abstain",
+    "count/<function>/failed_calls": "calls of a reward function so far that raised; their rows abstain",
+    "count/<groups|rows>": "that have left MCAdvantage complete so far",
+    "count/expired_<groups|rows>": "that MCAdvantage gave up waiting for so far",
+    "count/late_rows": "rows so far that came after their group had left MCAdvantage; they are dropped",
+    "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
+    "cpu_seconds": "CPU seconds of the run so far, earlier processes included (in timings.jsonl)",
+    "tokens_per_second": "action tokens sampled in the step per second of collecting (in timings.jsonl)",
 }
 
 

@@ -151,6 +151,13 @@ class RLOOLoss(LossModule):
         return RLOOLossOutput(**fields)
 
 
+_CLIP_METRICS = {
+    "clip_ratio/region_mean": "clip_fraction",
+    "clip_ratio/low_mean": "clip_fraction_low",
+    "clip_ratio/high_mean": "clip_fraction_high",
+}
+
+
 def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
     """Metrics of a whole batch from the outputs of its micro-batches, the same as if it had been one.
 
@@ -158,8 +165,8 @@ def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
         outputs: one for each micro-batch, computed with the whole batch's ``num_rows``.
 
     Returns:
-        The fields of :class:`RLOOLossOutput` that are scalars, the objective under the name ``"loss"``; empty for no
-        outputs.
+        The scalars of :class:`RLOOLossOutput`, under the names of ``torchrl_rloo.diagnostics.DEFINITIONS``; empty for
+        no rows.
     """
     outputs = [o for o in outputs if len(o.log_ratio)]
     if not outputs:
@@ -174,5 +181,5 @@ def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
     merged = {"loss": float(sum(o.loss_objective.detach() for o in outputs))}
     merged |= {name: mean(name, tokens) for name in ("entropy", "kl_approx")}
     merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
-    merged |= {name: mean(name, rows) for name in ("clip_fraction", "clip_fraction_low", "clip_fraction_high")}
+    merged |= {name: mean(field, rows) for name, field in _CLIP_METRICS.items()}
     return merged | {"log_ratio_max": max(float(o.log_ratio_max) for o in outputs)}
