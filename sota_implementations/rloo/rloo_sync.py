@@ -153,7 +153,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         max_new_tokens=cfg["generate"]["max_new_tokens"],
         context_length=context_length(model),
     )
-    print(f"{model_name}: {model.num_parameters():,} parameters\n{plan}", flush=True)
+    print(f"{model_name}: {model.num_parameters():,} parameters\ntraining: {train_set}\nheld out: {eval_set}\n{plan}")
 
     sampler = model if cfg["sampler"]["share_weights"] else copy.deepcopy(model)
     policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})

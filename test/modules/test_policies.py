@@ -393,6 +393,27 @@ def test_a_new_version_keeps_the_distribution(
         policy.score(flat)
 
 
+@pytest.mark.parametrize("distribution", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("with_head", [True, False])
+def test_truncated_distributions_stay_finite_when_the_weights_move(
+    with_head: bool, distribution: dict, random_model, bpe, prompt_rows: Callable, ids
+) -> None:
+    """A sampled token that the new weights would cut off is scored all the same, with a finite gradient."""
+    policy = TransformersWrapper(
+        random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 8, "seed": 0, **distribution}
+    )
+    out = policy(prompt_rows(*ids))
+    moved = copy.deepcopy(random_model)
+    with torch.no_grad():
+        moved.lm_head.weight.neg_()
+    scorer = policy.get_new_version(model=moved, generate=False)
+    scorer.head = scorer.head if with_head else None
+    scored = scorer.score(out)
+    assert scored.log_probs.isfinite().all() and scored.entropy.isfinite().all()
+    scored.log_probs.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in moved.parameters())
+
+
 @pytest.mark.parametrize("distribution", SETTINGS, ids=str)
 def test_torchrls_get_dist_is_the_sampled_distribution(
     distribution: dict, make_policy: Callable, prompt_rows: Callable, ids

@@ -1,8 +1,8 @@
 """Metrics of a batch of rows, each with one definition, beside the code that computes it.
 
 Names are TRL's where TRL has one. Lengths count action tokens, the end of turn included. A metric is the same whatever
-order, group layout or collector the rows came from. In the names of :data:`DEFINITIONS`, ``<a|b>`` stands for one of the
-words and ``<word>`` for any.
+order, group layout or collector the rows came from. In the names of :data:`DEFINITIONS`, ``<a|b>`` is one of the
+words, ``<word>`` any word.
 """
 
 from __future__ import annotations

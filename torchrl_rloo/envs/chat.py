@@ -151,12 +151,13 @@ class ChatEnv(EnvBase):
             rows.append(self._open(data.exclude(*kept), encoded) if fresh else data)
         return stack_rows(rows)
 
-    def _open(self, row: TensorDictBase, encoded: dict[int, torch.Tensor]) -> TensorDictBase:
+    def _open(self, row: TensorDictBase, encoded: dict[int, tuple[Any, torch.Tensor]]) -> TensorDictBase:
         """A row at the start of its conversation; ``encoded`` holds the ids of the queries that were seen before it."""
         query = row[keys.QUERY]
         if id(query) not in encoded:  # the members of a group hold one and the same query
-            encoded[id(query)] = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
-        prompt = encoded[id(query)]
+            ids = torch.tensor(encode_prompt(self.tokenizer, query, **self.template_kwargs))
+            encoded[id(query)] = query, ids  # the query too: its id is its own only while it lives
+        prompt = encoded[id(query)][1]
         if self.max_tokens is not None and len(prompt) >= self.max_tokens:
             raise ValueError(
                 f"a prompt has {len(prompt)} tokens, which leaves the policy none of max_tokens={self.max_tokens}: "
@@ -196,8 +197,10 @@ class ChatEnv(EnvBase):
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
         prompt = row[keys.PROMPT_TOKENS]
         full, mask, log_probs = self._action(row, prompt)
-        out_of_turn = bool(row.get(keys.RESPONSE_TRUNCATED, torch.zeros(1)).any())
-        truncated = out_of_turn or (self.max_tokens is not None and len(full) >= self.max_tokens)
+        cut_off = row.get(keys.RESPONSE_TRUNCATED, None)
+        truncated = cut_off is not None and bool(cut_off.any())
+        if self.max_tokens is not None:  # a policy that says where it stopped may stop on the very last token
+            truncated |= len(full) > self.max_tokens - (cut_off is None)
         said = decode_response(self.tokenizer, full[len(prompt) :].tolist())
         query, completion = row[keys.QUERY], row[keys.COMPLETION]
         spoken = [*completion, {"role": "assistant", "content": said}] if is_conversation(query) else completion + said

@@ -64,6 +64,8 @@ class GenerationConfig:
                 f"unknown sampling arguments {unknown}; known are {sorted(known | {'do_sample'})}. "
                 "For several samples of a prompt use num_samples of the wrapper."
             )
+        if do_sample is True and kwargs.get("temperature") == 0:
+            raise ValueError("do_sample=True, but temperature=0 is greedy: leave one of the two out")
         if do_sample is False:
             if kwargs.get("temperature", 0) != 0:
                 raise ValueError(f"do_sample=False is greedy, but temperature={kwargs['temperature']}: set it to 0")
