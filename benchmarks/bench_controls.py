@@ -49,7 +49,8 @@ def main() -> None:
                 greedy = f"{r['held_out_accuracy_before']:.3f} -> {r['held_out_accuracy_after']:.3f}"
                 sampled = f"{r['held_out_sampled_before']:.3f} -> {r['held_out_sampled_after']:.3f}"
                 print(f"{control:<10} {seed:>4}  {greedy:<23}  {sampled:<23}  {r['cpu_seconds']:>6.1f}", flush=True)
-                results.append({"control": control, "seed": seed, **{k: v for k, v in r.items() if k not in ("model", "report")}})
+                figures = {k: v for k, v in r.items() if k not in ("model", "report")}  # their directory is temporary
+                results.append({"control": control, "seed": seed, **figures})
     print(json.dumps({"benchmark": "controls", "steps": args.steps, "runs": results}))
 
 

@@ -8,6 +8,7 @@ python rloo_sync.py --help                            all settings; config/rloo_
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ def main(cfg: DictConfig) -> None:
         torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     run = build(settings, output)
+    gc.collect()
+    gc.freeze()  # prompts and libraries stay; the collector need not sweep them at every step
     start, cpu_before = 0, 0.0
     state = run.checkpoints.load() if cfg.resume == "auto" else None
     if state is not None:

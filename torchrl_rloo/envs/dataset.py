@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from tensordict import TensorDictBase
 from torchrl.envs import Compose, Transform, TransformedEnv
 
 from torchrl_rloo.data.prompts import PromptDataset
@@ -12,6 +13,20 @@ from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.rewards.protocol import RewardFunction
+
+
+class ForwardCompose(Compose):
+    """A Compose that hands the policy's rows to the environment as they are, unless a transform changes actions.
+
+    TorchRL's copies them first, which costs 0.2 ms a row, more than the environment's own step.
+    """
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Applies the transforms' inverses, if there are any."""
+        if all(type(t).inv is Transform.inv and type(t)._inv_call is Transform._inv_call for t in self.transforms):
+            if not any(t.in_keys_inv for t in self.transforms):
+                return tensordict
+        return super().inv(tensordict)
 
 
 class DatasetChatEnv(TransformedEnv):
@@ -77,5 +92,5 @@ class DatasetChatEnv(TransformedEnv):
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)
         scored = () if rewards is None else (rewards,)
-        super().__init__(base, Compose(primer, *transforms, *scored, *after_rewards))
+        super().__init__(base, ForwardCompose(primer, *transforms, *scored, *after_rewards))
         self.primer, self.reward_transform = primer, rewards
