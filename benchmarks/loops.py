@@ -37,7 +37,7 @@ class Run:
         learning_rate: peak rate.
         warm_up_steps: steps until the peak; the rate then falls linearly to ``final_share`` of it.
         final_share: 1 for a constant rate.
-        seed: of the sampled tokens.
+        seed: of the sampled tokens and of the rows' order.
         warm_steps: first steps that the speed leaves out.
         held_out: prompts to be answered greedily after the run, or None.
     """
@@ -240,6 +240,7 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
 def main(side: str, description: str) -> None:
     run = Run(**json.loads(description))
+    torch.manual_seed(run.seed)  # imports leave torch's own stream unseeded, and the buffer's sampler draws from it
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would take it for a Qwen2Tokenizer
     meter = Meter(REWARDS[run.reward])

@@ -68,7 +68,7 @@ def test_tensors_tuples_and_other_numbers_are_scores(scores):
         ["1.0", "0.5"],
         ["right", "wrong"],
     ],
-    ids=str,
+    ids=lambda scores: type(scores).__name__,  # the same in every process
 )
 def test_what_is_no_sequence_of_numbers_is_refused(scores):
     with pytest.raises(TypeError):
