@@ -40,8 +40,6 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.8,<4",  # two test files at a time
     "hypothesis>=6.150,<7",  # property tests
     "ruff==0.17.6",  # exact: another version formats and lints differently
-    *EXTRAS["peft"],  # light enough that their tests run rather than skip
-    *EXTRAS["rewards"],
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "pre-commit>=4,<5"]
 

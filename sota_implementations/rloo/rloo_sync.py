@@ -10,6 +10,9 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import sys
+from itertools import chain
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,14 +50,19 @@ def main(cfg: DictConfig) -> None:
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    run = build(settings, output)
+    if cfg.resume not in ("auto", "never"):
+        raise ValueError(f"resume={cfg.resume!r} must be 'auto' or 'never'")
+    run = build(copy.deepcopy(settings), output)
     gc.collect()
     gc.freeze()  # prompts and libraries stay; the collector need not sweep them at every step
     start, cpu_before = 0, 0.0
-    state = run.checkpoints.load() if cfg.resume == "auto" else None
+    state = run.checkpoints.load() if cfg.resume == "auto" else run.checkpoints.clear()
     if state is not None:
         start, cpu_before = run_state.restore(state, settings, run.stateful)
         print(f"resumed after step {start} from {run.checkpoints.directory}", flush=True)
+
+    def due(step: int, every: int) -> bool:
+        return every > 0 and step % every == 0
 
     def evaluate(step: int) -> dict[str, float]:
         with timer("eval"):
@@ -88,30 +96,31 @@ def main(cfg: DictConfig) -> None:
                             out.loss_objective.backward()
                             outputs.append(out.detach())
                         norms.append(
-                            clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm, error_if_nonfinite=True)
+                            clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm or inf, error_if_nonfinite=True)
                         )
                         run.optimizer.step()
                         run.scheduler.step()
                         run.optimizer.zero_grad()
                 run.buffer.empty()
-            metrics |= merge_outputs(outputs) | {"grad_norm": float(torch.stack(norms).mean())}
+            metrics |= merge_outputs(outputs, num_rows=len(rows) * run.plan.passes, num_updates=len(norms))
+            metrics["grad_norm"] = float(torch.stack(norms).mean())
             metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
             metrics |= {f"count/{name}": n for counts in run.counts for name, n in counts.items()}
 
             # update the sampler
             with timer("sync"):
-                if cfg.sampler.sync_every and step % cfg.sampler.sync_every == 0:
+                if due(step, cfg.sampler.sync_every):
                     run.collector.update_policy_weights_()
 
             last = step == run.plan.steps
-            if step % cfg.eval.every == 0 or last:
+            if due(step, cfg.eval.every) or last:
                 metrics |= evaluate(step)
-            if step % cfg.log.samples_every == 0:
+            if due(step, cfg.log.samples_every):
                 run.logger.log_table(step, "training completions", completion_table(rows, cfg.log.samples))
             timings = timer.take() | {"cpu_seconds": cpu_before + cpu_seconds()}
             timings["tokens_per_second"] = metrics["completions/mean_length"] * len(rows) / timings["time/collect"]
             run.logger.log(step, metrics, timings=timings)
-            if step % cfg.checkpoint.every == 0 or last or stop.requested:
+            if due(step, cfg.checkpoint.every) or last or stop.requested:
                 cpu = cpu_before + cpu_seconds()
                 run.checkpoints.save(step, run_state.gather(step, cpu, settings, run.stateful))
             if stop.requested and not last:
@@ -147,25 +156,27 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     """The parts of the loop, made from the settings."""
     model_name = resolve_model(cfg["model"]["name"], cfg["seed"], log=print)
     model, tokenizer = load_model(**(cfg["model"] | {"name": model_name}))
+    template = cfg["data"].get("template_kwargs") or {}
     train_set, eval_set = resolve_prompts(**cfg["data"], seed=cfg["seed"], tokenizer=tokenizer)
     plan = TrainingPlan(
         **cfg["plan"],
         train_prompts=len(train_set),
         eval_prompts=len(eval_set),
-        max_prompt_tokens=longest_prompt(tokenizer, (row["query"] for row in train_set)),
+        max_prompt_tokens=longest_prompt(tokenizer, (row["query"] for row in chain(train_set, eval_set)), **template),
         max_new_tokens=cfg["generate"]["max_new_tokens"],
         context_length=context_length(model),
     )
     print(f"{model_name}: {model.num_parameters():,} parameters\ntraining: {train_set}\nheld out: {eval_set}\n{plan}")
 
-    sampler = model if cfg["sampler"]["share_weights"] else copy.deepcopy(model)
+    sampler = make_sampler(model, **cfg["sampler"])
     policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})
     functions = [load(f) for f in cfg["reward"].pop("functions")]
     rewards, penalties = RewardTransform(functions, **cfg["reward"]), []
     if cfg["kl_to_ref_coeff"]:
         reference = policy.get_new_version(model=copy.deepcopy(model).requires_grad_(False), generate=False)
         masked = cfg["loss"]["mask_truncated_completions"]
-        penalties.append(KLRewardTransform(reference, cfg["kl_to_ref_coeff"], mask_truncated_completions=masked))
+        sizes = {"micro_batch_size": plan.micro_batch_size, "mask_truncated_completions": masked}
+        penalties.append(KLRewardTransform(reference, cfg["kl_to_ref_coeff"], **sizes))
     env = DatasetChatEnv(
         train_set,
         tokenizer,
@@ -174,7 +185,9 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         rewards=rewards,
         after_rewards=penalties,
         seed=cfg["seed"],
+        template_kwargs=template,
     )
+    evaluation = {"batch_size": cfg["eval"]["batch_size"], "env_kwargs": {"template_kwargs": template}}
     collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, sampler))
     advantage = MCAdvantage(plan.num_generations)
     buffer = ReplayBuffer(
@@ -202,11 +215,21 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         optimizer=optimizer,
         scheduler=scheduler,
         logger=logger,
-        evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), batch_size=cfg["eval"]["batch_size"]),
+        evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), **evaluation),
         checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
         counts=(rewards.counts, advantage.counts),
         stateful=stateful,
     )
+
+
+def make_sampler(model: torch.nn.Module, share_weights: bool, dtype: str | None, sync_every: int) -> torch.nn.Module:
+    """The model to sample with: the training model itself, or a copy."""
+    if share_weights and (dtype is not None or sync_every != 1):
+        raise ValueError(
+            f"sampler.share_weights=true samples with the training model as it is, so sampler.dtype={dtype} and "
+            f"sampler.sync_every={sync_every} cannot be had: set sampler.share_weights=false"
+        )
+    return model if share_weights else copy.deepcopy(model).to(getattr(torch, dtype) if dtype else model.dtype)
 
 
 def load(function: str | dict):
@@ -215,4 +238,5 @@ def load(function: str | dict):
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))  # so that a user's own rewards are found by their dotted path
     hydra.main(version_base="1.3", config_path="config", config_name="rloo_sync")(main)()

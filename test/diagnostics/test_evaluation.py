@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from torchrl_rloo.data import load_prompts
@@ -68,3 +69,20 @@ def test_table_of_text_completions():
     env = DatasetChatEnv(data, policy.tokenizer, prompts_per_batch=2, rewards=lambda **kw: [0.5, None], shuffle=False)
     table = completion_table(LLMCollector(env, policy).collect(), limit=1)
     assert len(table) == 1 and table[0]["prompt"] == "one" and table[0]["n"] == 1 and table[0]["reward"] == 0.5
+
+
+def test_a_broken_scorer_ends_the_evaluation():
+    def broken(prompts, completions, **columns):
+        raise OSError("no such judge")
+
+    _, evaluate = make(broken)
+    with pytest.raises(RuntimeError, match="broken.*no such judge"):
+        evaluate()
+
+
+def test_a_policy_without_a_seed_keeps_the_global_stream():
+    policy, _ = make(boxed_accuracy)
+    free = policy.get_new_version(generate_kwargs={"max_new_tokens": 3, "do_sample": True})
+    before = torch.get_rng_state()
+    Evaluation(free, load_prompts(addition_prompts("test", size=3)), boxed_accuracy)()
+    assert torch.equal(torch.get_rng_state(), before)

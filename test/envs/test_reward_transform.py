@@ -167,33 +167,41 @@ def test_weights_abstentions_and_clip(tokenizer):
 
 
 class Flaky:
-    """Raises at the given calls."""
+    """Raises while it is down, and on completions that it cannot stand."""
 
-    def __init__(self, raises_at: set[int]):
-        self.raises_at, self.calls = raises_at, 0
+    def __init__(self, hates: str | None = None):
+        self.down, self.hates = False, hates
 
     def __call__(self, completions, **arguments):
-        self.calls += 1
-        if self.calls in self.raises_at:
-            raise OSError(f"judge is down at call {self.calls}")
+        if self.down or self.hates in [c[-1]["content"] for c in completions]:
+            raise OSError("judge is down")
         return [1.0] * len(completions)
 
 
-def test_a_raising_function_abstains_is_counted_and_stops_the_run_in_the_end(tokenizer, caplog):
-    transform = RewardTransform([Flaky({2, 3, 5, 6, 7}), constant("b", [0.5] * 4)], max_failures=3)
-    env, policy = make_env(tokenizer, transform), Says(tokenizer, "abcd")
+def test_a_function_that_is_down_abstains_is_counted_and_stops_the_run_in_the_end(tokenizer, caplog):
+    flaky = Flaky()
+    transform = RewardTransform([flaky, constant("b", [0.5] * 4)], max_failures=3)
+    transform.functions[1] = lambda completions, **_: [0.5] * len(completions)
+    env, policy, got = make_env(tokenizer, transform), Says(tokenizer, "abcd"), []
     with caplog.at_level(logging.WARNING):
-        got = [rewards_of(outcome(env, policy)) for _ in range(6)]
+        for flaky.down in (False, True, True, False, True, True):
+            got.append(rewards_of(outcome(env, policy)))
     assert got == [[1.5] * 4, [0.5] * 4, [0.5] * 4, [1.5] * 4, [0.5] * 4, [0.5] * 4]
     assert transform.counts["Flaky/failed_calls"] == 4 and transform.counts["b/failed_calls"] == 0
-    assert "judge is down at call 2" in caplog.text and "Flaky" in caplog.text
-    with pytest.raises(RuntimeError, match=r"Flaky.*3 times.*OSError: judge is down at call 7"):
+    assert transform.counts["Flaky/failed_rows"] == 16 and transform.counts["b/failed_rows"] == 0
+    assert "judge is down" in caplog.text and "Flaky" in caplog.text
+    with pytest.raises(RuntimeError, match=r"Flaky.*3 batches.*OSError: judge is down"):
         outcome(env, policy)
 
 
-def test_a_row_on_which_the_only_function_raises_abstains(tokenizer):
-    rows = outcome(make_env(tokenizer, Flaky({1})), Says(tokenizer, "abcd"))
-    assert rows[keys.REWARD].isnan().all() and rows[keys.REWARDS].isnan().all() and rows[keys.DONE].all()
+def test_one_bad_row_costs_no_other_and_never_stops_the_run(tokenizer):
+    transform = RewardTransform(Flaky(hates="c"), max_failures=1)
+    env = make_env(tokenizer, transform)
+    for _ in range(3):
+        rows = outcome(env, Says(tokenizer, "abcd"))
+        assert rows[keys.REWARD].flatten().isnan().tolist() == [False, False, True, False]
+        assert rows[keys.REWARD].flatten()[[0, 1, 3]].tolist() == [1.0] * 3 and rows[keys.DONE].all()
+    assert transform.counts["Flaky/failed_rows"] == 3 and transform.counts["Flaky/failed_calls"] == 0
 
 
 @pytest.mark.parametrize("scores", [[1.0], [1.0] * 5, None, "abcd", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}], ids=str)
@@ -212,11 +220,15 @@ def test_an_interrupt_is_not_taken_for_a_failure(tokenizer):
 
 
 def test_counters_survive_a_restart(tokenizer):
-    transform = RewardTransform(Flaky({1}))
+    flaky = Flaky()
+    flaky.down = True
+    transform = RewardTransform(flaky, max_failures=2)
     outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
-    resumed = RewardTransform(Flaky(set()))
+    resumed = RewardTransform(flaky, max_failures=2)
     resumed.load_state_dict(transform.state_dict())
-    assert resumed.counts["Flaky/failed_calls"] == 1
+    assert resumed.counts["Flaky/failed_calls"] == 1 and resumed.counts["Flaky/failed_rows"] == 4
+    with pytest.raises(RuntimeError, match="2 batches in a row"):
+        outcome(make_env(tokenizer, resumed), Says(tokenizer, "abcd"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,9 +151,14 @@ def test_sigterm_saves_and_stops_cleanly(overrides, finished, tmp_path):
         (["generate.max_new_tokens=5000"], "more than the model's context of 512"),
         (["+generate.top_q=0.5"], "unknown sampling arguments ['top_q']"),
         (["generate.temperature=-1"], "temperature=-1 must be at least 0"),
+        (["generate.temperature=0"], "temperature=0 samples the same completion of a prompt every time"),
+        (["resume=yes"], "must be 'auto' or 'never'"),
+        (["sampler.share_weights=true"], "sampler.sync_every=2 cannot be had: set sampler.share_weights=false"),
+        (["data.eval_source=other.jsonl"], "source='embedded' has its own held-out prompts"),
+        (["eval.scorer=torchrl_rloo.rewards.last_boxed"], "reward last_boxed raised for every row"),
         (["model.dtype=float33"], "dtype='float33' is not a torch dtype"),
         (["loss.ratio=token"], "ratio='token' must be one of"),
-        (["loss.clip_epsilon=-0.1"], "clip_epsilon=-0.1 must be positive"),
+        (["loss.clip_epsilon=-0.1"], "clip_epsilon=-0.1 must be one or two positive numbers"),
         (["log.loggers=[tensorbored]"], "tensorbored"),
         (["reward.weights=[1,2]"], "2 weights [1.0, 2.0] for 1 reward functions"),
         (["data.source=nowhere.jsonl"], "is neither a local file"),
@@ -167,9 +173,23 @@ def test_impossible_settings_are_refused(overrides, tmp_path, bad, message, monk
     assert message in str(raised.value)
 
 
-def test_other_settings_do_not_resume(overrides, finished):
-    with pytest.raises(ValueError, match="optimizer.lr: 0.0003 -> 0.1"):
-        call_main([*overrides, "optimizer.lr=0.1"], finished)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("optimizer.lr=0.1", "optimizer.lr: 0.0003 -> 0.1"),
+        ("reward.functions=[torchrl_rloo.rewards.last_boxed]", "reward.functions: "),
+    ],
+)
+def test_other_settings_do_not_resume(overrides, finished, other, message):
+    with pytest.raises(ValueError, match=message):
+        call_main([*overrides, other], finished)
+
+
+def test_starting_over_leaves_nothing_to_resume(overrides, finished, tmp_path):
+    shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
+    with pytest.raises(RuntimeError, match="last_boxed raised"):
+        call_main([*overrides, "resume=never", "eval.scorer=torchrl_rloo.rewards.last_boxed"], tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("step_*.pt"))
 
 
 def call_main(overrides: list[str], output: Path) -> None:

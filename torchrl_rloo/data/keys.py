@@ -7,7 +7,7 @@ and ``P`` the length of its prompt; rows are ragged and are padded only where a 
 key                           shape        dtype    content
 ============================  ===========  =======  ==================================================================
 ``QUERY``                     non-tensor   -        the prompt: chat messages or plain text
-``GROUP_ID``                  ``[]``       int64    one value per draw of a prompt, unique in a run
+``GROUP_ID``                  ``[]``       int64    one value per draw of a prompt, unique within a buffer
 ``POLICY_VERSION``            ``[]``       int64    oldest policy version that sampled a token of the row
 ``TOKENS``                    ``[T]``      int64    exact ids in order: prompt, action, feedback, action, ...
 ``PROMPT_TOKENS``             ``[P]``      int64    ids before the first action
@@ -47,6 +47,8 @@ REWARDS = ("next", "rewards")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 ADVANTAGE = "advantage"
 MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's own limit on the tokens of this turn
+
+INPUT_MODES = ("tokens", "text", "history")  # what a policy reads: ids alone, or the text or messages beside them
 
 RESERVED = frozenset(
     {QUERY, COMPLETION, GROUP_ID, GROUP_SIZE, POLICY_VERSION, NUM_TURNS, RESPONSE_TRUNCATED, SEED, MAX_NEW_TOKENS}

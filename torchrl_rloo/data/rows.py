@@ -51,10 +51,9 @@ def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
 def micro_batches(rows: TensorDictBase, size: int | None) -> Iterator[TensorDictBase]:
     """Splits a batch into pieces of at most ``size`` rows, longest rows first so that little is padded.
 
-    Yields nothing for an empty batch, and the batch as it is for ``size=None``.
+    Yields the batch as it is for ``size=None``, and an empty batch, too: its loss has a gradient of zeros, with which
+    the optimizer takes the step that it would have taken.
     """
-    if len(rows) == 0:
-        return
     if size is None or size >= len(rows):
         yield rows
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import RewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import RewardFunction
 
@@ -20,7 +21,8 @@ from torchrl_rloo.rewards.protocol import RewardFunction
 class Evaluation:
     """Scores a policy on held-out prompts, greedily and sampled, each prompt once.
 
-    Every call sees the same prompts and the same random numbers, and touches no random stream of the run.
+    Every call sees the same prompts and the same random numbers, and touches no random stream of the run. A scorer that
+    raises ends it: a wrong scorer must not look like a poor policy.
 
     Args:
         policy: the policy being trained; its present weights are evaluated.
@@ -28,7 +30,8 @@ class Evaluation:
         scorer: a reward function whose mean is reported: what counts, whatever the training reward is.
         batch_size: prompts at once.
         seed: of the sampled answers.
-        transforms: the environment's own (feedback, tools), as in training.
+        make_transforms: makes the environment's own transforms (feedback, tools), as in training; they are not shared
+            with it, so that their counters are not either.
         env_kwargs: further arguments of :class:`DatasetChatEnv`.
     """
 
@@ -40,21 +43,22 @@ class Evaluation:
         *,
         batch_size: int = 256,
         seed: int = 0,
-        transforms: Sequence[Transform] = (),
+        make_transforms: Callable[[], Sequence[Transform]] = tuple,
         env_kwargs: Mapping[str, Any] | None = None,
     ):
         self.policy, self.dataset, self.scorer, self.seed = policy, dataset, scorer, seed
-        self.batch_size, self.transforms, self.env_kwargs = batch_size, list(transforms), dict(env_kwargs or {})
+        self.batch_size, self.make_transforms, self.env_kwargs = batch_size, make_transforms, dict(env_kwargs or {})
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """``({"eval/greedy": ..., "eval/sampled": ...}, table of greedy completions)``."""
         greedy = self._run(temperature=0.0)
-        sampled = self._run(seed=self.seed)
+        sampled = self._run()
         metrics = {"eval/greedy": _mean_score(greedy), "eval/sampled": _mean_score(sampled)}
         return metrics, completion_table(greedy)
 
     def _run(self, **generate_kwargs: Any) -> list[TensorDictBase]:
-        policy = self.policy.get_new_version(generate_kwargs=self.policy.generate_kwargs | generate_kwargs)
+        kwargs = {k: v for k, v in self.policy.generate_kwargs.items() if k != "do_sample"}
+        policy = self.policy.get_new_version(generate_kwargs=kwargs | {"seed": self.seed} | generate_kwargs)
         return [row for part in self._parts() for row in self._collect(part, policy).unbind(0)]
 
     def _parts(self) -> list[PromptDataset]:
@@ -66,8 +70,8 @@ class Evaluation:
             part,
             self.policy.tokenizer,
             prompts_per_batch=len(part),
-            rewards=self.scorer,
-            transforms=[t.clone() for t in self.transforms],
+            rewards=RewardTransform(self.scorer, max_failures=1),
+            transforms=self.make_transforms(),
             shuffle=False,
             **self.env_kwargs,
         )

@@ -25,22 +25,45 @@ def resolve_model(name: str | os.PathLike, seed: int, log: Callable[[str], None]
 
 
 def resolve_prompts(
-    source: Any, *, eval_source: Any = None, eval_size: int = 256, seed: int = 0, tokenizer=None, **kwargs: Any
+    source: Any,
+    *,
+    eval_source: Any = None,
+    eval_split: str | None = None,
+    eval_size: int = 256,
+    seed: int = 0,
+    tokenizer=None,
+    **kwargs: Any,
 ) -> tuple[PromptDataset, PromptDataset]:
-    """Training and held-out prompts.
+    """Training and held-out prompts, none of them in both.
 
     Args:
         source: ``"embedded"`` for the addition task, or what :func:`load_prompts` takes.
-        eval_source: held-out prompts; None splits them off ``source``.
+        eval_source: held-out prompts, in the same format; None splits them off ``source``.
+        eval_split: split of ``eval_source``; None takes the same as of ``source``.
         eval_size: number of held-out prompts.
         seed: of the split.
         tokenizer: see :func:`load_prompts`.
         **kwargs: see :func:`load_prompts`.
+
+    Raises:
+        ValueError: if a held-out prompt is a training prompt, or the embedded task is given an ``eval_source``.
     """
     options = {"tokenizer": tokenizer, **kwargs}
     if source == EMBEDDED:
+        if eval_source is not None or eval_split is not None:
+            raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
         held_out = addition_prompts("test", size=eval_size)
         return load_prompts(addition_prompts("train"), **options), load_prompts(held_out, **options)
-    if eval_source is not None:
-        return load_prompts(source, **options), load_prompts(eval_source, **options, limit=eval_size)
-    return split_prompts(load_prompts(source, **options), eval_size, seed)
+    if eval_source is None:
+        if eval_split is not None:
+            raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
+        return split_prompts(load_prompts(source, **options), eval_size, seed)
+    eval_options = options | {"limit": eval_size} | ({"split": eval_split} if eval_split else {})
+    train, held_out = load_prompts(source, **options), load_prompts(eval_source, **eval_options)
+    seen = {str(row["query"]) for row in train}
+    if shared := sum(str(row["query"]) in seen for row in held_out):
+        raise ValueError(
+            f"{shared} of the {len(held_out)} held-out prompts of eval_source are training prompts: set eval_split, "
+            "give other prompts, or leave eval_source null to split some off"
+        )
+    return train, held_out

@@ -16,10 +16,12 @@ from torchrl.envs import EnvBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.rows import as_lazy, collection, stack_rows
 from torchrl_rloo.data.templates import (
     Messages,
     decode_response,
+    encode,
     encode_feedback,
     encode_prompt,
     from_history,
@@ -27,8 +29,6 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
-
-INPUT_MODES = ("tokens", "text", "history")
 
 
 class ChatEnv(EnvBase):
@@ -239,7 +239,7 @@ class ChatEnv(EnvBase):
             said = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
         else:
             raise KeyError(f"the policy set no {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
-        return self.tokenizer(said, add_special_tokens=False)["input_ids"]
+        return encode(self.tokenizer, said)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
         """Answers a row that has just been stepped, in place: appends the feedback's ids and opens the next turn.

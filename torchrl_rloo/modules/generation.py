@@ -215,5 +215,6 @@ class _Decoder:
 
 
 def _contains(tokenizer, tokens: torch.Tensor, texts: Sequence[str]) -> torch.Tensor:
-    decoded = tokenizer.batch_decode(tokens.tolist())
+    tail = 4 * max(map(len, texts)) + 8  # a character has at most four bytes, and a byte at most one token
+    decoded = tokenizer.batch_decode(tokens[:, -tail:].tolist())
     return torch.tensor([any(t in d for t in texts) for d in decoded], dtype=torch.bool, device=tokens.device)

@@ -31,7 +31,8 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits of a few hidden states, ``[..., H]`` to ``[..., V]``."""
-        z = self.projection(hidden).float() * self.scale
+        bias = getattr(self.projection, "bias", None)
+        z = nn.functional.linear(hidden, self.projection.weight, bias).float() * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
@@ -43,7 +44,7 @@ def find_head(model: nn.Module) -> Head | None:
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     projection = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if decoder is not None and decoder is not model and getattr(projection, "weight", None) is not None:
+    if decoder is not None and decoder is not model and type(projection) is nn.Linear:  # an adapter's is more than that
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         head = Head(decoder, projection, getattr(config, "final_logit_softcapping", None), scale)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+_OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+
 
 def load_model(
     name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", **kwargs: Any
@@ -18,7 +20,8 @@ def load_model(
         name: a hub id or a local directory.
         dtype: ``"float32"``, ``"bfloat16"``, ...
         device: where to put the model.
-        **kwargs: passed to ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...).
+        **kwargs: passed to ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...); those that say
+            where a model is (``revision=``, ``trust_remote_code=``, ...) to ``AutoTokenizer.from_pretrained`` too.
 
     Raises:
         ValueError: for an unknown dtype, or a tokenizer without an end-of-sequence token.
@@ -26,7 +29,7 @@ def load_model(
     """
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'float32' or 'bfloat16'")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, **{k: kwargs[k] for k in _OF_THE_HUB if k in kwargs})
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {name} has no eos_token, so a turn could never end: set tokenizer.eos_token"

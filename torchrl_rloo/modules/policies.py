@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.rows import (
     ActionTokens,
     action_tokens,
@@ -34,8 +35,6 @@ from torchrl_rloo.data.templates import (
 )
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import find_head, sampled_logits, score_positions
-
-INPUT_MODES = ("tokens", "text", "history")
 
 
 class ScoredActions(NamedTuple):
@@ -221,6 +220,7 @@ class TransformersWrapper(LLMWrapperBase):
             mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
             if mask is None or log_probs is None or len(mask) != n:
                 mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
+            mask, log_probs = mask.cpu(), log_probs.cpu()
             full = torch.cat([prompt, turn.tokens])
             row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
             row.set(
@@ -314,5 +314,5 @@ def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
     """A copy of a row for one of its samples, with a stream of its own if the row has a seed."""
     row = row.copy()
     if (seed := row.get(keys.SEED, None)) is not None:
-        row.set(keys.SEED, (seed + index * 0x9E3779B97F4A7C1) % 2**62)
+        row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))
     return row

@@ -95,6 +95,8 @@ class RLOOLoss(LossModule):
             raise ValueError(f"actor_network must have a score(rows) method, {type(actor_network).__name__} has none")
         if getattr(actor_network, "generate", False):
             raise ValueError("actor_network generates; pass actor_network.get_new_version(generate=False)")
+        if getattr(getattr(actor_network, "distribution", None), "temperature", 1) == 0:
+            raise ValueError("temperature=0 samples the same completion of a prompt every time: nothing to compare")
         if ratio not in RATIOS:
             raise ValueError(f"ratio={ratio!r} must be one of {RATIOS}")
         bounds = (1.0, math.inf) if clip_epsilon is None else clip_epsilon
@@ -158,11 +160,15 @@ _CLIP_METRICS = {
 }
 
 
-def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
+def merge_outputs(
+    outputs: Sequence[RLOOLossOutput], *, num_rows: int | None = None, num_updates: int = 1
+) -> dict[str, float]:
     """Metrics of a whole batch from the outputs of its micro-batches, the same as if it had been one.
 
     Args:
-        outputs: one for each micro-batch, computed with the whole batch's ``num_rows``.
+        outputs: one for each micro-batch, computed with the ``num_rows`` of its optimizer step.
+        num_rows: rows that the clip ratios are shares of, rows without advantage included; default those given.
+        num_updates: optimizer steps that the micro-batches belong to; the loss is their mean.
 
     Returns:
         The scalars of :class:`RLOOLossOutput`, under the names of ``torchrl_rloo.diagnostics.DEFINITIONS``; empty for
@@ -178,8 +184,9 @@ def merge_outputs(outputs: Sequence[RLOOLossOutput]) -> dict[str, float]:
         values = torch.stack([getattr(o, name) for o in outputs]).double()
         return float((values * weights.to(values.device)).sum() / weights.sum().clamp(min=1))
 
-    merged = {"loss": float(sum(o.loss_objective.detach() for o in outputs))}
+    merged = {"loss": float(sum(o.loss_objective.detach() for o in outputs)) / num_updates}
     merged |= {name: mean(name, tokens) for name in ("entropy", "kl_approx")}
     merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
-    merged |= {name: mean(field, rows) for name, field in _CLIP_METRICS.items()}
+    share = float(rows.sum()) / (num_rows or float(rows.sum()))
+    merged |= {name: mean(field, rows) * share for name, field in _CLIP_METRICS.items()}
     return merged | {"log_ratio_max": max(float(o.log_ratio_max) for o in outputs)}

@@ -94,6 +94,11 @@ class Checkpointer:
             self._path(other).unlink(missing_ok=True)
         return path
 
+    def clear(self) -> None:
+        """Removes every checkpoint: a run that starts over must not be resumed from the one before."""
+        for step in self.steps():
+            self._path(step).unlink(missing_ok=True)
+
     def steps(self) -> list[int]:
         """The steps that there is a checkpoint of, in ascending order."""
         matches = (_FILE_NAME.fullmatch(path.name) for path in self.directory.iterdir())

@@ -32,6 +32,7 @@ class DataLoadingPrimer(Transform):
         num_generations: ``G``, rows per draw. The environment's batch size must be a multiple of it.
         shuffle: whether each epoch goes through the dataset in a new random order, or always in its own.
         seed: of the primer's own random stream.
+        first_group_id: groups are numbered from here; primers whose rows meet in one buffer need ranges of their own.
         epochs: how often to go through the dataset; None for ever. Draws of one batch may come from two epochs. What is
             left at the end and does not fill a batch is counted in the log and not drawn.
 
@@ -48,6 +49,7 @@ class DataLoadingPrimer(Transform):
         num_generations: int = 1,
         shuffle: bool = True,
         seed: int = 0,
+        first_group_id: int = 0,
         epochs: int | None = None,
     ):
         super().__init__()
@@ -56,7 +58,8 @@ class DataLoadingPrimer(Transform):
                 raise ValueError(f"{name}={value} must be at least 1")
         self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
         self.generator = torch.Generator().manual_seed(seed)
-        self.epoch, self.position, self.next_group_id = 0, 0, 0
+        self.epoch, self.position, self.next_group_id = 0, 0, first_group_id
+        self.first_group_id = first_group_id
         self._start_epoch()
 
     def _start_epoch(self) -> None:
@@ -105,7 +108,7 @@ class DataLoadingPrimer(Transform):
                 "groups are drawn whole"
             )
         if self.remaining() < groups:
-            if self.next_group_id == 0:
+            if self.next_group_id == self.first_group_id:
                 raise ValueError(
                     f"{len(self.dataset)} prompts x {self.epochs} epochs give {int(self.remaining())} draws, fewer "
                     f"than the {groups} prompts of one batch: add prompts or epochs, or lower the batch size"

@@ -14,7 +14,13 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.functional import combine_rewards
-from torchrl_rloo.rewards.protocol import RewardFunction, call_reward, reward_name
+from torchrl_rloo.rewards.protocol import (
+    MalformedScoresError,
+    RewardFunction,
+    call_reward,
+    call_reward_row_by_row,
+    reward_name,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,11 +34,13 @@ class RewardTransform(Transform):
         functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), called once for all rows that end together.
         weights: one per function; default 1 each.
         clip_range: bounds of the weighted sum, applied before any KL penalty; None for none.
-        max_failures: how many calls of one function may raise in a row. Until then a call that raises abstains for all
-            its rows, with the traceback in the log; after that the run stops, since it would learn nothing.
+        max_failures: in how many batches in a row a function may raise for every row before the run stops, since it
+            would learn nothing. A function that raises is called again row by row; the rows on which it still raises
+            abstain, with the traceback in the log.
 
     Attributes:
-        counts: ``"<name>/failed_calls"`` and ``"<name>/not_finite"``, over the transform's life.
+        counts: ``"<name>/failed_rows"``, ``"<name>/failed_calls"`` (batches of which every row failed) and
+            ``"<name>/not_finite"``, over the transform's life.
 
     Raises:
         ValueError: for no functions, two of one name, or another number of weights than of functions.
@@ -85,32 +93,42 @@ class RewardTransform(Transform):
         prompts, completions = [r[keys.QUERY] for r in rows], [r[keys.COMPLETION] for r in next_rows]
         scores = []
         for name, function in zip(self.names, self.functions, strict=True):
+            failed = 0
             try:
                 values, bad = call_reward(function, prompts, completions, ids, columns)
+            except MalformedScoresError as error:
+                values, bad, failed = torch.full((len(rows),), torch.nan), 0, len(rows)
+                self._count_failed_call(name, error)
             except Exception as error:
-                self.counts[f"{name}/failed_calls"] += 1
-                self._failures_in_a_row[name] += 1
-                if self._failures_in_a_row[name] >= self.max_failures:
-                    raise RuntimeError(
-                        f"reward {name} raised {self.max_failures} times in a row, so nothing can be learned from it; "
-                        f"last: {type(error).__name__}: {error}"
-                    ) from error
-                _LOGGER.exception("reward %s raised; its %d trajectories abstain", name, len(rows))
-                values, bad = torch.full((len(rows),), torch.nan), 0
-            else:
+                values, bad, failed = call_reward_row_by_row(function, prompts, completions, ids, columns)
+                if failed == len(rows):
+                    self._count_failed_call(name, error)
+            if failed < len(rows):
                 self._failures_in_a_row[name] = 0
+            self.counts[f"{name}/failed_rows"] += failed
             self.counts[f"{name}/not_finite"] += bad
             scores.append(values)
         return torch.stack(scores, -1)
 
-    def get_extra_state(self) -> dict[str, int]:
-        """The counters, for ``state_dict``."""
-        return dict(self.counts)
+    def _count_failed_call(self, name: str, error: Exception) -> None:
+        _LOGGER.error("reward %s failed for every row: %s: %s", name, type(error).__name__, error)
+        self.counts[f"{name}/failed_calls"] += 1
+        self._failures_in_a_row[name] += 1
+        if self._failures_in_a_row[name] >= self.max_failures:
+            raise RuntimeError(
+                f"reward {name} raised for every row of {self.max_failures} batches in a row, so nothing can be "
+                f"learned from it; last: {type(error).__name__}: {error}"
+            ) from error
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def get_extra_state(self) -> dict[str, dict[str, int]]:
+        """The counters, for ``state_dict``."""
+        return {"counts": dict(self.counts), "failures_in_a_row": dict(self._failures_in_a_row)}
+
+    def set_extra_state(self, state: dict[str, dict[str, int]]) -> None:
         """Restores the counters, in place."""
-        self.counts.clear()
-        self.counts.update(state)
+        for counter, saved in ((self.counts, "counts"), (self._failures_in_a_row, "failures_in_a_row")):
+            counter.clear()
+            counter.update(state[saved])
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the scores of each function beside their sum."""
