@@ -38,7 +38,7 @@ from torchrl.modules.llm import TransformersWrapper as TorchRLWrapper
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage
 
-from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.collectors import LLMCollector, llm
 from torchrl_rloo.data import load_prompts, tensor_rows
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
@@ -146,6 +146,7 @@ def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Coun
     loss = RLOOLoss(policy.get_new_version(generate=False))
     collector = LLMCollector(env, policy)
     targets = [
+        (llm, "step_rows", "env step"),  # steps the environment without TransformedEnv.step
         (TransformersWrapper, "forward", "policy rows"),
         (TransformersWrapper, "score", "score rows"),
         (policies, "generate", "model"),
@@ -291,6 +292,10 @@ def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.
 def per_row(results: list[Counter[str]], rows: int) -> dict[str, float]:
     """Mean milliseconds a row of each section, and their sums: a mean, since few iterations meet a full collection."""
     values = {name: 1e3 * mean(r[name] for r in results) / rows for name in (*PARTS, *WRAPPER, *LEFT_OUT)}
+    if idle := [name for name in PARTS if not values[name] and name != "garbage collection"]:
+        raise RuntimeError(
+            f"no time was charged to {idle}: another section has it, since what they time is not called"
+        )
     values["sum of these"] = sum(values[name] for name in PARTS)
     values["sum with the wrapper"] = sum(values[name] for name in (*PARTS, *WRAPPER))
     return values
