@@ -293,9 +293,7 @@ def per_row(results: list[Counter[str]], rows: int) -> dict[str, float]:
     """Mean milliseconds a row of each section, and their sums: a mean, since few iterations meet a full collection."""
     values = {name: 1e3 * mean(r[name] for r in results) / rows for name in (*PARTS, *WRAPPER, *LEFT_OUT)}
     if idle := [name for name in PARTS if not values[name] and name != "garbage collection"]:
-        raise RuntimeError(
-            f"no time was charged to {idle}: another section has it, since what they time is not called"
-        )
+        raise RuntimeError(f"no time was charged to {idle}: another section has it, since what they time is not called")
     values["sum of these"] = sum(values[name] for name in PARTS)
     values["sum with the wrapper"] = sum(values[name] for name in (*PARTS, *WRAPPER))
     return values

@@ -11,6 +11,8 @@ from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
+torch.manual_seed(0)  # the buffer shuffles; prompts and samples have seeds of their own
+
 # A small language model that can add two numbers, but seldom says so in the right way.
 model, tokenizer = load_model(warm_start(seed=0, log=print))
 policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "seed": 0})

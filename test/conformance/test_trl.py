@@ -18,7 +18,10 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data import keys, load_prompts, stack_rows
+from torchrl_rloo.embedded import build_tokenizer
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import DatasetExhaustedError
 from torchrl_rloo.functional import (
     SamplingDistribution,
     clip_masks,
@@ -35,7 +38,7 @@ from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.replay import MCAdvantage
 
 CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "trl_cases.json").read_text())["cases"]}
-NOT_BUILT_YET = {"grpo_advantage", "grpo_loss", "reward", "sampler", "schedule"}
+NOT_BUILT_YET = {"grpo_advantage", "grpo_loss", "reward", "schedule"}
 EPSILON = 0.2  # of TRL, where a case does not give its own
 
 Inputs = dict[str, Any]
@@ -161,5 +164,23 @@ def test_advantages_of_rows_that_come_one_by_one_through_a_buffer(name):
 
 def test_every_case_is_run_or_listed():
     kinds = {case["kind"] for case in CASES.values()}
-    assert kinds == set(RUNNERS) | NOT_BUILT_YET
+    assert kinds == set(RUNNERS) | {"sampler"} | NOT_BUILT_YET
     assert not set(RUNNERS) & NOT_BUILT_YET
+
+
+@pytest.mark.parametrize("name", names_of("sampler"))
+def test_sampler(name: str) -> None:
+    """Which prompts make a batch. TRL hands it out ``repeat_count`` times; ours is drawn once and kept in a buffer."""
+    inputs = CASES[name]["inputs"]
+    prompts, copies = inputs["batch_size"], inputs["mini_repeat_count"]
+    data = load_prompts([{"prompt": str(i), "index": i} for i in range(inputs["n"])])
+    env = DatasetChatEnv(
+        data, build_tokenizer(), prompts_per_batch=prompts, num_generations=copies, shuffle=inputs["shuffle"], epochs=1
+    )
+    drawn = []
+    while env.primer.remaining() >= prompts:
+        batch = [row["index"] for row in env.reset().unbind(0)]
+        drawn += batch * inputs["repeat_count"]
+    assert drawn == CASES[name]["outputs"]["indices"] and len(drawn) == CASES[name]["outputs"]["length"]
+    with pytest.raises(DatasetExhaustedError):
+        env.reset()

@@ -6,7 +6,7 @@ import torch
 
 from torchrl_rloo.functional.sampling import SamplingDistribution, process_logits
 
-TILE_ELEMENTS = 2**24  # logits held at once: 64 MiB in float32
+TILE_ELEMENTS = 2**22  # logits held at once: 16 MiB in float32, the fastest of 2**20, 2**22 and 2**24 on two CPU cores
 
 
 def tile_rows(vocab_size: int) -> int:
@@ -27,7 +27,7 @@ class _TokenLogProbs(torch.autograd.Function):
             z = logits.logsumexp(-1)
             normaliser[rows] = z
             log_probs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - z
-            tile = logits.sub(z[:, None])
+            tile = logits.sub_(z[:, None])
             probs = tile.exp()
             if distribution.truncates:
                 tile = tile.masked_fill_(tile.isneginf(), 0.0)  # 0 * -inf would be NaN
@@ -42,6 +42,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, normaliser, seen = ctx.saved_tensors
         distribution, softcap, scale = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        needs_raw = softcap is not None or distribution.repetition_penalty != 1
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
@@ -49,14 +50,18 @@ class _TokenLogProbs(torch.autograd.Function):
             raw = _tile_logits(hidden[rows], weight, bias, softcap, scale)
             seen_rows = seen[rows] if seen is not None else None
             g = process_logits(raw, distribution, seen_rows, targets[rows])
-            g = g.sub_(normaliser[rows, None]) if g is not raw else g - normaliser[rows, None]
-            g = g.exp_().mul_(-grad[rows, None])
+            if g is raw and needs_raw:
+                g = raw.clone()
+            g = g.sub_(normaliser[rows, None]).exp_().mul_(-grad[rows, None])
             g.scatter_add_(-1, targets[rows, None], grad[rows, None])
             g = _unprocess_gradient(g, raw, distribution, seen_rows, softcap, scale).to(weight.dtype)
             if need_hidden:
                 grad_hidden[rows] = g @ weight
             if need_weight:
-                grad_weight += g.T @ hidden[rows]
+                if g.dtype == torch.float32:
+                    grad_weight.addmm_(g.T, hidden[rows])
+                else:
+                    grad_weight += g.T @ hidden[rows]
             if grad_bias is not None:
                 grad_bias += g.sum(0, dtype=torch.float32)
         cast_weight = grad_weight.to(weight.dtype) if need_weight else None
