@@ -145,9 +145,10 @@ def finish(run: SimpleNamespace, settings: dict, output: Path, cpu: float) -> No
     report = write_report(
         output,
         history=run.logger.history,
-        summary=result | {"plan": str(run.plan), "settings": settings},
+        summary=result | {"plan": str(run.plan)},
         tables=run.logger.tables,
         definitions=DEFINITIONS,
+        settings=settings,
     )
     print(json.dumps(result | {"report": str(report.resolve()), "model": str((output / "model").resolve())}))
 

@@ -154,6 +154,7 @@ def write_report(
     summary: Mapping[str, Any],
     tables: Mapping[str, Sequence[Row]] | None = None,
     definitions: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     panels: Sequence[Sequence[str]] | None = None,
 ) -> Path:
     """Writes ``report.html``, one file that needs no other, and beside it ``curves.png`` and ``summary.json``.
@@ -161,9 +162,10 @@ def write_report(
     Args:
         directory: where to; made if it does not exist.
         history: see :func:`plot_curves`.
-        summary: what a reader should see first: figures and settings by name.
+        summary: what a reader should see first: figures by name.
         tables: sample completions by table name; each shows rows of its first and last ``step``.
         definitions: what each metric means, by its name.
+        settings: the run's configuration; the page ends with it.
         panels: see :func:`plot_curves`.
 
     Returns:
@@ -174,7 +176,8 @@ def write_report(
     """
     directory = Path(directory)
     curves = plot_curves(history, directory / "curves.png", panels=panels)
-    text = json.dumps(_without_nan(summary), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    record = {**summary, "settings": settings} if settings else summary
+    text = json.dumps(_without_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     (directory / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     picture = base64.b64encode(curves.read_bytes()).decode("ascii")
     sections = [
@@ -184,6 +187,8 @@ def write_report(
     ]
     if definitions:
         sections.append(_section("What the metrics mean", _pairs(definitions)))
+    if settings:
+        sections.append(_section("Settings", _pairs(settings)))
     page = directory / "report.html"
     page.write_text(_PAGE.replace("%SECTIONS%", "\n".join(sections)), encoding="utf-8", errors="backslashreplace")
     return page
