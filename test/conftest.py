@@ -158,3 +158,15 @@ def prompts(user: Callable[[str], list[dict[str, str]]]):
     """Four chat prompts of unequal lengths, with a column ``answer`` and a column ``turns``: how many to take."""
     texts = {"a": 1, "abc abc": 2, "say bcab or cab": 3, "what of abcabcabcab, c?": 2}
     return load_prompts([{"query": user(t), "answer": t[-1], "turns": n} for t, n in texts.items()])
+
+
+@pytest.fixture(scope="session")
+def bpe(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+    """An ambiguous tokenizer whose padding is its end of turn."""
+    return make_tokenizer(pad_is_eos=True)
+
+
+@pytest.fixture(scope="module")
+def random_model(make_model: Callable[..., PreTrainedModel], bpe: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Turns of it end after about six tokens."""
+    return make_model(bpe, end_bias=7.0)

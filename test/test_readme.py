@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIAL = ROOT / "tutorials" / "rloo_in_a_page.py"
 
@@ -16,6 +18,7 @@ def test_readme_shows_the_tutorial():
     assert TUTORIAL.read_text() in blocks
 
 
+@pytest.mark.slow
 def test_tutorial_learns():
     done = subprocess.run([sys.executable, str(TUTORIAL)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -36,7 +36,7 @@ from torchrl_rloo.diagnostics import (
 from torchrl_rloo.embedded import resolve_model, resolve_prompts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
-from torchrl_rloo.modules import TransformersWrapper, context_length, load_model
+from torchrl_rloo.modules import TransformersWrapper, context_length, load_model, parse_dtype
 from torchrl_rloo.objectives import RLOOLoss, merge_outputs
 from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
 from torchrl_rloo.run import Checkpointer, RunLogger, StepTimer, StopSignal, cpu_seconds, linear_schedule, run_state
@@ -230,7 +230,7 @@ def make_sampler(model: torch.nn.Module, share_weights: bool, dtype: str | None,
             f"sampler.share_weights=true samples with the training model as it is, so sampler.dtype={dtype} and "
             f"sampler.sync_every={sync_every} cannot be had: set sampler.share_weights=false"
         )
-    return model if share_weights else copy.deepcopy(model).to(getattr(torch, dtype) if dtype else model.dtype)
+    return model if share_weights else copy.deepcopy(model).to(parse_dtype(dtype) if dtype else model.dtype)
 
 
 def load(function: str | dict):

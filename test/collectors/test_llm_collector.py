@@ -35,16 +35,6 @@ def first_only(completions, **_) -> list[float | None]:
 
 
 @pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer(pad_is_eos=True)
-
-
-@pytest.fixture(scope="module")
-def random_model(make_model: Callable, bpe):
-    return make_model(bpe, end_bias=7.0)
-
-
-@pytest.fixture(scope="module")
 def data(user: Callable):
     return load_prompts([{"query": user("a" * (i + 1)), "answer": i} for i in range(7)])
 

@@ -24,16 +24,6 @@ def length_reward(completions, **_) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer(pad_is_eos=True)
-
-
-@pytest.fixture(scope="module")
-def random_model(make_model: Callable, bpe):
-    return make_model(bpe, end_bias=7.0)
-
-
-@pytest.fixture(scope="module")
 def make_policy(random_model, bpe) -> Callable[..., TransformersWrapper]:
     def make(input_mode: str = "tokens", **generate_kwargs) -> TransformersWrapper:
         kwargs = {"max_new_tokens": 6, "seed": 0, **generate_kwargs}

@@ -26,17 +26,6 @@ def responses(rows: TensorDictBase) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def bpe(make_tokenizer: Callable):
-    return make_tokenizer(pad_is_eos=True)
-
-
-@pytest.fixture(scope="module")
-def random_model(make_model: Callable, bpe):
-    """Turns of it end after about six tokens."""
-    return make_model(bpe, end_bias=7.0)
-
-
-@pytest.fixture(scope="module")
 def ids(bpe, prompts) -> list[list[int]]:
     return [encode_prompt(bpe, row[keys.QUERY]) for row in prompts]
 

@@ -20,6 +20,7 @@ from torchrl_rloo.embedded import warm_start
 
 SCRIPT = Path(__file__).resolve().parents[2] / "sota_implementations" / "rloo" / "rloo_sync.py"
 STEPS = 24
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,8 @@ def test_sigterm_saves_and_stops_cleanly(overrides, finished, tmp_path):
         (["generate.temperature=-1"], "temperature=-1 must be at least 0"),
         (["generate.temperature=0"], "temperature=0 samples the same completion of a prompt every time"),
         (["resume=yes"], "must be 'auto' or 'never'"),
+        (["sampler.dtype=float33"], "dtype='float33' is not a torch dtype"),
+        (["eval.batch_size=0"], "batch_size=0 must be at least 1"),
         (["sampler.share_weights=true"], "sampler.sync_every=2 cannot be had: set sampler.share_weights=false"),
         (["data.eval_source=other.jsonl"], "source='embedded' has its own held-out prompts"),
         (["eval.scorer=torchrl_rloo.rewards.last_boxed"], "reward last_boxed raised for every row"),

@@ -46,6 +46,8 @@ class Evaluation:
         make_transforms: Callable[[], Sequence[Transform]] = tuple,
         env_kwargs: Mapping[str, Any] | None = None,
     ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
         self.policy, self.dataset, self.scorer, self.seed = policy, dataset, scorer, seed
         self.batch_size, self.make_transforms, self.env_kwargs = batch_size, make_transforms, dict(env_kwargs or {})
 

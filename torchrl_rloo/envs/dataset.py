@@ -18,7 +18,7 @@ from torchrl_rloo.rewards.protocol import RewardFunction
 class ForwardCompose(Compose):
     """A Compose that hands the policy's rows to the environment as they are, unless a transform changes actions.
 
-    TorchRL's copies them first, which costs 0.2 ms a row, more than the environment's own step.
+    TorchRL's copies them first, which costs 0.1 ms a row, almost as much as the environment's own step.
     """
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -2,7 +2,7 @@
 
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import Head, find_head, score_positions
-from torchrl_rloo.modules.loading import context_length, load_model
+from torchrl_rloo.modules.loading import context_length, load_model, parse_dtype
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "find_head",
     "generate",
     "load_model",
+    "parse_dtype",
     "score_positions",
 ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
+from torchrl_rloo.data.rows import pad
 from torchrl_rloo.functional import SamplingDistribution, sample_tokens
 
 
@@ -167,13 +168,9 @@ class _Decoder:
         self.model = model
         unique: dict[tuple[int, ...], int] = {}
         lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
-        width = max(map(len, unique))
-        ids = torch.zeros(len(unique), width, dtype=torch.long)
-        self.mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(unique):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            self.mask[row, width - len(prompt) :] = 1
-        ids, self.mask = ids.to(model.device), self.mask.to(model.device)
+        prompts = [torch.tensor(prompt) for prompt in unique]
+        ids = pad(prompts, side="left").to(model.device)
+        self.mask = pad([torch.ones_like(p) for p in prompts], side="left").to(model.device)
         self.padded = not bool(self.mask.all())
         self.cache = DynamicCache(config=model.config)
         self.position = self.mask.sum(1)

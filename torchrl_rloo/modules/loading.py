@@ -27,8 +27,7 @@ def load_model(
         ValueError: for an unknown dtype, or a tokenizer without an end-of-sequence token.
         OSError: if there is no such model.
     """
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'float32' or 'bfloat16'")
+    torch_dtype = parse_dtype(dtype)
     tokenizer = AutoTokenizer.from_pretrained(name, **{k: kwargs[k] for k in _OF_THE_HUB if k in kwargs})
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -36,8 +35,20 @@ def load_model(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked by length, so sharing the id does no harm
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs)
     return model.to(device).eval(), tokenizer
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as ``"bfloat16"``.
+
+    Raises:
+        ValueError: if torch has no dtype of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={name!r} is not a torch dtype; use 'float32' or 'bfloat16'")
+    return dtype
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -86,6 +86,7 @@ class Lines:
         self._pending: str | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Prints the line if it is due, and otherwise keeps it for the end of the run."""
         if self._first is None:
             self._first = (step, time.monotonic())
         line = "  ".join([self._position(step), *_figures(values), *self._pace(step)])

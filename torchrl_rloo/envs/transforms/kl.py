@@ -49,7 +49,7 @@ class KLRewardTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         finished = [row for row in next_tensordict.unbind(0) if row["done"].any()]
-        self._reset(tensordict, next_tensordict)
+        self._clear(next_tensordict)
         for start in range(0, len(finished), self.micro_batch_size or max(len(finished), 1)):
             self._penalise(finished[start : start + (self.micro_batch_size or len(finished))])
         return next_tensordict
@@ -69,13 +69,16 @@ class KLRewardTransform(Transform):
             row.set("reward", reward.reshape(1, 1))
             self._set(row, ref)
 
+    def _clear(self, rows: TensorDictBase) -> None:
+        for row in rows.unbind(0):
+            self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
+
     @staticmethod
     def _set(row: TensorDictBase, log_probs: torch.Tensor) -> None:
         row.set("ref_log_probs", collection(LogProbs, full=log_probs))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        for row in tensordict_reset.unbind(0):
-            self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
+        self._clear(tensordict_reset)
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
