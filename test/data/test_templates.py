@@ -274,3 +274,13 @@ def test_a_decoded_answer_has_no_special_tokens(make_tokenizer: Callable) -> Non
     ids = ids_of(tokenizer, "cab ab")
     assert decode_response(tokenizer, [*ids, tokenizer.eos_token_id]) == "cab ab"
     assert decode_response(tokenizer, [tokenizer.eos_token_id]) == ""
+
+
+def test_generation_blocks_in_the_wrong_place_are_refused(make_tokenizer: Callable) -> None:
+    tokenizer = make_tokenizer("chatml_generation")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'robot' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="mark no token"):
+        encode_conversation(tokenizer, chat("abc", "cab"))

@@ -127,14 +127,21 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
         ``(ids, mask)``, both of length ``T``.
 
     Raises:
-        ValueError: if the template has no ``{% generation %}`` and rewrites earlier turns: neither way is right then.
+        ValueError: if neither way is right: the template's ``{% generation %}`` marks nothing of the assistant's, or
+            it has none and rewrites earlier turns.
     """
     _require_template(tokenizer)
     if _GENERATION_TAG.search(tokenizer.chat_template):
         out = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **template_kwargs
         )
-        return list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
+        ids, mask = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
+        if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
+            raise ValueError(
+                "the chat template's {% generation %} blocks mark no token of this conversation's assistant messages: "
+                "put them around the assistant's content in tokenizer.chat_template"
+            )
+        return ids, mask
     ids = encode(tokenizer, render(tokenizer, messages, **template_kwargs))
     mask = [False] * len(ids)
     for k, message in enumerate(messages):

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 import transformers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from torchrl_rloo.data.rows import pad
 from torchrl_rloo.data.templates import encode_conversation
 from torchrl_rloo.embedded.addition import demonstrations
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
+from torchrl_rloo.run.schedule import linear_schedule
 
 STEPS = 500
 BATCH_SIZE = 32
@@ -96,9 +98,7 @@ def _train(
     ids, mask = _encode_demonstrations(tokenizer, seed)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / LR_WARMUP_STEPS) * (1 - step / steps)
-    )
+    schedule = linear_schedule(optimizer, steps, warmup_steps=min(LR_WARMUP_STEPS, steps))
     for step in range(1, steps + 1):
         batch = torch.randint(len(ids), (BATCH_SIZE,), generator=generator)
         loss = _assistant_loss(model, ids[batch], mask[batch])
@@ -114,12 +114,8 @@ def _train(
 def _encode_demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and assistant masks of all demonstrations, both ``[N, T]``, padded on the right."""
     rows = [encode_conversation(tokenizer, messages) for messages in demonstrations(DEMONSTRATIONS, seed)]
-    ids = torch.full((len(rows), max(len(row) for row, _ in rows)), tokenizer.pad_token_id)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for i, (row, row_mask) in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = torch.tensor(row_mask)
-    return ids, mask
+    ids = pad([torch.tensor(row) for row, _ in rows], tokenizer.pad_token_id)
+    return ids, pad([torch.tensor(mask) for _, mask in rows], False)
 
 
 def _assistant_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
