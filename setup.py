@@ -36,6 +36,8 @@ EXTRAS = {
     "benchmark": ["trl>=1.16,<1.17"],  # what benchmarks/ compares with; one minor version, for ratios that compare
 }
 EXTRAS["test"] = [
+    *EXTRAS["peft"],
+    *EXTRAS["rewards"],
     "pytest>=9,<10",
     "pytest-xdist>=3.8,<4",  # two test files at a time
     "hypothesis>=6.150,<7",  # property tests

@@ -149,7 +149,7 @@ def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = Fa
         buffer.extend(tensor_rows(rows))
         for batch in buffer:
             kept = drop_zero_advantage(batch) if drop_zero else batch
-            loss_module(kept, num_rows=len(batch)).loss_objective.backward()
+            loss_module(kept, loss_module.count(batch)).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

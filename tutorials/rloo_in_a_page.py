@@ -35,7 +35,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), we
 for step, rows in enumerate(collector):
     buffer.extend(tensor_rows(rows))
     for batch in buffer:
-        loss_fn(batch).loss_objective.backward()
+        loss_fn(batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -11,6 +11,7 @@ import copy
 import gc
 import json
 import sys
+from dataclasses import replace
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import longest_prompt, micro_batches, tensor_rows
+from torchrl_rloo.data import keys, longest_prompt, merge_identical, micro_batches, tensor_rows
 from torchrl_rloo.diagnostics import (
     DEFINITIONS,
     Evaluation,
@@ -36,8 +37,17 @@ from torchrl_rloo.diagnostics import (
 from torchrl_rloo.embedded import resolve_model, resolve_prompts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
-from torchrl_rloo.modules import TransformersWrapper, context_length, load_model, parse_dtype
-from torchrl_rloo.objectives import RLOOLoss, merge_outputs
+from torchrl_rloo.functional import ESTIMATORS
+from torchrl_rloo.modules import (
+    TransformersWrapper,
+    context_length,
+    frozen_copy,
+    frozen_reference,
+    load_model,
+    parse_dtype,
+    record_log_probs,
+)
+from torchrl_rloo.objectives import PRESETS, AdaptiveKLCoefficient, Preset, RLOOLoss, merge_outputs
 from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
 from torchrl_rloo.run import Checkpointer, RunLogger, StepTimer, StopSignal, cpu_seconds, linear_schedule, run_state
 from torchrl_rloo.weight_update import InProcessWeightUpdater
@@ -81,19 +91,20 @@ def main(cfg: DictConfig) -> None:
                 rows,
                 run.rewards.names,
                 run.rewards.weights,
-                mask_truncated_completions=cfg.loss.mask_truncated_completions,
+                mask_truncated_completions=run.loss_fn.mask_truncated_completions,
             )
             metrics["staleness"] = run.collector.policy_version - float(rows["policy_version"].float().mean())
 
             # train: leave-one-out advantages as the rows enter the buffer, then one or more passes over it
             outputs, norms = [], []
             with timer("train"):
-                run.buffer.extend(tensor_rows(rows))
+                run.buffer.extend(run.record(tensor_rows(rows)))
                 for _ in range(run.plan.passes):
                     for batch in run.buffer:
-                        for micro in micro_batches(drop_zero_advantage(batch), run.plan.micro_batch_size):
-                            out = run.loss_fn(micro, num_rows=len(batch))
-                            out.loss_objective.backward()
+                        counts = run.loss_fn.count(batch)
+                        for micro in run.micro_batches(batch):
+                            out = run.loss_fn(micro, counts)
+                            out.loss.backward()
                             outputs.append(out.detach())
                         norms.append(
                             clip_grad_norm_(run.model.parameters(), cfg.max_grad_norm or inf, error_if_nonfinite=True)
@@ -102,8 +113,9 @@ def main(cfg: DictConfig) -> None:
                         run.scheduler.step()
                         run.optimizer.zero_grad()
                 run.buffer.empty()
-            metrics |= merge_outputs(outputs, num_rows=len(rows) * run.plan.passes, num_updates=len(norms))
+            metrics |= merge_outputs(outputs, num_updates=len(norms))
             metrics["grad_norm"] = float(torch.stack(norms).mean())
+            metrics |= run.adapt(metrics, len(rows))
             metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
             metrics |= {f"count/{name}": n for counts in run.counts for name, n in counts.items()}
 
@@ -171,26 +183,32 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
 
     sampler = make_sampler(model, **cfg["sampler"])
     policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})
+    preset, kl_coeff = make_preset(cfg, plan)
+    layout = cfg["train"]["layout"]
+    trainer = policy.get_new_version(model=model, generate=False, layout=layout)
+    loss_fn = RLOOLoss(trainer, **preset.loss)
     functions = [load(f) for f in cfg["reward"].pop("functions")]
-    rewards, penalties = RewardTransform(functions, **cfg["reward"]), []
-    if cfg["kl_to_ref_coeff"]:
-        reference = policy.get_new_version(model=copy.deepcopy(model).requires_grad_(False), generate=False)
-        masked = cfg["loss"]["mask_truncated_completions"]
-        sizes = {"micro_batch_size": plan.micro_batch_size, "mask_truncated_completions": masked}
-        penalties.append(KLRewardTransform(reference, cfg["kl_to_ref_coeff"], **sizes))
+    rewards, after_rewards = RewardTransform(functions, **cfg["reward"]), []
+    if kl_coeff != 0:
+        reference = frozen_reference(trainer)
+        masked = loss_fn.mask_truncated_completions
+        limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg["train"]["micro_batch_tokens"]}
+        after_rewards.append(
+            KLRewardTransform(reference, preset.kl_in_reward, mask_truncated_completions=masked, **limits)
+        )
     env = DatasetChatEnv(
         train_set,
         tokenizer,
         prompts_per_batch=plan.prompts_per_step,
         num_generations=plan.num_generations,
         rewards=rewards,
-        after_rewards=penalties,
+        after_rewards=after_rewards,
         seed=cfg["seed"],
         template_kwargs=template,
     )
     evaluation = {"batch_size": cfg["eval"]["batch_size"], "env_kwargs": {"template_kwargs": template}}
     collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, sampler))
-    advantage = MCAdvantage(plan.num_generations)
+    advantage = MCAdvantage(plan.num_generations, **preset.advantage)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(plan.rows_per_step),
         sampler=SamplerWithoutReplacement(),
@@ -198,13 +216,37 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         batch_size=plan.rows_per_step // plan.minibatches,
         generator=torch.Generator().manual_seed(cfg["seed"]),
     )
-    loss_fn = RLOOLoss(policy.get_new_version(model=model, generate=False), **cfg["loss"])
     optimizer = torch.optim.AdamW(model.parameters(), **cfg["optimizer"])
     scheduler = linear_schedule(optimizer, plan.optimizer_steps, **cfg["schedule"])
     log = {"loggers": cfg["log"]["loggers"], "logger_kwargs": cfg["log"]["logger_kwargs"]}
     logger = RunLogger(output, total_steps=plan.steps, headline=HEADLINE, **log)
     stateful = dict(model=model, sampler=sampler, optimizer=optimizer, scheduler=scheduler)
     stateful |= dict(collector=collector, buffer=buffer, logger=logger)
+    stateful |= {"kl_coeff": kl_coeff} if hasattr(kl_coeff, "state_dict") else {}
+    train = cfg["train"]
+
+    def record(rows):
+        """The training model's own log-probs and entropies before the first update, where the loss reads them."""
+        if not {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
+            return rows
+        limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": train["micro_batch_tokens"]}
+        return record_log_probs(trainer, rows, entropy=keys.PROXIMAL_ENTROPY, **limits)
+
+    def split(batch):
+        """The rows that have a gradient, in parts that fit one forward and backward pass."""
+        if not loss_fn.needs_zero_advantage:
+            batch = drop_zero_advantage(batch)
+        if train["merge_identical"]:
+            batch = merge_identical(batch)
+        return micro_batches(batch, plan.micro_batch_size, max_tokens=train["micro_batch_tokens"], layout=layout)
+
+    def adapt(metrics, num_rows):
+        """Moves an adaptive KL coefficient; the one that this step had is logged."""
+        before = {"kl_coeff": float(kl_coeff)} if kl_coeff != 0 else {}
+        if hasattr(kl_coeff, "update"):
+            kl_coeff.update(metrics["kl"], num_rows)
+        return before
+
     return SimpleNamespace(
         plan=plan,
         model=model,
@@ -213,6 +255,9 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         collector=collector,
         buffer=buffer,
         loss_fn=loss_fn,
+        record=record,
+        micro_batches=split,
+        adapt=adapt,
         optimizer=optimizer,
         scheduler=scheduler,
         logger=logger,
@@ -223,6 +268,30 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     )
 
 
+def make_preset(cfg: dict, plan: TrainingPlan) -> tuple[Preset, float | AdaptiveKLCoefficient]:
+    """The algorithm with the settings that differ from its own, and its KL coefficient."""
+    if cfg["algorithm"] not in PRESETS:
+        raise ValueError(f"algorithm={cfg['algorithm']!r} must be one of {sorted(PRESETS)}")
+    preset = PRESETS[cfg["algorithm"]]
+    if preset.critic:
+        raise ValueError(f"algorithm={cfg['algorithm']} learns a critic, which this loop has not: see tutorials/ppo.py")
+    loss, advantage = preset.loss | cfg["loss"], preset.advantage | cfg["advantage"]
+    if loss["aggregation"] == "constant":
+        loss = {"aggregation_constant": cfg["generate"]["max_new_tokens"]} | loss
+    own = getattr(ESTIMATORS.get(advantage["estimator"]), "whiten", "none")
+    if (advantage.get("whiten") or own) != "none":
+        advantage = {"whiten_groups": plan.prompts_per_step} | advantage
+    preset = replace(preset, loss=loss, advantage=advantage)
+    if loss["ratio"] == "none" and plan.minibatches * plan.passes > 1:
+        print("note: ratio='none' takes every update for the first on its rollout batch: the later ones are off-policy")
+    coeff = preset.kl_coeff if cfg["kl_to_ref_coeff"] is None else cfg["kl_to_ref_coeff"]
+    if cfg["kl_target"] is not None:
+        if not coeff:
+            raise ValueError(f"kl_target={cfg['kl_target']} adapts a KL coefficient, but kl_to_ref_coeff is 0: set it")
+        coeff = AdaptiveKLCoefficient(coeff, cfg["kl_target"])
+    return preset.with_kl(coeff), coeff
+
+
 def make_sampler(model: torch.nn.Module, share_weights: bool, dtype: str | None, sync_every: int) -> torch.nn.Module:
     """The model to sample with: the training model itself, or a copy."""
     if share_weights and (dtype is not None or sync_every != 1):
@@ -230,7 +299,7 @@ def make_sampler(model: torch.nn.Module, share_weights: bool, dtype: str | None,
             f"sampler.share_weights=true samples with the training model as it is, so sampler.dtype={dtype} and "
             f"sampler.sync_every={sync_every} cannot be had: set sampler.share_weights=false"
         )
-    return model if share_weights else copy.deepcopy(model).to(parse_dtype(dtype) if dtype else model.dtype)
+    return model if share_weights else frozen_copy(model, parse_dtype(dtype) if dtype else None)
 
 
 def load(function: str | dict):

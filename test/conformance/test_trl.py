@@ -3,7 +3,8 @@
 Source of ``trl_cases.json``: TRL 1.16.0 with torch 2.13.0 and math-verify 0.9.0, run on small fixed tensors. It holds
 inputs and outputs only, no code. Floats are float32 results written as doubles, compared with an absolute tolerance of
 1e-5; ``null`` stands for None and NaN. Rows are group-major: rows ``i * G .. i * G + G - 1`` share a prompt. The
-``metrics`` of the advantage cases belong to the tests of the diagnostics.
+``metrics`` of the advantage cases belong to the tests of the diagnostics; ``schedule`` and ``reward``
+cases have files of their own beside this one.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import DatasetExhaustedError
 from torchrl_rloo.functional import (
+    ESTIMATORS,
+    RATIOS,
+    SURROGATES,
     SamplingDistribution,
-    clip_masks,
-    clipped_objective,
+    aggregate,
     k1,
     kl_penalised_reward,
     leave_one_out,
     masked_mean,
     nanstd,
     sequence_log_ratio,
+    share_out,
     token_log_probs,
 )
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.replay import MCAdvantage
 
 CASES = {case["name"]: case for case in json.loads((Path(__file__).parent / "trl_cases.json").read_text())["cases"]}
-NOT_BUILT_YET = {"grpo_advantage", "grpo_loss", "reward", "schedule"}
 EPSILON = 0.2  # of TRL, where a case does not give its own
 
 Inputs = dict[str, Any]
@@ -96,6 +99,14 @@ def run_advantage(inputs: Inputs, outputs: dict[str, Any]) -> None:
         check(completion_mask(inputs), outputs["completion_mask"])
 
 
+def grpo_estimator(inputs: Inputs) -> str:
+    return {"group": "grpo", "none": "dr_grpo"}[inputs.get("scale_rewards", "group")]
+
+
+def run_grpo_advantage(inputs: Inputs, outputs: dict[str, Any]) -> None:
+    check(ESTIMATORS[grpo_estimator(inputs)](returns(inputs), group_ids(inputs)), outputs["advantages"])
+
+
 def run_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
     log_probs, mask, advantages = tensor(inputs["logps"]), tensor(inputs["mask"]).bool(), tensor(inputs["adv"])
     log_probs.requires_grad_()
@@ -103,11 +114,13 @@ def run_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
     old = torch.zeros_like(mask, dtype=torch.float32)
     old[:, 0] = tensor(inputs["old_logps_seq"])  # only the sum over a row matters
     log_ratio = sequence_log_ratio(log_probs, old, mask)
-    loss = clipped_objective(log_ratio, advantages, low, high).mean()
+    bounds = {"epsilon_low": low, "epsilon_high": high}
+    loss = SURROGATES["clip"](log_ratio, advantages[:, None], log_probs, old, **bounds).mean()
     loss.backward()
     check(loss.detach(), outputs["loss"])
     check(log_probs.grad, outputs["grad_logps"])
-    is_low, is_high = (m.float() for m in clip_masks(log_ratio.detach(), advantages, low, high))
+    removed = (log_probs.grad == 0).all(1) & mask.any(1)
+    is_low, is_high = (removed & (advantages < 0)).float(), (removed & (advantages > 0)).float()
     ours = {
         "entropy": masked_mean(tensor(inputs["ent"]), mask) if "ent" in inputs else torch.tensor(1.0),
         "clip_ratio/low_mean": is_low.mean(),
@@ -121,13 +134,40 @@ def run_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
         check(ours[name], value)
 
 
+# How TRL's loss types are made of our parts: ratio, surrogate, aggregation, and what epsilon_high means for it.
+GRPO_LOSSES: dict[str, tuple[str, str, str]] = {
+    "grpo": ("token", "clip", "sequence_mean"),
+    "dapo": ("token", "clip", "token_mean"),
+    "cispo": ("token", "cispo", "token_mean"),
+    "vespo": ("sequence", "vespo", "token_mean"),
+}
+
+
+def run_grpo_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
+    log_probs, old, mask = tensor(inputs["logps"]), tensor(inputs["old"]), tensor(inputs["mask"]).bool()
+    advantages = tensor(inputs["adv"])[:, None]
+    ratio, surrogate, aggregation = GRPO_LOSSES[inputs["loss_type"]]
+    if inputs.get("importance_sampling_level") == "sequence":
+        ratio = "sequence_mean"
+    settings = {}
+    if surrogate == "cispo":
+        settings = {"epsilon_high": inputs["epsilon_high"] - 1}  # TRL's is the bound itself
+    log_probs.requires_grad_()
+    log_ratio = RATIOS[ratio](log_probs, old, mask)
+    values = share_out(SURROGATES[surrogate](log_ratio, advantages, log_probs, old, **settings), mask)
+    loss = aggregate(values, mask, aggregation)
+    loss.backward()
+    check(loss.detach(), outputs["loss"])
+    check(log_probs.grad, outputs["grad_logps"])
+
+
 def run_logprob(inputs: Inputs, outputs: dict[str, Any]) -> None:
     logits, ids = tensor(inputs["logits"]), torch.tensor(inputs["ids"])
     identity = torch.eye(logits.shape[-1])  # with it the hidden states are the logits
     distribution = SamplingDistribution(temperature=inputs.get("temperature", 1.0))
-    log_probs, entropy = token_log_probs(logits.flatten(0, 1), identity, ids.flatten(), distribution=distribution)
-    check(log_probs.view_as(ids), outputs["logps"])
-    check(entropy.view_as(ids), outputs["entropy"])
+    scored = token_log_probs(logits.flatten(0, 1), identity, ids.flatten(), distribution=distribution)
+    check(scored.log_probs.view_as(ids), outputs["logps"])
+    check(scored.entropy.view_as(ids), outputs["entropy"])
 
 
 def run_stats(inputs: Inputs, outputs: dict[str, Any]) -> None:
@@ -138,7 +178,9 @@ def run_stats(inputs: Inputs, outputs: dict[str, Any]) -> None:
 
 RUNNERS: dict[str, Callable[[Inputs, dict[str, Any]], None]] = {
     "advantage": run_advantage,
+    "grpo_advantage": run_grpo_advantage,
     "loss": run_loss,
+    "grpo_loss": run_grpo_loss,
     "logprob": run_logprob,
     "stats": run_stats,
 }
@@ -149,10 +191,12 @@ def test_case(name):
     RUNNERS[CASES[name]["kind"]](CASES[name]["inputs"], CASES[name]["outputs"])
 
 
-@pytest.mark.parametrize("name", names_of("advantage"))
+@pytest.mark.parametrize("name", names_of("advantage") + names_of("grpo_advantage"))
 def test_advantages_of_rows_that_come_one_by_one_through_a_buffer(name):
     inputs, outputs = CASES[name]["inputs"], CASES[name]["outputs"]
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=MCAdvantage(inputs["num_generations"]))
+    estimator = "rloo" if CASES[name]["kind"] == "advantage" else grpo_estimator(inputs)
+    transform = MCAdvantage(inputs["num_generations"], estimator=estimator)
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=transform)
     earned, groups = returns(inputs), group_ids(inputs)
     order = torch.randperm(len(earned), generator=torch.Generator().manual_seed(0)).tolist()
     for i in order:
@@ -164,8 +208,7 @@ def test_advantages_of_rows_that_come_one_by_one_through_a_buffer(name):
 
 def test_every_case_is_run_or_listed():
     kinds = {case["kind"] for case in CASES.values()}
-    assert kinds == set(RUNNERS) | {"sampler"} | NOT_BUILT_YET
-    assert not set(RUNNERS) & NOT_BUILT_YET
+    assert kinds == set(RUNNERS) | {"sampler", "schedule", "reward"}
 
 
 @pytest.mark.parametrize("name", names_of("sampler"))

@@ -14,13 +14,22 @@ from torchrl_rloo.data import (
     concatenate,
     gather_actions,
     keys,
+    micro_batches,
     pad,
     ragged,
     stack_rows,
     tensor_rows,
     unpad,
 )
-from torchrl_rloo.data.rows import as_lazy, collection, place_actions, spread_actions
+from torchrl_rloo.data.rows import (
+    LAYOUTS,
+    as_lazy,
+    collection,
+    place_actions,
+    prompt_groups,
+    prompt_lengths,
+    spread_actions,
+)
 
 lengths = st.lists(st.integers(0, 7), min_size=1, max_size=5)
 masks = st.lists(st.lists(st.booleans(), max_size=8).map(lambda m: [False, *m]), min_size=1, max_size=5)
@@ -176,3 +185,97 @@ def test_collection_is_the_class_itself(cls: type) -> None:
     assert type(made) is cls and made.batch_size == expected.batch_size == torch.Size([])
     assert torch.equal(getattr(made, field), getattr(expected, field))
     assert made.padded is False
+
+
+def test_prompts_end_where_the_first_action_begins() -> None:
+    masks = [torch.tensor(m, dtype=torch.bool) for m in ([0, 0, 1, 0, 1], [0, 1], [0, 0, 0], [0])]
+    assert prompt_lengths(masks) == [2, 1, 3, 1]
+
+
+def test_rows_with_equal_prompts_are_grouped() -> None:
+    tokens = [torch.tensor(t) for t in ([1, 2, 3], [1, 2, 4, 5], [1, 2], [2, 1, 3], [1, 2, 9])]
+    assert prompt_groups(tokens, [2, 2, 1, 2, 2]) == [[0, 1, 4], [2], [3]]
+
+
+def grouped_rows(groups: list[list[int]], prompt: int) -> LazyStackedTensorDict:
+    """Rows of ``group`` ``g`` begin with ``prompt`` times the id ``g``; ``groups`` has their lengths after that."""
+    rows = []
+    for g, lengths in enumerate(groups):
+        for n in lengths:
+            tokens = torch.cat([torch.full((prompt,), g), torch.randint(100, 10**9, (n,))])
+            rows.append(TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: torch.arange(prompt + n) >= prompt}, []))
+    return stack_rows(rows)
+
+
+def contents(rows: LazyStackedTensorDict) -> list[tuple[int, ...]]:
+    return [tuple(t.tolist()) for t in ragged(rows, keys.TOKENS)]
+
+
+def cost(rows: LazyStackedTensorDict, layout: str) -> int:
+    lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
+    if layout == "padded":
+        return len(lengths) * max(lengths)
+    if layout == "packed":
+        return sum(lengths)
+    prompts = prompt_lengths(ragged(rows, keys.ACTION_MASK))
+    different = {row[:n]: n for row, n in zip(contents(rows), prompts, strict=True)}
+    return sum(lengths) - sum(prompts) + sum(different.values())
+
+
+groups_of_rows = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@few
+@given(groups_of_rows, st.sampled_from(LAYOUTS), st.integers(1, 60), st.none() | st.integers(1, 6))
+def test_micro_batches_hold_every_row_once_and_keep_both_limits(
+    groups: list[list[int]], layout: str, budget: int, size: int | None
+) -> None:
+    rows = grouped_rows(groups, prompt=3)
+    pieces = list(micro_batches(rows, size, max_tokens=budget, layout=layout))
+    assert sorted(c for piece in pieces for c in contents(piece)) == sorted(contents(rows))
+    for piece in pieces:
+        assert len(piece) == 1 or cost(piece, layout) <= budget
+        assert size is None or len(piece) <= size
+
+
+def test_a_budget_counts_what_the_layout_makes_of_the_rows() -> None:
+    rows = grouped_rows([[10, 2], [2, 2]], prompt=5)  # lengths 15, 7, 7, 7
+    sizes = {
+        (layout, budget): [len(p) for p in micro_batches(rows, max_tokens=budget, layout=layout)]
+        for layout, budget in [("padded", 30), ("packed", 30), ("shared_prefix", 26), ("shared_prefix", 25)]
+    }
+    assert sizes["padded", 30] == [2, 2]  # 2 x 15, 2 x 7
+    assert sizes["packed", 30] == [3, 1]  # 15 + 7 + 7, 7
+    assert sizes["shared_prefix", 26] == [4]  # 5 + 12, 5 + 4
+    assert sizes["shared_prefix", 25] == [3, 1]
+
+
+def test_rows_of_a_prompt_stay_together_where_prompts_are_shared() -> None:
+    rows = grouped_rows([[9, 1, 5], [8, 2, 6], [7, 3, 4]], prompt=4)
+    pieces = list(micro_batches(rows, max_tokens=20, layout="shared_prefix"))
+    assert [{c[0] for c in contents(p)} for p in pieces] == [{0}, {1}, {2}]
+    assert [len(c) - 4 for c in contents(pieces[0])] == [9, 5, 1]
+
+
+def test_longest_rows_come_first_and_what_fits_is_not_touched() -> None:
+    rows = grouped_rows([[1, 4], [3, 2]], prompt=1)
+    lengths = [[len(c) for c in contents(p)] for p in micro_batches(rows, 3)]
+    assert lengths == [[5, 4, 3], [2]]
+    for kwargs in ({}, {"size": 4}, {"max_tokens": 20}, {"size": 5, "max_tokens": 14, "layout": "packed"}):
+        (whole,) = micro_batches(rows, **kwargs)
+        assert whole is rows
+    (empty,) = micro_batches(rows[:0], max_tokens=5)
+    assert len(empty) == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"size": 0}, "size=0 must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"layout": "dense"}, "layout='dense' must be one of"),
+    ],
+)
+def test_wrong_limits_are_refused(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(micro_batches(grouped_rows([[1]], prompt=1), **kwargs))

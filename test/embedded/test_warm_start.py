@@ -93,7 +93,7 @@ def test_model_size_and_seed():
 # ----------------------------------------------------------------------------------------------------------- warm start
 def test_the_loss_is_the_mean_over_assistant_tokens():
     model = build_model(TOKENIZER, 0)
-    ids, mask = _encode_demonstrations(TOKENIZER, 0)
+    ids, mask = _encode_demonstrations(TOKENIZER, 0, clean=False)
     rows = mask.sum(1).argsort()[:1500:100]  # of different lengths, and all shorter than the padded width
     ids, mask = ids[rows], mask[rows]
     assert not mask[:, -1].any() and len(mask.sum(1).unique()) > 3
@@ -105,7 +105,7 @@ def test_it_learns_and_says_so(tmp_path):
     lines: list[str] = []
     warm_start(0, steps=STEPS, cache_dir=tmp_path, log=lines.append)
     assert lines[-1].startswith(f"warm start: step {STEPS}/{STEPS}, loss ")
-    ids, mask = _encode_demonstrations(TOKENIZER, 0)
+    ids, mask = _encode_demonstrations(TOKENIZER, 0, clean=False)
     untrained = _assistant_loss(build_model(TOKENIZER, 0), ids[:64], mask[:64]).item()
     assert float(lines[-1].split()[-1]) < untrained - 1
 

@@ -10,11 +10,15 @@ from tensordict import TensorDictBase
 from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ragged
+from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data.rows import gather_actions, ragged
+from torchrl_rloo.embedded import build_model
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
+from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.modules.reference import MovingReference
+from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
 
 COEFF = 0.3
 
@@ -152,6 +156,29 @@ def test_the_penalty_comes_after_the_clip(collect: Callable, make_ref: Callable,
         torch.testing.assert_close(row[keys.REWARD].reshape(()), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_another_estimator(estimator: str, collect: Callable, make_ref: Callable, ref_model) -> None:
+    rows, plain = collect(KLRewardTransform(make_ref(), COEFF, estimator=estimator)), collect()
+    for row, before in zip(rows.unbind(0), plain.unbind(0), strict=True):
+        kl = KL_ESTIMATORS[estimator](row[keys.LOG_PROBS], reference_log_probs(ref_model, row))
+        expected = before[keys.REWARD] - COEFF * kl[row[keys.ACTION_MASK]].sum()
+        torch.testing.assert_close(row[keys.REWARD], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adaptive_coefficient_is_read_at_each_use(collect: Callable, make_ref: Callable) -> None:
+    coefficient = AdaptiveKLCoefficient(COEFF, target=1.0, horizon=10)
+    transform = KLRewardTransform(make_ref(), coefficient)
+    coefficient.update(1000.0, num_samples=10)
+    rows, expected = collect(transform), collect(KLRewardTransform(make_ref(), 1.2 * COEFF))
+    torch.testing.assert_close(rows[keys.REWARD], expected[keys.REWARD])
+
+
+def test_a_moving_reference(collect: Callable, policy_model, bpe) -> None:
+    ref = MovingReference(TransformersWrapper(policy_model, tokenizer=bpe, generate=False), every=1)
+    rows, plain = collect(KLRewardTransform(ref, 1.0)), collect()
+    torch.testing.assert_close(rows[keys.REWARD], plain[keys.REWARD], rtol=0, atol=1e-4)
+
+
 def test_an_abstention_stays_one(collect: Callable, make_ref: Callable) -> None:
     def abstain(completions, **_):
         return [None if i % 2 else 1.0 for i in range(len(completions))]
@@ -191,3 +218,36 @@ def test_arguments_are_checked(policy_model, bpe, make_ref: Callable) -> None:
         KLRewardTransform(TransformersWrapper(policy_model, tokenizer=bpe), 0.1)
     with pytest.raises(ValueError, match="kl_to_ref_coeff=-0.1"):
         KLRewardTransform(make_ref(), -0.1)
+    with pytest.raises(ValueError, match="kl_to_ref_coeff=nan"):
+        KLRewardTransform(make_ref(), float("nan"))
+    with pytest.raises(ValueError, match="'k4' is unknown"):
+        KLRewardTransform(make_ref(), 0.1, estimator="k4")
+    with pytest.raises(ValueError, match="Linear has none"):
+        KLRewardTransform(torch.nn.Linear(1, 1), 0.1)
+
+
+def test_the_reference_is_scored_over_the_tokens_that_the_sampler_could_draw(tokenizer, model):
+    settings = {"top_p": 0.8}
+    policy = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        generate_kwargs=settings | {"max_new_tokens": 6, "seed": 0},
+        record_support=True,
+    )
+    other = TransformersWrapper(
+        build_model(tokenizer, seed=1).eval(), tokenizer=tokenizer, generate=False, generate_kwargs=settings
+    )
+    env = DatasetChatEnv(
+        load_prompts([{"prompt": f"What is {i}?"} for i in range(4)]),
+        tokenizer,
+        prompts_per_batch=2,
+        num_generations=2,
+        rewards=lambda completions, **columns: [0.0] * len(completions),
+        after_rewards=[KLRewardTransform(other, 0.1)],
+    )
+    rows = LLMCollector(env, policy).collect()
+    over_support = other.score(rows)
+    recorded = gather_actions(ragged(rows, keys.REF_LOG_PROBS), over_support.actions)
+    torch.testing.assert_close(recorded, over_support.log_probs.detach(), atol=0, rtol=0)
+    anew = other.score(rows.exclude("support")).log_probs
+    assert (anew - recorded).abs().max() > 0.01

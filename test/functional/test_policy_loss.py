@@ -7,125 +7,208 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.functional import clip_masks, clipped_objective, reinforce_objective, sequence_log_ratio
+from torchrl_rloo.functional.aggregation import AGGREGATIONS, aggregate
+from torchrl_rloo.functional.policy_loss import SURROGATES, clipped_surrogate, settings_of, vespo_surrogate
+from torchrl_rloo.functional.ratios import RATIOS, share_out, token_log_ratio
 
-rows_of_floats = st.lists(st.tuples(st.floats(-3, 3), st.floats(-4, 4)), min_size=1, max_size=8)
-epsilons = st.tuples(st.floats(0.01, 1.0), st.floats(0.01, 2.0))
-
-
-def slow_objective(log_ratio: float, advantage: float, low: float, high: float) -> float:
-    ratio = math.exp(log_ratio)
-    return -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+log_probs_of_tokens = st.floats(-6, -0.01)
+tokens = st.lists(st.tuples(log_probs_of_tokens, log_probs_of_tokens, st.floats(-4, 4)), min_size=1, max_size=6)
 
 
-def slow_gradient(log_ratio: float, advantage: float, low: float, high: float) -> float:
-    """d objective / d log_ratio, away from the clip's corners."""
-    ratio = math.exp(log_ratio)
-    removed = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
-    return 0.0 if removed else -ratio * advantage
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
 
 
-@settings(deadline=None, max_examples=60)
-@given(rows_of_floats, epsilons)
-def test_clipped_objective_and_its_gradient_equal_a_slow_loop(rows, epsilon):
-    low, high = epsilon
-    log_ratio, advantages = torch.tensor(rows, dtype=torch.float64).T
-    log_ratio = log_ratio.clone().requires_grad_()
-    objective = clipped_objective(log_ratio, advantages, low, high)
-    expected = torch.tensor([slow_objective(x, a, low, high) for x, a in rows], dtype=torch.float64)
-    torch.testing.assert_close(objective.detach(), expected)
-    objective.sum().backward()
-    gradient = torch.tensor([slow_gradient(x, a, low, high) for x, a in rows], dtype=torch.float64)
-    corner = ((log_ratio.exp() - 1 + low).abs() < 1e-9) | ((log_ratio.exp() - 1 - high).abs() < 1e-9)
-    torch.testing.assert_close(log_ratio.grad[~corner], gradient[~corner])
+# Of one token: value and gradient with respect to its log-prob, from the papers' equations, differentiated by hand.
 
 
-@settings(deadline=None, max_examples=60)
-@given(rows_of_floats, epsilons)
-def test_clip_masks_mark_the_rows_without_gradient(rows, epsilon):
-    low, high = epsilon
-    log_ratio, advantages = torch.tensor(rows, dtype=torch.float64).T
-    low_mask, high_mask = clip_masks(log_ratio, advantages, low, high)
-    assert low_mask.tolist() == [math.exp(x) < 1 - low and a < 0 for x, a in rows]
-    assert high_mask.tolist() == [math.exp(x) > 1 + high and a > 0 for x, a in rows]
+def slow_clip(new, old, advantage, *, epsilon_low=0.2, epsilon_high=0.2, dual_clip=None):
+    ratio = math.exp(new - old)
+    objective = min(ratio * advantage, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantage)
+    flat = ratio > 1 + epsilon_high if advantage > 0 else ratio < 1 - epsilon_low
+    if dual_clip is not None and advantage < 0 and objective < dual_clip * advantage:
+        objective, flat = dual_clip * advantage, True
+    return -objective, 0.0 if flat else -ratio * advantage
 
 
-def test_gradcheck():
-    log_ratio = torch.tensor([-0.9, -0.1, 0.05, 0.15, 1.0], dtype=torch.float64, requires_grad=True)
+def slow_cispo(new, old, advantage, *, epsilon_low=1.0, epsilon_high=4.0):
+    weight = clip(math.exp(new - old), 1 - epsilon_low, 1 + epsilon_high)
+    return -weight * advantage * new, -weight * advantage
+
+
+def slow_sapo(new, old, advantage, *, tau_positive=1.0, tau_negative=1.05):
+    ratio, tau = math.exp(new - old), tau_positive if advantage > 0 else tau_negative
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage
+
+
+def slow_dppo(new, old, advantage, *, delta=0.15):
+    ratio = math.exp(new - old)
+    outside = abs(math.exp(new) - math.exp(old)) > delta
+    kept = 0.0 if outside and (ratio - 1) * advantage > 0 else 1.0
+    return -kept * ratio * advantage, -kept * ratio * advantage
+
+
+def slow_vespo(
+    new, old, advantage, *, k_positive=2.0, k_negative=3.0, lambda_positive=3.0, lambda_negative=2.0
+) -> tuple[float, float]:
+    ratio = math.exp(new - old)
+    k, lambda_ = (k_positive, lambda_positive) if advantage >= 0 else (k_negative, lambda_negative)
+    weight = ratio**k * math.exp(lambda_ * (1 - ratio))
+    return -weight * advantage * new, -weight * advantage
+
+
+SLOW = {"clip": slow_clip, "cispo": slow_cispo, "sapo": slow_sapo, "dppo": slow_dppo, "vespo": slow_vespo}
+CASES = {
+    "clip": ("clip", {}),
+    "asymmetric clip": ("clip", {"epsilon_low": 0.1, "epsilon_high": 0.6}),
+    "dual clip": ("clip", {"dual_clip": 3.0}),
+    "asymmetric dual clip": ("clip", {"epsilon_low": 0.3, "epsilon_high": 0.28, "dual_clip": 1.5}),
+    "no clip": ("clip", {"epsilon_low": 1.0, "epsilon_high": math.inf}),
+    "cispo": ("cispo", {}),
+    "cispo, both sides": ("cispo", {"epsilon_low": 0.4, "epsilon_high": 0.5}),
+    "sapo": ("sapo", {}),
+    "steep sapo": ("sapo", {"tau_positive": 2.0, "tau_negative": 3.5}),
+    "dppo": ("dppo", {}),
+    "narrow dppo": ("dppo", {"delta": 0.02}),
+    "vespo": ("vespo", {}),
+    "other vespo": (
+        "vespo",
+        {"k_positive": 1.5, "k_negative": 2.5, "lambda_positive": 1.2, "lambda_negative": 0.7},
+    ),
+}
+
+
+def near_a_corner(new, old, advantage, surrogate: str, chosen: dict) -> bool:
+    """Whether rounding could decide on which side of a bound a token lies."""
+    ratio, bounds = math.exp(new - old), []
+    if surrogate in ("clip", "cispo"):
+        bounds += [1 - chosen.get("epsilon_low", 0.2), 1 + chosen.get("epsilon_high", 0.2)]
+        bounds += [chosen["dual_clip"]] if chosen.get("dual_clip") else []
+    if surrogate == "dppo":
+        shift = abs(math.exp(new) - math.exp(old))
+        return abs(shift - chosen.get("delta", 0.15)) < 1e-9 or abs(ratio - 1) < 1e-9
+    return any(abs(ratio - bound) < 1e-9 for bound in bounds)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens)
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_equal_a_slow_loop(name, rows):
+    surrogate, chosen = CASES[name]
+    rows = [row for row in rows if not near_a_corner(*row, surrogate, chosen)] or [(-1.0, -1.1, 0.5)]
+    new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
+    new.requires_grad_()
+    log_ratio = token_log_ratio(new, old, torch.ones_like(new, dtype=torch.bool))
+    loss = SURROGATES[surrogate](log_ratio, advantages, new, old, **chosen)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    expected = torch.tensor([SLOW[surrogate](*row, **chosen) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(loss.detach()[0], expected[:, 0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient[0], expected[:, 1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, (s, _) in CASES.items() if s in ("clip", "sapo", "dppo")])
+def test_gradcheck(name):
+    """Finite differences, of the surrogates without a stopped gradient."""
+    surrogate, chosen = CASES[name]
+    new = torch.tensor([[-0.9, -1.3, -0.4, -2.2, -0.2]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[-1.0, -1.9, -2.0, -1.1, -0.26]], dtype=torch.float64)
     for sign in (1.0, -1.0):
-        advantages = sign * torch.tensor([1.0, -2.0, 0.5, 3.0, 1.0], dtype=torch.float64)
-        torch.autograd.gradcheck(lambda x, a=advantages: clipped_objective(x, a, 0.2, 0.3), log_ratio)
-    log_probs = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    old, advantages = torch.zeros(3, 4, dtype=torch.float64), torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    torch.autograd.gradcheck(lambda x: sequence_log_ratio(x, old, mask), log_probs)
-    torch.autograd.gradcheck(lambda x: reinforce_objective(x, advantages, mask), log_probs)
+        advantages = sign * torch.tensor([[1.0, -2.0, 0.5, 3.0, 1.0]], dtype=torch.float64)
+        check = lambda x, a=advantages: SURROGATES[surrogate](x - old, a, x, old, **chosen)  # noqa: E731
+        assert torch.autograd.gradcheck(check, new)
 
 
-def test_on_policy_gradient_is_that_of_reinforce():
-    advantages, mask = torch.tensor([1.5, -0.5]), torch.tensor([[True, True], [True, False]])
-    log_probs = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
-    log_ratio = sequence_log_ratio(log_probs, log_probs.detach(), mask)
-    (clipped,) = torch.autograd.grad(clipped_objective(log_ratio, advantages, 0.2, 0.2).sum(), log_probs)
-    (plain,) = torch.autograd.grad(reinforce_objective(log_probs, advantages, mask).sum(), log_probs)
-    assert torch.equal(clipped, plain)
-    assert clipped.tolist() == [[-1.5, -1.5], [0.5, 0.0]]
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(log_probs_of_tokens, st.floats(-4, 4)), min_size=1, max_size=6))
+@pytest.mark.parametrize("name", CASES)
+def test_at_a_ratio_of_one_the_gradient_is_reinforces(name, rows):
+    surrogate, chosen = CASES[name]
+    new, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
+    new.requires_grad_()
+    old = new.detach()
+    loss = SURROGATES[surrogate](new - old, advantages, new, old, **chosen)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    torch.testing.assert_close(gradient, -advantages, rtol=1e-12, atol=1e-12)
 
 
-def test_objective_falls_back_to_the_unclipped_one():
-    log_ratio, advantages = torch.tensor([-5.0, 3.0, 0.3]), torch.tensor([-1.0, 1.0, 2.0])
-    unclipped = -(log_ratio.exp() * advantages)
-    torch.testing.assert_close(clipped_objective(log_ratio, advantages, 1.0, math.inf), unclipped)
+LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if not (r == "sequence" and s == "dppo")]  # dppo is of tokens
 
 
-@pytest.mark.parametrize("epsilon", [(0.2, 0.2), (1.0, math.inf)])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("ratio", "surrogate"), LEVELS)
+def test_on_policy_all_ratios_have_one_gradient_under_one_aggregation(ratio, surrogate, aggregation):
+    lengths, advantages = (4, 1, 2), (1.5, -0.5, 2.0)
+    mask = torch.tensor([[t < n for t in range(4)] for n in lengths])
+    generator = torch.Generator().manual_seed(0)
+    new = (-3 * torch.rand(3, 4, dtype=torch.float64, generator=generator) * mask).requires_grad_()
+    column = torch.tensor(advantages, dtype=torch.float64)[:, None]
+    loss = SURROGATES[surrogate](RATIOS[ratio](new, new.detach(), mask), column, new, new.detach())
+    total = aggregate(share_out(loss, mask), mask, aggregation, constant=8.0)
+    (gradient,) = torch.autograd.grad(total, new)
+    for i, length in enumerate(lengths):
+        divisor = {"sequence_sum": 3, "sequence_mean": 3 * length, "token_mean": 7, "constant": 3 * 8}[aggregation]
+        for t in range(4):
+            expected = -advantages[i] / divisor if t < length else 0.0
+            assert gradient[i, t].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_loss_of_a_sequence_is_one_value_and_token_advantages_make_it_one_of_each_token():
+    new = torch.full((2, 3), -1.0)
+    log_ratio, old = torch.zeros(2, 1), new.clone()
+    assert clipped_surrogate(log_ratio, torch.ones(2, 1), new, old).shape == (2, 1)
+    assert clipped_surrogate(log_ratio, torch.ones(2, 3), new, old).shape == (2, 3)
+    assert vespo_surrogate(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is of each token
+
+
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("log_ratio", [-200.0, -30.0, 30.0, 88.8, 200.0])
-def test_extreme_log_ratios_give_finite_values_and_gradients(log_ratio, advantage, epsilon):
-    x = torch.tensor([log_ratio], requires_grad=True)
-    objective = clipped_objective(x, torch.tensor([advantage]), *epsilon)
-    objective.sum().backward()
-    assert objective.isfinite().all() and x.grad.isfinite().all()
+@pytest.mark.parametrize("log_ratio", [-1000.0, -100.0, -30.0, 30.0, 88.8, 100.0, 1000.0])
+@pytest.mark.parametrize("name", CASES)
+def test_extreme_log_ratios_give_finite_values_and_gradients(name, log_ratio, advantage):
+    surrogate, chosen = CASES[name]
+    new = torch.full((1, 2), min(log_ratio, 0.0), requires_grad=True)
+    old = torch.full((1, 2), min(-log_ratio, 0.0))
+    loss = SURROGATES[surrogate](new - old, torch.full((1, 1), advantage), new, old, **chosen)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert loss.isfinite().all() and gradient.isfinite().all()
     if advantage == 0:
-        assert objective.item() == 0 and x.grad.item() == 0
+        assert (loss == 0).all() and (gradient == 0).all()
 
 
 def test_extreme_ratios_that_the_clip_bounds_have_its_value():
-    log_ratio = torch.tensor([30.0, 200.0, -30.0, -200.0], requires_grad=True)
-    objective = clipped_objective(log_ratio, torch.tensor([1.0, 2.0, -1.0, -2.0]), 0.2, 0.3)
-    torch.testing.assert_close(objective.detach(), torch.tensor([-1.3, -2.6, 0.8, 1.6]))
-    objective.sum().backward()
-    assert log_ratio.grad.tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("log_ratio", [15.0, 21.0, 30.0, 80.0])
-def test_a_bad_row_of_high_ratio_is_pushed_down(log_ratio):
-    """The clip leaves a high ratio with a negative advantage alone: the row keeps its gradient and is not counted."""
-    x, advantages = torch.tensor([log_ratio], requires_grad=True), torch.tensor([-1.0])
-    clipped_objective(x, advantages, 0.2, 0.2).sum().backward()
-    assert not any(mask.any() for mask in clip_masks(x.detach(), advantages, 0.2, 0.2))
-    assert x.grad.item() > 1
-
-
-def test_log_ratio_reads_action_tokens_alone():
-    nan, inf = float("nan"), float("inf")
-    new = torch.tensor([[-1.0, -2.0, nan], [inf, nan, nan]], requires_grad=True)
-    old = torch.tensor([[-1.5, -1.0, nan], [nan, -inf, 3.0]])
-    mask = torch.tensor([[True, True, False], [False, False, False]])
-    log_ratio = sequence_log_ratio(new, old, mask)
-    assert log_ratio.tolist() == [-0.5, 0.0]
-    log_ratio.sum().backward()
-    assert new.grad.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 5), st.integers(0, 4))
-def test_padding_changes_no_row(length, padding):
-    new, old = torch.linspace(-3, -1, 2 * length).reshape(2, length), torch.full((2, length), -2.0)
-    mask = torch.ones(2, length, dtype=torch.bool)
-    pad = (0, padding)
-    padded = sequence_log_ratio(
-        torch.nn.functional.pad(new, pad), torch.nn.functional.pad(old, pad), torch.nn.functional.pad(mask, pad)
+    log_ratio = torch.tensor([[30.0, 1000.0, -30.0, -1000.0]], requires_grad=True)
+    loss = clipped_surrogate(
+        log_ratio, torch.tensor([[1.0, 2.0, -1.0, -2.0]]), log_ratio, log_ratio, epsilon_low=0.2, epsilon_high=0.3
     )
-    torch.testing.assert_close(padded, sequence_log_ratio(new, old, mask))
-    assert padded.shape == (2,)
+    torch.testing.assert_close(loss.detach(), torch.tensor([[-1.3, -2.6, 0.8, 1.6]]))
+    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+    assert gradient.tolist() == [[0.0] * 4]
+
+
+@pytest.mark.parametrize("log_ratio", [15.0, 21.0, 30.0, 80.0, 1000.0])
+def test_a_bad_token_of_high_ratio_is_pushed_down_unless_the_dual_clip_is_on(log_ratio):
+    new, advantages = torch.tensor([[log_ratio]], requires_grad=True), torch.tensor([[-1.0]])
+    loss = clipped_surrogate(new, advantages, new, new)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert gradient.item() > 1
+    loss = clipped_surrogate(new, advantages, new, new, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert loss.item() == pytest.approx(3.0) and gradient.item() == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens, st.floats(1.01, 5))
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones_alone(rows, dual_clip):
+    new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
+    plain = clipped_surrogate(new - old, advantages, new, old)
+    floored = clipped_surrogate(new - old, advantages, new, old, dual_clip=dual_clip)
+    assert torch.equal(floored[advantages >= 0], plain[advantages >= 0])
+    bad = advantages < 0
+    assert (floored[bad] <= -dual_clip * advantages[bad] * (1 + 1e-12)).all()
+
+
+def test_settings_of_a_formula_are_its_keyword_only_parameters():
+    assert settings_of(SURROGATES["clip"]) == {"epsilon_low": 0.2, "epsilon_high": 0.2, "dual_clip": None}
+    assert settings_of(SURROGATES["dppo"]) == {"delta": 0.15}
+    assert settings_of(lambda log_ratio, advantages, log_probs, old, *, width=3: log_ratio) == {"width": 3}
+    assert settings_of(lambda log_ratio, advantages, log_probs, old: log_ratio) == {}

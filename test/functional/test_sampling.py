@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_rloo.functional import SamplingDistribution, kept_tokens, process_logits, sample_tokens, token_log_probs
+from torchrl_rloo.functional.sampling import Support
 
 LAST = 1 - 2**-24  # the largest uniform number below 1 in float32
 
@@ -131,7 +132,7 @@ def test_the_sampled_log_prob_is_the_scored_one(distribution):
     uniforms = torch.rand(40, generator=torch.Generator().manual_seed(5))
     ids, sampled = sample_tokens(logits, distribution, uniforms, seen)
     identity = torch.eye(logits.shape[1])
-    scored, _ = token_log_probs(logits, identity, ids, distribution=distribution, seen=seen)
+    scored = token_log_probs(logits, identity, ids, distribution=distribution, seen=seen).log_probs
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
     exact = [slow_probs(x, distribution, s) for x, s in zip(logits.tolist(), seen.tolist(), strict=True)]
     expected = torch.tensor([math.log(p[v]) for p, v in zip(exact, ids.tolist(), strict=True)])
@@ -174,6 +175,33 @@ def test_scoring_keeps_the_sampled_token_whatever_the_truncation():
     distribution = SamplingDistribution(top_k=1)
     processed = process_logits(logits, distribution, sampled=torch.tensor([2]))
     assert processed.isfinite().tolist() == [[True, False, True]]
+
+
+@each_distribution
+def test_a_recorded_support_takes_the_truncations_place(distribution):
+    logits, seen = random_case()
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.rand(logits.shape, generator=generator) < 0.5
+    kept[:, 2] = True
+    processed = process_logits(logits, distribution, seen, sampled=torch.zeros(6).long(), support=kept)
+    assert torch.equal(processed.isfinite(), kept), "neither the truncation nor the sampled id has a say"
+    plain = SamplingDistribution(
+        temperature=distribution.temperature, repetition_penalty=distribution.repetition_penalty
+    )
+    assert torch.equal(processed[kept], process_logits(logits, plain, seen)[kept])
+
+
+def test_what_the_sampler_left_makes_the_same_distribution_again():
+    logits, seen = random_case()
+    distribution = SamplingDistribution(temperature=0.7, top_k=5, top_p=0.8, repetition_penalty=1.2)
+    sampled = process_logits(logits, distribution, seen)
+    support = Support(sampled.isfinite().nonzero()[:, 1].int(), sampled.isfinite().sum(1).int())
+    ends = support.ends()
+    assert ends[0] == 0 and ends[-1] == len(support.ids) and len(ends) == len(logits) + 1
+    for rows in (slice(0, 6), slice(2, 4), slice(5, 6), slice(3, 3)):
+        mask = support.mask(rows, ends, logits.shape[1])
+        assert torch.equal(mask, sampled[rows].isfinite())
+        assert torch.equal(process_logits(logits[rows], distribution, seen[rows], support=mask), sampled[rows])
 
 
 @pytest.mark.parametrize(

@@ -63,3 +63,26 @@ def test_effective_sample_size_of_equal_weights_is_one(log_ratio):
 def test_effective_sample_size_of_one_weight_that_counts_and_of_none():
     assert effective_sample_size(torch.tensor([300.0, -300.0, 0.0, 0.0])).item() == pytest.approx(0.25)
     assert effective_sample_size(torch.zeros(0)).isnan()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(-10, 10), st.one_of(st.just(0.0), st.floats(0.01, 10))), max_size=12))
+def test_masked_mean_by_weights_equals_a_slow_loop(pairs):
+    total = math.fsum(w for _, w in pairs)
+    values = torch.tensor([v if w else NAN for v, w in pairs], dtype=torch.float64)
+    weights = torch.tensor([w for _, w in pairs], dtype=torch.float64)
+    expected = math.fsum(v * w for v, w in pairs) / total if total else 0.0
+    assert masked_mean(values, weights).item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_masked_mean_by_whole_weights_is_that_of_repeated_values():
+    values, weights = torch.tensor([1.0, 4.0, -2.0]), torch.tensor([2.0, 1.0, 3.0])
+    repeated = values.repeat_interleave(weights.long())
+    assert masked_mean(values, weights).item() == pytest.approx(repeated.mean().item())
+    assert masked_mean(values, torch.ones(3)).item() == masked_mean(values, torch.ones(3).bool()).item()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 1e3])
+def test_masked_mean_does_not_depend_on_the_size_of_the_weights(scale):
+    values, weights = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])
+    assert masked_mean(values, weights * scale).item() == pytest.approx(3.25, rel=1e-5)

@@ -143,11 +143,40 @@ def test_sigterm_saves_and_stops_cleanly(overrides, finished, tmp_path):
     assert results(tmp_path) == results(finished)
 
 
+METHODS = {
+    "rloo": ["kl_to_ref_coeff=null"],
+    "rloo_openrlhf": ["kl_to_ref_coeff=null", "train.layout=packed"],
+    "grpo": ["kl_to_ref_coeff=0.1", "kl_target=0.01", "train.layout=shared_prefix"],
+    "dr_grpo": ["+loss.entropy_coeff=0.01"],
+    "gspo": ["+loss.old_log_probs=proximal", "+loss.correction=tis"],
+    "cispo": ["train.merge_identical=true", "train.micro_batch_tokens=300"],
+    "reinforce_pp": ["kl_to_ref_coeff=null"],
+    "dapo": ["+loss.high_entropy_fraction=0.5", "+advantage.estimator=maxrl"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains(overrides, tmp_path, method, monkeypatch):
+    """Three steps each, with the options that go well with it; the embedded model moves, and nothing is NaN."""
+    reward = "{_target_: torchrl_rloo.rewards.SoftOverlong, max_completion_len: 12, soft_punish_cache: 11}"
+    more = ["plan.steps=3", "schedule.warmup_steps=1", "resume=never", "checkpoint.every=0", "eval.every=0"]
+    more += [f"reward.functions=[{reward}]"]  # tells completions of different lengths apart: every group has a signal
+    call_main([*overrides, *more, f"algorithm={method}", *METHODS[method]], tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "loss" in r]
+    assert len(steps) >= 2 and any(r["grad_norm"] > 0 for r in steps)  # all rewards of a step may be equal
+    assert [name for r in steps for name, value in r.items() if value != value] == []
+    assert all(r["kl_coeff"] > 0 for r in steps)
+    assert ("kl_target=0.01" in METHODS[method]) == (len({r["kl_coeff"] for r in steps}) > 1)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         (["plan.minibatches=3"], r"4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
-        (["plan.num_generations=1"], "num_generations=1: leave-one-out compares a completion with the others"),
+        (["plan.num_generations=1"], "estimator='rloo' compares the rows of a group, so it needs at least 2"),
+        (["kl_target=0.1", "kl_to_ref_coeff=0"], "kl_target=0.1 adapts a KL coefficient, but kl_to_ref_coeff is 0"),
+        (["+loss.correction=tis", "+loss.old_log_probs=proximal"], "weighs tokens, but ratio='sequence' has one"),
         (["plan.prompts_per_step=100000"], "fewer than the 100000 of a step"),
         (["generate.max_new_tokens=5000"], "more than the model's context of 512"),
         (["+generate.top_q=0.5"], "unknown sampling arguments ['top_q']"),
@@ -160,8 +189,12 @@ def test_sigterm_saves_and_stops_cleanly(overrides, finished, tmp_path):
         (["data.eval_source=other.jsonl"], "source='embedded' has its own held-out prompts"),
         (["eval.scorer=torchrl_rloo.rewards.last_boxed"], "reward last_boxed raised for every row"),
         (["model.dtype=float33"], "dtype='float33' is not a torch dtype"),
-        (["loss.ratio=token"], "ratio='token' must be one of"),
-        (["loss.clip_epsilon=-0.1"], "clip_epsilon=-0.1 must be one or two positive numbers"),
+        (["algorithm=grppo"], "algorithm='grppo' must be one of"),
+        (["algorithm=ppo"], "see tutorials/ppo.py"),
+        (["+advantage.estimatr=rloo"], "estimatr"),
+        (["train.layout=pack"], "layout='pack' must be one of"),
+        (["+loss.ratio=tokens"], "ratio='tokens' must be one of"),
+        (["+loss.clip_epsilon=-0.1"], "clip_epsilon=-0.1 must be one or two positive numbers"),
         (["log.loggers=[tensorbored]"], "tensorbored"),
         (["reward.weights=[1,2]"], "2 weights [1.0, 2.0] for 1 reward functions"),
         (["data.source=nowhere.jsonl"], "is neither a local file"),

@@ -1,6 +1,13 @@
 """Rows and what they are made of: keys, prompt datasets, chat templates, ragged batches."""
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.merging import merge_identical
+from torchrl_rloo.data.preferences import (
+    PreferenceDataset,
+    encode_demonstrations,
+    encode_preferences,
+    load_preferences,
+)
 from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
 from torchrl_rloo.data.rows import (
     ActionTokens,
@@ -27,19 +34,24 @@ from torchrl_rloo.data.templates import (
 
 __all__ = [
     "ActionTokens",
+    "PreferenceDataset",
     "PromptCounts",
     "PromptDataset",
     "action_tokens",
     "concatenate",
     "decode_response",
     "encode_conversation",
+    "encode_demonstrations",
     "encode_feedback",
+    "encode_preferences",
     "encode_prompt",
     "from_history",
     "gather_actions",
     "keys",
+    "load_preferences",
     "load_prompts",
     "longest_prompt",
+    "merge_identical",
     "micro_batches",
     "pad",
     "ragged",

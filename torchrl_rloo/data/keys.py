@@ -19,7 +19,24 @@ key                           shape        dtype    content
 ``DONE``, ``TERMINATED``,     ``[1]``      bool     ``TRUNCATED``: a token, turn or time limit ended the trajectory
 ``TRUNCATED``
 ``REF_LOG_PROBS``             ``[T]``      float32  log-prob under the frozen reference on action tokens, 0 elsewhere
-``ADVANTAGE``                 ``[1, 1]``   float32  multiplies the policy gradient of every action token of the row
+``ADVANTAGE``                 ``[1, 1]``   float32  multiplies the policy gradient of every action token of the row;
+                              or ``[T,1]``          one value for each token where credit is per turn or per token
+============================  ===========  =======  ==================================================================
+
+Optional entries, each written by the part that has a use for it:
+
+============================  ===========  =======  ==================================================================
+``PROMPT_ID``                 ``[]``       int64    which prompt of the dataset was drawn, the same in every epoch
+``TOKEN_REWARDS``             ``[T]``      float32  reward credited at each token; a turn's reward at its last action
+``PROXIMAL_LOG_PROBS``        ``[T]``      float32  log-prob under the training model before the first update of a batch
+``PROXIMAL_ENTROPY``          ``[T]``      float32  entropy (nats) of the distribution sampled from, in the same pass; 0
+                                                    except on action tokens
+``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation left, of all action tokens
+``SUPPORT_SIZES``             ``[A]``      int32    how many of those each action token has; ``K`` is their sum
+``STATE_VALUE``               ``[T, 1]``   float32  value estimate before each action token, 0 elsewhere
+``VALUE_TARGET``              ``[T, 1]``   float32  the return that the value estimate should have had
+``SAMPLE_WEIGHT``             ``[]``       float32  multiplies the row's loss
+``MULTIPLICITY``              ``[]``       int64    how many identical rows this one stands for
 ============================  ===========  =======  ==================================================================
 """
 
@@ -46,12 +63,32 @@ REWARD = ("next", "reward")
 REWARDS = ("next", "rewards")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 ADVANTAGE = "advantage"
+PROMPT_ID = "prompt_id"
+TOKEN_REWARDS = ("next", "token_rewards", "full")
+PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")
+PROXIMAL_ENTROPY = ("proximal_entropy", "full")
+SUPPORT_IDS = ("support", "ids")
+SUPPORT_SIZES = ("support", "sizes")
+STATE_VALUE = "state_value"
+VALUE_TARGET = "value_target"
+SAMPLE_WEIGHT = "sample_weight"
+MULTIPLICITY = "multiplicity"
 MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's own limit on the tokens of this turn
 
 INPUT_MODES = ("tokens", "text", "history")  # what a policy reads: ids alone, or the text or messages beside them
 
 RESERVED = frozenset(
     {QUERY, COMPLETION, GROUP_ID, GROUP_SIZE, POLICY_VERSION, NUM_TURNS, RESPONSE_TRUNCATED, SEED, MAX_NEW_TOKENS}
+    | {
+        PROMPT_ID,
+        "support",
+        "proximal_log_probs",
+        "proximal_entropy",
+        STATE_VALUE,
+        VALUE_TARGET,
+        SAMPLE_WEIGHT,
+        MULTIPLICITY,
+    }
     | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
     | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids"}
 )  # names that a dataset's own columns cannot have

@@ -6,8 +6,9 @@ or a formula needs as a rectangle is made here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
@@ -48,18 +49,90 @@ def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     return stack_rows([row for batch in batches for row in batch.unbind(0)])
 
 
-def micro_batches(rows: TensorDictBase, size: int | None) -> Iterator[TensorDictBase]:
-    """Splits a batch into pieces of at most ``size`` rows, longest rows first so that little is padded.
+def prompt_lengths(action_masks: Sequence[torch.Tensor]) -> list[int]:
+    """How many tokens come before the first action token of ``B`` rows, bool ``[T_i]`` each; all, without one."""
+    mask = pad(action_masks, False)
+    lengths = torch.tensor([len(m) for m in action_masks], device=mask.device)
+    return torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), lengths).tolist()
 
-    Yields the batch as it is for ``size=None``, and an empty batch, too: its loss has a gradient of zeros, with which
-    the optimizer takes the step that it would have taken.
+
+def prompt_groups(tokens: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the rows that begin with the same prompt, together; in order of first appearance.
+
+    Args:
+        tokens: ids of ``B`` rows, ``[T_i]`` each, on the CPU.
+        lengths: of their prompts.
     """
-    if size is None or size >= len(rows):
+    groups: dict[bytes, list[int]] = {}
+    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
+        groups.setdefault(row[:length].numpy().tobytes(), []).append(i)
+    return list(groups.values())
+
+
+def micro_batches(
+    rows: TensorDictBase,
+    size: int | None = None,
+    *,
+    max_tokens: int | None = None,
+    layout: Literal["padded", "packed", "shared_prefix"] = "padded",
+) -> Iterator[TensorDictBase]:
+    """Splits a batch into pieces of at most ``size`` rows and ``max_tokens`` tokens, longest rows first.
+
+    Yields the batch as it is where there is nothing to split, and an empty batch, too: its loss has a gradient of
+    zeros, with which the optimizer takes the step that it would have taken.
+
+    Args:
+        rows: batch size ``[B]``.
+        size: most rows of a piece; None for any number.
+        max_tokens: most tokens of a piece, as its forward pass counts them; None for any number. A row that exceeds it
+            alone makes a piece of its own.
+        layout: what the forward pass makes of a piece. ``"padded"``: rows times the longest of them are counted.
+            ``"packed"``: the sum of their lengths. ``"shared_prefix"``: the same, with a prompt that several rows begin
+            with counted once; such rows stay together as far as the limits allow.
+
+    Raises:
+        ValueError: for a limit below 1 or an unknown layout.
+    """
+    for name, limit in (("size", size), ("max_tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} must be one of {LAYOUTS}")
+    if not len(rows) or (max_tokens is None and (size is None or size >= len(rows))):
         yield rows
         return
-    order = sorted(range(len(rows)), key=[-len(t) for t in ragged(rows, keys.TOKENS)].__getitem__)
-    for start in range(0, len(rows), size):
-        yield stack_rows([rows[i] for i in order[start : start + size]])
+    pieces = list(_pieces(rows, size or len(rows), math.inf if max_tokens is None else max_tokens, layout))
+    for piece in pieces:
+        yield rows if len(pieces) == 1 else stack_rows([rows[i] for i in piece])
+
+
+LAYOUTS = ("padded", "packed", "shared_prefix")
+
+
+def _pieces(rows: TensorDictBase, size: int, max_tokens: float, layout: str) -> Iterator[list[int]]:
+    """Indices of the rows of each piece."""
+    lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
+    order = sorted(range(len(rows)), key=[-n for n in lengths].__getitem__)
+    prompt, group = [0] * len(rows), list(range(len(rows)))  # what a row shares, and with whom
+    if layout == "shared_prefix":
+        prompt = prompt_lengths(ragged(rows, keys.ACTION_MASK))
+        groups = prompt_groups([t.cpu() for t in ragged(rows, keys.TOKENS)], prompt)
+        group = [g for _, g in sorted((i, g) for g, members in enumerate(groups) for i in members)]
+        rank = {g: k for k, g in enumerate(dict.fromkeys(group[i] for i in order))}  # that of its longest row
+        order.sort(key=lambda i: rank[group[i]])
+    piece: list[int] = []
+    tokens = 0
+    for i in order:
+        if layout == "padded":
+            more = lengths[piece[0] if piece else i]  # the first is the longest
+        else:
+            more = lengths[i] - (prompt[i] if piece and group[piece[-1]] == group[i] else 0)
+        if piece and (len(piece) == size or tokens + more > max_tokens):
+            yield piece
+            piece, tokens, more = [], 0, lengths[i]
+        piece.append(i)
+        tokens += more
+    yield piece
 
 
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:

@@ -41,16 +41,12 @@ class TrainingPlan:
     max_turns: int = 1
 
     def __post_init__(self):
-        for name in ("steps", "prompts_per_step", "minibatches", "passes", "max_new_tokens", "max_turns"):
+        sizes = ("steps", "prompts_per_step", "num_generations", "minibatches", "passes", "max_new_tokens", "max_turns")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be null or at least 1")
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations={self.num_generations}: leave-one-out compares a completion with the others of its "
-                "prompt, so at least 2 are needed"
-            )
         if self.rows_per_step % self.minibatches:
             raise ValueError(
                 f"{self.prompts_per_step} prompts x {self.num_generations} completions = {self.rows_per_step} rows a "

@@ -40,7 +40,7 @@ _DEFAULT_PANELS = (
     _Panel("Policy entropy", "nats per token", ("entropy",)),
     _Panel("Mean length of a completion", "tokens", ("completions/mean_length",)),
     _Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
-    _Panel("Rows whose gradient the clip removed", "share of rows", ("clip_ratio/*",)),
+    _Panel("Gradients that the clip removed", "share of rows or tokens", ("clip_ratio/*",)),
     _Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
 )
 

@@ -41,6 +41,7 @@ def warm_start(
     seed: int = 0,
     *,
     steps: int = STEPS,
+    clean: bool = False,
     cache_dir: Path | str | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Path:
@@ -54,9 +55,11 @@ def warm_start(
     Args:
         seed: seed of the initial weights, the demonstrations and their order.
         steps: number of optimizer steps; fewer make a worse model sooner.
+        clean: whether the teacher makes no errors. After about 200 steps the model then still makes its own, and there
+            is more to learn than to prefer the better of what was demonstrated.
         cache_dir: where results are kept. Default: ``$TORCHRL_RLOO_CACHE``, else ``$XDG_CACHE_HOME/torchrl_rloo``,
             else ``~/.cache/torchrl_rloo``. A result's name holds the seed and a fingerprint of the recipe (the source
-            of this package, ``steps`` and the versions of torch, transformers and tokenizers).
+            of this package, ``steps``, ``clean`` and the versions of torch, transformers and tokenizers).
         log: called with a line of progress now and then; None is silent.
 
     Returns:
@@ -68,14 +71,14 @@ def warm_start(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     cache = Path(cache_dir) if cache_dir is not None else _default_cache_dir()
-    target = cache / f"warm-start-add-seed{seed}-{_fingerprint(steps)}"
+    target = cache / f"warm-start-add-seed{seed}-{_fingerprint(steps, clean)}"
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with _one_thread(), torch.device("cpu"):
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed)
-        _train(model, tokenizer, seed, steps, log or (lambda line: None))
+        _train(model, tokenizer, seed, steps, clean, log or (lambda line: None))
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as building:
         built = Path(building) / target.name
         model.save_pretrained(built)
@@ -93,9 +96,10 @@ def _train(
     tokenizer: PreTrainedTokenizerFast,
     seed: int,
     steps: int,
+    clean: bool,
     log: Callable[[str], None],
 ) -> None:
-    ids, mask = _encode_demonstrations(tokenizer, seed)
+    ids, mask = _encode_demonstrations(tokenizer, seed, clean)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     schedule = linear_schedule(optimizer, steps, warmup_steps=min(LR_WARMUP_STEPS, steps))
@@ -111,9 +115,11 @@ def _train(
             log(f"warm start: step {step}/{steps}, loss {loss.item():.3f}")
 
 
-def _encode_demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_demonstrations(
+    tokenizer: PreTrainedTokenizerFast, seed: int, clean: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and assistant masks of all demonstrations, both ``[N, T]``, padded on the right."""
-    rows = [encode_conversation(tokenizer, messages) for messages in demonstrations(DEMONSTRATIONS, seed)]
+    rows = [encode_conversation(tokenizer, messages) for messages in demonstrations(DEMONSTRATIONS, seed, clean=clean)]
     ids = pad([torch.tensor(row) for row, _ in rows], tokenizer.pad_token_id)
     return ids, pad([torch.tensor(mask) for _, mask in rows], False)
 
@@ -141,8 +147,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _fingerprint(steps: int) -> str:
-    digest = hashlib.sha256(repr((steps, torch.__version__, transformers.__version__, tokenizers.__version__)).encode())
+def _fingerprint(steps: int, clean: bool) -> str:
+    versions = torch.__version__, transformers.__version__, tokenizers.__version__
+    digest = hashlib.sha256(repr((steps, clean, *versions)).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

@@ -213,6 +213,8 @@ class ChatEnv(EnvBase):
             "terminated": torch.tensor([not truncated]),
             "truncated": torch.tensor([truncated]),
         }
+        if (support := row.get(keys.SUPPORT_IDS[0], None)) is not None:
+            step[keys.SUPPORT_IDS[0]] = support
         return self._set_context(TensorDict._new_unsafe(step, batch_size=torch.Size([])), full, mask, log_probs)
 
     def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:

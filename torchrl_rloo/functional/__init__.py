@@ -1,36 +1,80 @@
 """The mathematics: pure functions on plain tensors; torch is the only import."""
 
-from torchrl_rloo.functional.advantages import ESTIMATORS, Estimator, leave_one_out
-from torchrl_rloo.functional.kl import k1, k3, kl_penalised_reward
-from torchrl_rloo.functional.log_probs import token_log_probs
-from torchrl_rloo.functional.policy_loss import (
-    clip_masks,
-    clipped_objective,
-    reinforce_objective,
-    sequence_log_ratio,
+from torchrl_rloo.functional.advantages import (
+    ESTIMATORS,
+    Estimator,
+    EstimatorRecipe,
+    leave_one_out,
+    normalize_then_sum,
+    whiten,
 )
+from torchrl_rloo.functional.aggregation import AGGREGATIONS, Aggregation, aggregate
+from torchrl_rloo.functional.gae import gae
+from torchrl_rloo.functional.importance import CORRECTIONS, Correction, off_policy_mask
+from torchrl_rloo.functional.kl import (
+    KL_ESTIMATORS,
+    adapted_coefficient,
+    k1,
+    k2,
+    k3,
+    kl_loss_terms,
+    kl_penalised_reward,
+)
+from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
+from torchrl_rloo.functional.policy_loss import SURROGATES, Surrogate, settings_of
+from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
+from torchrl_rloo.functional.ratios import RATIOS, Ratio, ratio_of, sequence_log_ratio, share_out
+from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
 from torchrl_rloo.functional.rewards import combine_rewards
-from torchrl_rloo.functional.sampling import SamplingDistribution, kept_tokens, process_logits, sample_tokens
+from torchrl_rloo.functional.sampling import SamplingDistribution, Support, kept_tokens, process_logits, sample_tokens
 from torchrl_rloo.functional.statistics import effective_sample_size, masked_mean, nanstd
+from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 
 __all__ = [
+    "AGGREGATIONS",
+    "CORRECTIONS",
     "ESTIMATORS",
+    "KL_ESTIMATORS",
+    "PREFERENCE_OBJECTIVES",
+    "RATIOS",
+    "SURROGATES",
+    "Aggregation",
+    "Correction",
     "Estimator",
+    "EstimatorRecipe",
+    "Ratio",
     "SamplingDistribution",
-    "clip_masks",
-    "clipped_objective",
+    "Support",
+    "Surrogate",
+    "TokenLogProbs",
+    "adapted_coefficient",
+    "aggregate",
+    "clipped_value_loss",
     "combine_rewards",
     "effective_sample_size",
+    "explained_variance",
+    "gae",
     "k1",
+    "k2",
     "k3",
     "kept_tokens",
+    "kl_loss_terms",
     "kl_penalised_reward",
     "leave_one_out",
     "masked_mean",
     "nanstd",
+    "normalize_then_sum",
+    "off_policy_mask",
     "process_logits",
-    "reinforce_objective",
+    "ratio_of",
+    "rewards_to_go",
     "sample_tokens",
     "sequence_log_ratio",
+    "settings_of",
+    "share_out",
+    "spread_turns",
     "token_log_probs",
+    "turn_index",
+    "turn_rewards",
+    "whiten",
 ]

@@ -7,6 +7,7 @@ evaluates it, so that behaviour and training log-probs are of the same distribut
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -55,6 +56,30 @@ class SamplingDistribution:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
+class Support(NamedTuple):
+    """The tokens that a truncation left at each of ``N`` positions, as the sampler recorded them.
+
+    Attributes:
+        ids: ``[K]`` int32 or int64, all positions' tokens in order.
+        sizes: ``[N]``, how many of them each position has; ``K`` is their sum.
+    """
+
+    ids: torch.Tensor
+    sizes: torch.Tensor
+
+    def ends(self) -> list[int]:
+        """Where in ``ids`` each position begins and ends: ``N + 1`` numbers."""
+        return [0, *self.sizes.cumsum(0).tolist()]
+
+    def mask(self, rows: slice, ends: list[int], vocab_size: int) -> torch.Tensor:
+        """``[n, V]`` bool of the positions ``rows``; ``ends`` are those of :meth:`ends`, counted once for all tiles."""
+        ids, sizes = self.ids[ends[rows.start] : ends[rows.stop]], self.sizes[rows]
+        mask = torch.zeros(len(sizes), vocab_size, dtype=torch.bool, device=ids.device)
+        lines = torch.arange(len(sizes), device=ids.device).repeat_interleave(sizes.long(), output_size=len(ids))
+        mask[lines, ids.long()] = True
+        return mask
+
+
 def kept_tokens(logits: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
     """Which tokens top-k, top-p and min-p leave, in that order.
 
@@ -84,6 +109,7 @@ def process_logits(
     distribution: SamplingDistribution,
     seen: torch.Tensor | None = None,
     sampled: torch.Tensor | None = None,
+    support: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Logits of the distribution that is really sampled.
 
@@ -93,6 +119,8 @@ def process_logits(
         seen: ``[N, V]`` bool, the tokens already in each row; needed for a repetition penalty.
         sampled: ``[N]`` ids to be kept whatever the truncation says. Scoring passes the ids that were sampled, so that
             their log-prob stays finite after the weights have moved.
+        support: ``[N, V]`` bool, what the truncation left when it was recorded; then truncates in the present one's
+            place.
 
     Returns:
         ``[N, V]``, minus infinity on the tokens that cannot be sampled.
@@ -102,7 +130,9 @@ def process_logits(
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if distribution.temperature != 1:
         logits = logits / distribution.temperature
-    if distribution.truncates:
+    if support is not None:
+        logits = logits.masked_fill(~support, -torch.inf)
+    elif distribution.truncates:
         keep = kept_tokens(logits.detach(), distribution)
         if sampled is not None:
             keep = keep.scatter(-1, sampled[:, None], True)
@@ -132,9 +162,13 @@ def sample_tokens(
         greedy = SamplingDistribution(repetition_penalty=distribution.repetition_penalty)
         ids = process_logits(logits, greedy, seen).argmax(-1)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
-    log_probs = process_logits(logits, distribution, seen).log_softmax(-1)
+    return draw_tokens(process_logits(logits, distribution, seen).log_softmax(-1), uniforms)
+
+
+def draw_tokens(log_probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`sample_tokens` does once it has the log-probs ``[N, V]`` of the distribution to sample from."""
     cumulative = log_probs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).clamp(max=log_probs.shape[-1] - 1)
     return ids[:, 0], log_probs.gather(-1, ids)[:, 0]

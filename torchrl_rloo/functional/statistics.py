@@ -6,16 +6,17 @@ import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of ``values`` where ``mask`` is True; 0 where nothing is.
+    """Mean of ``values`` where ``mask`` is True, or weighted by it; 0 where nothing is.
 
     Args:
         values: any shape.
-        mask: bool, same shape.
+        mask: same shape; bool, or weights of at least 0.
 
     Returns:
         A scalar.
     """
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+    total = mask.sum()
+    return (torch.where(mask > 0, values, 0.0) * mask).sum() / torch.where(total > 0, total, 1)
 
 
 def nanstd(values: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,33 @@
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import Head, find_head, score_positions
 from torchrl_rloo.modules.loading import context_length, load_model, parse_dtype
-from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
+from torchrl_rloo.modules.packing import action_hidden, supports_packing
+from torchrl_rloo.modules.policies import TransformersWrapper
+from torchrl_rloo.modules.recording import Scorer, record_log_probs
+from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_copy, frozen_reference
+from torchrl_rloo.modules.scoring import ScoredActions
+from torchrl_rloo.modules.value import ValueHead
 
 __all__ = [
+    "AdapterReference",
     "Generated",
     "GenerationConfig",
     "Head",
+    "MovingReference",
     "ScoredActions",
+    "Scorer",
     "TransformersWrapper",
+    "ValueHead",
+    "action_hidden",
     "context_length",
     "end_of_sequence_ids",
     "find_head",
+    "frozen_copy",
+    "frozen_reference",
     "generate",
     "load_model",
     "parse_dtype",
+    "record_log_probs",
     "score_positions",
+    "supports_packing",
 ]

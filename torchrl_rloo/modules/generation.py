@@ -14,7 +14,9 @@ import torch
 from transformers import DynamicCache
 
 from torchrl_rloo.data.rows import pad
-from torchrl_rloo.functional import SamplingDistribution, sample_tokens
+from torchrl_rloo.functional import SamplingDistribution, process_logits, sample_tokens
+from torchrl_rloo.functional.sampling import Support, draw_tokens
+from torchrl_rloo.modules.head import Head
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,13 @@ class Generated(NamedTuple):
         tokens: ``[n]`` int64, the sampled ids; the last is the stop token unless ``truncated``.
         log_probs: ``[n]`` float32, in nats, under the distribution sampled.
         truncated: the token limit ended the turn.
+        support: the ids that top-k, top-p and min-p left at each token, int32 like their sizes; None if not asked for.
     """
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
     truncated: bool
+    support: Support | None = None
 
 
 def end_of_sequence_ids(tokenizer, model=None) -> tuple[int, ...]:
@@ -111,6 +115,8 @@ def generate(
     limits: torch.Tensor,
     stop_ids: Sequence[int],
     tokenizer=None,
+    head: Head | None = None,
+    record_support: bool = False,
 ) -> list[Generated]:
     """Samples one turn after each prompt. Equal prompts are read once and share the result.
 
@@ -122,12 +128,14 @@ def generate(
         limits: ``[B]`` int64, the most tokens each row may sample, at most ``L``.
         stop_ids: ids that end a turn.
         tokenizer: decodes for stop strings; not needed without them.
+        head: the model's head, if it was found: logits are then the scorer's, in float32 for narrower weights, too.
+        record_support: whether to return which ids the truncation left at each token; not for temperature 0.
 
     Returns:
         One :class:`Generated` a row, on the CPU.
     """
     device = model.device
-    decoder = _Decoder(model, prompts, config.distribution.repetition_penalty != 1)
+    decoder = _Decoder(model, head, prompts, config.distribution.repetition_penalty != 1)
     batch, length = uniforms.shape
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     limits = limits.to(device)
@@ -137,11 +145,15 @@ def generate(
     stopped = torch.zeros(batch, dtype=torch.bool, device=device)
     active = torch.arange(batch, device=device)  # the row of each line of the decoder
     live = torch.ones_like(active, dtype=torch.bool)  # lines whose row is still being sampled
+    supports = _Supports(tokens) if record_support else None
     for step in range(length):
-        sampled, sampled_log_probs = sample_tokens(
-            decoder.logits, config.distribution, uniforms[active, step], decoder.seen
-        )
-        rows = active[live]
+        rows, numbers = active[live], uniforms[active, step]
+        if supports is None:
+            sampled, sampled_log_probs = sample_tokens(decoder.logits, config.distribution, numbers, decoder.seen)
+        else:
+            full = process_logits(decoder.logits, config.distribution, decoder.seen).log_softmax(-1)
+            sampled, sampled_log_probs = draw_tokens(full, numbers)
+            supports.add(rows, step, full[live])
         tokens[rows, step], log_probs[rows, step] = sampled[live], sampled_log_probs[live]
         counts[rows] = step + 1
         done = torch.isin(sampled, stops)
@@ -157,15 +169,38 @@ def generate(
             active, sampled, live = active[live], sampled[live], live[live]
         decoder.feed(sampled)
     lengths = counts.tolist()
-    rows = zip(tokens.cpu(), log_probs.cpu(), lengths, stopped.tolist(), strict=True)
-    return [Generated(t[:n].clone(), p[:n].clone(), not s) for t, p, n, s in rows]
+    recorded = supports.of_rows(lengths) if supports is not None else [None] * batch
+    rows = zip(tokens.cpu(), log_probs.cpu(), lengths, stopped.tolist(), recorded, strict=True)
+    return [Generated(t[:n].clone(), p[:n].clone(), not s, support) for t, p, n, s, support in rows]
+
+
+class _Supports:
+    """Collects which ids a truncation left at each step, and hands them out row by row."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.sizes = torch.zeros_like(tokens, dtype=torch.int32)
+        self.rows: list[torch.Tensor] = []
+        self.ids: list[torch.Tensor] = []
+
+    def add(self, rows: torch.Tensor, step: int, log_probs: torch.Tensor) -> None:
+        kept = ~log_probs.isneginf()
+        lines, ids = kept.nonzero(as_tuple=True)
+        self.sizes[rows, step] = kept.sum(1, dtype=torch.int32)
+        self.rows.append(rows[lines])
+        self.ids.append(ids.int())
+
+    def of_rows(self, lengths: Sequence[int]) -> list[Support]:
+        order = torch.cat(self.rows).argsort(stable=True)  # by row, and within a row by step as they came
+        ids, sizes = torch.cat(self.ids)[order].cpu(), self.sizes.cpu()
+        own = ids.split(sizes.sum(1).tolist())
+        return [Support(i.clone(), s[:n].clone()) for i, s, n in zip(own, sizes, lengths, strict=True)]
 
 
 class _Decoder:
     """A model with its key-value cache: the logits of the next token of every line, and how to extend the lines."""
 
-    def __init__(self, model, prompts: Sequence[torch.Tensor], track_seen: bool):
-        self.model = model
+    def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool):
+        self.model, self.head = model, head
         unique: dict[tuple[int, ...], int] = {}
         lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
         prompts = [torch.tensor(prompt) for prompt in unique]
@@ -184,15 +219,16 @@ class _Decoder:
             self.keep(torch.tensor(lines, device=model.device))
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        out = self.model(
-            input_ids=ids,
-            attention_mask=self.mask if self.padded else None,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1].float()
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": self.mask if self.padded else None,
+            "position_ids": positions,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if self.head is not None:
+            return self.head.logits(self.head.decoder(**inputs).last_hidden_state[:, -1])
+        return self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
 
     def keep(self, lines: torch.Tensor) -> None:
         """Keeps the given lines: a bool mask, or indices which may repeat."""

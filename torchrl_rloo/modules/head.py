@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchrl_rloo.functional import SamplingDistribution, process_logits, token_log_probs
+from torchrl_rloo.functional import SamplingDistribution, process_logits
+from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
+from torchrl_rloo.functional.projection import accumulation_dtype, project
+from torchrl_rloo.functional.sampling import Support
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -19,7 +22,8 @@ class Head:
 
     Attributes:
         decoder: ids ``[B, T]`` to hidden states ``[B, T, H]``.
-        projection: holds ``weight`` ``[V, H]`` and perhaps ``bias`` ``[V]``; read at each use, so it is never stale.
+        projection: an ``nn.Linear`` of ``weight`` ``[V, H]`` and perhaps ``bias`` ``[V]``, or peft's LoRA layer around
+            one. Its parameters are read at each use, so they are never stale.
         softcap: see :func:`~torchrl_rloo.functional.token_log_probs`.
         scale: likewise.
     """
@@ -29,47 +33,122 @@ class Head:
     softcap: float | None
     scale: float
 
+    def token_log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **kwargs) -> TokenLogProbs:
+        """:func:`~torchrl_rloo.functional.token_log_probs` of hidden states ``[N, H]`` under this head."""
+        weight, bias, low_rank = self._parameters(hidden)
+        shape = {"bias": bias, "softcap": self.softcap, "scale": self.scale, "low_rank": low_rank}
+        return token_log_probs(hidden, weight, targets, **shape, **kwargs)
+
+    @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits of a few hidden states, ``[..., H]`` to ``[..., V]``."""
-        bias = getattr(self.projection, "bias", None)
-        z = nn.functional.linear(hidden, self.projection.weight, bias).float() * self.scale
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        """Logits of a few hidden states in at least float32, ``[..., H]`` to ``[..., V]``, without a gradient."""
+        flat = hidden.flatten(0, -2)
+        with torch.autocast(flat.device.type, enabled=False):
+            weight, bias, low_rank = self._parameters(flat)
+            z = project(flat, weight)
+            for pair in low_rank:
+                z = z + project(*pair)
+            z = (z if bias is None else z + bias) * self.scale
+            z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return z.unflatten(0, hidden.shape[:-1])
+
+    def _parameters(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, list]:
+        """Weight, bias and low-rank pairs (see ``token_log_probs``) as the projection would use them now."""
+        layer = self.projection
+        if type(layer) is nn.Linear:
+            return layer.weight, layer.bias, []
+        if layer.disable_adapters and layer.merged:
+            layer.unmerge()  # as the layer does itself when it is called
+        weight, bias, low_rank = layer.base_layer.weight, layer.base_layer.bias, []
+        active = [] if layer.disable_adapters or layer.merged else layer.active_adapters
+        for name in (n for n in active if n in layer.lora_A):
+            if name in layer.lora_variant:
+                raise ValueError(
+                    f"adapter {name!r} was added to the output head later and is no plain LoRA: make a new wrapper of "
+                    "the model, which will then use full logits"
+                )
+            down, up, factor = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+            low_rank.append((down(layer.lora_dropout[name](hidden.to(down.weight.dtype))) * factor, up.weight))
+            if up.bias is not None:
+                bias = factor * up.bias if bias is None else bias + factor * up.bias
+        return weight, bias, low_rank
 
 
-def find_head(model: nn.Module) -> Head | None:
+def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
     """Finds a model's head and proves it on a few tokens; None, with one warning, if the logits do not agree.
 
     Args:
-        model: any ``AutoModelForCausalLM``.
+        model: any ``AutoModelForCausalLM``, or peft's wrapper of one.
+        warn: whether to warn.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     projection = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if decoder is not None and decoder is not model and type(projection) is nn.Linear:  # an adapter's is more than that
+    if decoder is not None and decoder is not model and (type(projection) is nn.Linear or _is_lora(projection)):
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         head = Head(decoder, projection, getattr(config, "final_logit_softcapping", None), scale)
         if _agrees(model, head):
             return head
-    _LOGGER.warning(
-        "the output head of %s was not found, so full logits are kept: memory grows with tokens times vocabulary",
-        type(model).__name__,
-    )
+    if warn:
+        _LOGGER.warning(
+            "the output head of %s was not found, so full logits are kept: memory grows with tokens times vocabulary",
+            type(model).__name__,
+        )
     return None
+
+
+def _is_lora(projection: nn.Module | None) -> bool:
+    """Whether this is peft's plain LoRA around a plain layer: other adapters (DoRA, ...) are no sum of two products."""
+    if not type(projection).__module__.startswith("peft."):
+        return False
+    from peft.tuners.lora.layer import Linear
+
+    plain = type(projection) is Linear and type(projection.base_layer) is nn.Linear
+    return plain and not projection.fan_in_fan_out and not getattr(projection, "lora_variant", True)
 
 
 @torch.no_grad()
 def _agrees(model: nn.Module, head: Head) -> bool:
     weight = head.projection.weight
     ids = torch.arange(min(4, weight.shape[0]), device=weight.device)[None]
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = head.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        logits = head.logits(head.decoder(input_ids=ids, use_cache=False).last_hidden_state).float()
     finally:
-        model.train(training)
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
-    return torch.allclose(head.logits(hidden), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+        for module, mode in training.items():
+            module.training = mode
+    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    atol = tolerance * float(expected.abs().max())
+    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=0, atol=atol)
+
+
+def predicting_states(
+    model: nn.Module, head: Head | None, tokens: torch.Tensor, positions: torch.Tensor, **kwargs
+) -> tuple[torch.Tensor, object]:
+    """Hidden states just before some of a batch's tokens.
+
+    Rows are padded on the right and the attention is causal, so padding needs no mask: no real token sees it.
+
+    Args:
+        model: the causal language model.
+        head: its head, or None.
+        tokens: ``[B, T]`` ids, padded on the right.
+        positions: ``[B, T]`` bool; never the first of a row.
+        **kwargs: passed to the decoder, or to the model.
+
+    Returns:
+        Hidden states ``[N, H]`` in row order, or without a head the model's logits ``[N, V]``; and all that the decoder
+        or the model returned.
+    """
+    if head is None:
+        out = model(input_ids=tokens, use_cache=False, **kwargs)
+        states = out.logits
+    else:
+        out = head.decoder(input_ids=tokens, use_cache=False, **kwargs)
+        states = out.last_hidden_state
+    return states[:, :-1][positions[:, 1:]], out
 
 
 def score_positions(
@@ -78,10 +157,13 @@ def score_positions(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     distribution: SamplingDistribution,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    hidden: torch.Tensor | None = None,
+    support: Support | None = None,
+    entropy: bool = True,
+    top_k: int = 0,
+) -> TokenLogProbs:
     """Log-probs and entropies of some of a batch's tokens; logits are computed for those alone.
-
-    Rows are padded on the right and the attention is causal, so padding needs no mask: no real token sees it.
 
     Args:
         model: the causal language model.
@@ -89,31 +171,42 @@ def score_positions(
         tokens: ``[B, T]`` ids, padded on the right.
         positions: ``[B, T]`` bool, which tokens to score; never the first of a row.
         distribution: the sampling distribution to score under.
+        hidden: what :func:`predicting_states` gives for these tokens, where somebody has it already (a packed forward,
+            say); the model is then not run.
+        support: the tokens that the truncation left at each position when it was sampled, to score under instead of
+            what ``distribution`` would leave now.
+        entropy: whether to compute entropies; they carry a gradient like the log-probs.
+        top_k: of how many most likely tokens to return ids and log-probs.
 
     Returns:
-        ``(log_probs [N], entropy [N])`` in float32 nats, in row order, ``N`` the number of True positions.
+        Values of the ``N`` True positions in row order, in float32 nats.
+
+    Raises:
+        ValueError: for a temperature of 0, or if ``hidden`` is not of ``N`` positions.
     """
     if distribution.temperature == 0:
         raise ValueError("temperature=0 has no log-probs to train on: a greedy policy is a point distribution")
-    predicted = positions[:, 1:]
-    targets = tokens[:, 1:][predicted]
+    targets = tokens[:, 1:][positions[:, 1:]]
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
+    if hidden is None:
+        hidden, _ = predicting_states(model, head, tokens, positions)
+    if len(hidden) != len(targets):
+        raise ValueError(f"hidden has {len(hidden)} states for {len(targets)} scored positions: one for each is needed")
     if head is not None:
-        hidden = head.decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1][predicted]
-        return token_log_probs(
-            hidden,
-            head.projection.weight,
-            targets,
-            bias=getattr(head.projection, "bias", None),
-            distribution=distribution,
-            softcap=head.softcap,
-            scale=head.scale,
-            seen=seen,
-        )
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1][predicted].float()
-    full = process_logits(logits, distribution, seen, targets).log_softmax(-1)
-    entropy = -torch.linalg.vecdot(full.detach().exp(), full.detach().masked_fill(full.isneginf(), 0.0))
-    return full.gather(-1, targets[:, None])[:, 0], entropy
+        kwargs = {"seen": seen, "support": support, "entropy": entropy, "top_k": top_k}
+        return head.token_log_probs(hidden, targets, distribution=distribution, **kwargs)
+    mask = None
+    if support is not None:
+        mask = support.mask(slice(0, len(targets)), support.ends(), hidden.shape[-1])
+    full = process_logits(hidden.to(accumulation_dtype(hidden)), distribution, seen, targets, mask).log_softmax(-1)
+    log_probs = full.gather(-1, targets[:, None])[:, 0]
+    top = full.detach().topk(top_k, -1) if top_k else None
+    finite = full.masked_fill(full.isneginf(), 0.0) if entropy else None  # 0 * -inf would be NaN
+    return TokenLogProbs(
+        log_probs,
+        -torch.linalg.vecdot(full.exp(), finite) if entropy else None,
+        *((top.indices, top.values) if top else ()),
+    )
 
 
 def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -131,7 +224,8 @@ def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor
 def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
     """Logits of the sampled distribution at every position, ``[B, T, V]``; position ``t`` predicts token ``t``.
 
-    Holds all logits at once: for interoperation, not for training.
+    Holds all logits at once: for interoperation, not for training. Recorded supports are not looked at: the present
+    truncation applies.
 
     Args:
         model: the causal language model.

@@ -8,7 +8,7 @@ full logits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -17,6 +17,7 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.rows import (
+    LAYOUTS,
     ActionTokens,
     action_tokens,
     as_lazy,
@@ -34,21 +35,15 @@ from torchrl_rloo.data.templates import (
     to_history,
 )
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
-from torchrl_rloo.modules.head import find_head, sampled_logits, score_positions
-
-
-class ScoredActions(NamedTuple):
-    """Log-probs of rows' action tokens under a model.
-
-    Attributes:
-        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's own action tokens; carries the gradient.
-        entropy: ``[B, A]`` float32 in nats, of the sampled distribution, without gradient.
-        actions: where the action tokens lie.
-    """
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
-    actions: ActionTokens
+from torchrl_rloo.modules.head import find_head, predicting_states, sampled_logits, score_positions
+from torchrl_rloo.modules.packing import action_hidden, check_packing
+from torchrl_rloo.modules.scoring import (
+    ScoredActions,
+    batch_support,
+    check_has_router,
+    extend_support,
+    load_balancing_loss,
+)
 
 
 class TransformersWrapper(LLMWrapperBase):
@@ -70,6 +65,16 @@ class TransformersWrapper(LLMWrapperBase):
         generate_kwargs: see :class:`~torchrl_rloo.modules.generation.GenerationConfig`; unknown names are refused. In
             scoring, the distribution that log-probs are of.
         num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
+        record_support: also write which ids top-k, top-p and min-p left at each action token, as ``("support", "ids")``
+            and ``("support", "sizes")``. Rows that carry them are scored over exactly those ids, so that the ratio of
+            two policies stays exact after the weights have moved; without them the scorer truncates anew.
+        layout: how rows are laid out to be scored: ``"padded"`` to a rectangle, ``"packed"`` end to end, or
+            ``"shared_prefix"``: packed, with a prompt of several rows read once. They differ in time and memory alone.
+
+    Raises:
+        ValueError: if ``record_support`` is asked of a scoring wrapper or a distribution that truncates nothing; for an
+            unknown ``layout``, or one that a generating wrapper has no use for.
+        NotImplementedError: for a packed ``layout`` of a model that cannot be packed exactly.
 
     A row's own ``"seed"`` (int64) makes its tokens independent of the rest of the batch and of the policy's stream (its
     ``num_samples`` get seeds of their own from it); its own ``"max_new_tokens"`` lowers the general limit.
@@ -97,6 +102,8 @@ class TransformersWrapper(LLMWrapperBase):
         generate: bool = True,
         generate_kwargs: Mapping[str, Any] | None = None,
         num_samples: int | None = None,
+        record_support: bool = False,
+        layout: Literal["padded", "packed", "shared_prefix"] = "padded",
     ):
         super().__init__()
         if input_mode not in INPUT_MODES:
@@ -107,7 +114,13 @@ class TransformersWrapper(LLMWrapperBase):
         self.input_mode, self.generate, self.num_samples = input_mode, generate, num_samples
         self.generate_kwargs = dict(generate_kwargs or {})
         self.config = GenerationConfig.from_kwargs(generate_kwargs)
-        self.head = None if generate else find_head(model)
+        self.record_support = record_support
+        if record_support:
+            self._check_records_support()
+        self.head = find_head(model, warn=not generate)
+        self.layout = layout
+        if layout != "padded":
+            self._check_layout()
         own = () if self.config.ignore_eos else end_of_sequence_ids(tokenizer, model)
         self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
         self.generator = None
@@ -119,8 +132,29 @@ class TransformersWrapper(LLMWrapperBase):
         self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED] if generate else ["log_probs"]
         if generate and input_mode != "tokens":
             self.out_keys.append(input_mode)
+        if record_support:
+            self.out_keys.append(keys.SUPPORT_IDS[0])
         if not generate:
             self.in_keys = [keys.TOKENS, keys.ACTION_MASK]
+
+    def _check_records_support(self) -> None:
+        distribution = self.config.distribution
+        if not self.generate:
+            raise ValueError("record_support=True needs generate=True: a scorer reads the supports that rows carry")
+        if distribution.temperature == 0 or not distribution.truncates:
+            raise ValueError(
+                f"record_support=True needs a distribution that truncates, got {distribution}: set top_k, top_p or "
+                "min_p at a temperature above 0, or leave record_support out, since every token is in the support"
+            )
+
+    def _check_layout(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r} must be one of {LAYOUTS}")
+        if self.generate:
+            raise ValueError(f"layout={self.layout!r} is of rows to score: it needs generate=False")
+        if self.head is None:
+            raise NotImplementedError(f"layout={self.layout!r} needs a model whose output head is found; use 'padded'")
+        check_packing(self.head.decoder)
 
     @property
     def distribution(self):
@@ -131,13 +165,18 @@ class TransformersWrapper(LLMWrapperBase):
         """The same model and tokenizer with other settings, e.g. ``generate=False`` to score.
 
         When the new version scores, the present sampling distribution is kept unless ``generate_kwargs`` is given.
+        ``record_support`` is kept for a version that generates from a truncated distribution.
         """
+        config = GenerationConfig.from_kwargs(kwargs.get("generate_kwargs", self.generate_kwargs))
+        truncates = config.distribution.truncates and config.distribution.temperature > 0
         settings = {
             "tokenizer": self.tokenizer,
             "input_mode": self.input_mode,
             "generate": self.generate,
             "generate_kwargs": self.generate_kwargs,
             "num_samples": self.num_samples if kwargs.get("generate", self.generate) else None,
+            "record_support": self.record_support and kwargs.get("generate", self.generate) and truncates,
+            "layout": "padded" if kwargs.get("generate", self.generate) else self.layout,
         }
         return type(self)(kwargs.pop("model", self.model), **(settings | kwargs))
 
@@ -212,6 +251,8 @@ class TransformersWrapper(LLMWrapperBase):
             limits=limits,
             stop_ids=self.stop_ids,
             tokenizer=self.tokenizer,
+            head=self.head,
+            record_support=self.record_support,
         )
 
     def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
@@ -221,6 +262,8 @@ class TransformersWrapper(LLMWrapperBase):
             if mask is None or log_probs is None or len(mask) != n:
                 mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
             mask, log_probs = mask.cpu(), log_probs.cpu()
+            if turn.support is not None:
+                extend_support(row, int(mask.sum()), turn.support)
             full = torch.cat([prompt, turn.tokens])
             row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
             row.set(
@@ -269,25 +312,55 @@ class TransformersWrapper(LLMWrapperBase):
             row.set("masks", collection(Masks, all_assistant_mask=torch.tensor(mask)))
         return rows
 
-    def score(self, rows: TensorDictBase) -> ScoredActions:
+    def score(self, rows: TensorDictBase, *, entropy: bool = True, router_loss: bool = False) -> ScoredActions:
         """Log-probs and entropies of the rows' action tokens, with gradient if enabled.
 
-        Logits are computed at action positions only, a tile at a time.
+        Logits are computed at action positions only, a tile at a time. Rows that carry supports (``record_support``)
+        are scored over those.
 
         Args:
             rows: batch size ``[B]``, with token ids and action masks.
+            entropy: whether to compute entropies; their gradient costs something only where it is used.
+            router_loss: whether to compute the load-balancing loss of a mixture of experts, over the rows' real tokens;
+                add it to the loss times the model's ``config.router_aux_loss_coef``.
+
+        Raises:
+            ValueError: for ``router_loss`` of a model without experts, or supports that do not fit the rows.
         """
         if self.generate:
             raise RuntimeError("this wrapper generates; score with wrapper.get_new_version(generate=False)")
-        actions = action_tokens(self._with_actions(as_lazy(rows)), self.tokenizer.pad_token_id or 0)
+        if router_loss:
+            check_has_router(self.model)
+        rows = self._with_actions(as_lazy(rows))
+        actions = action_tokens(rows, self.tokenizer.pad_token_id or 0)
         actions = ActionTokens(*(t.to(self.model.device) for t in actions))
-        log_probs, entropy = score_positions(
-            self.model, self.head, actions.tokens, actions.action_mask, self.distribution
+        states = router = None
+        if self.layout != "padded":
+            if router_loss:
+                raise ValueError(f"router_loss=True needs layout='padded', this wrapper has {self.layout!r}")
+            masks = ragged(rows, keys.ACTION_MASK)
+            states = action_hidden(self.head.decoder, ragged(rows, keys.TOKENS), masks, self.layout)
+        elif router_loss:
+            states, out = predicting_states(
+                self.model, self.head, actions.tokens, actions.action_mask, output_router_logits=True
+            )
+            lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
+            router = load_balancing_loss(self.model, out.router_logits, lengths, actions.tokens.shape[1])
+        scored = score_positions(
+            self.model,
+            self.head,
+            actions.tokens,
+            actions.action_mask,
+            self.distribution,
+            hidden=states,
+            support=batch_support(rows, actions),
+            entropy=entropy,
         )
-        return ScoredActions(place_actions(log_probs, actions), place_actions(entropy, actions), actions)
+        entropies = place_actions(scored.entropy, actions) if entropy else None
+        return ScoredActions(place_actions(scored.log_probs, actions), entropies, actions, router)
 
     def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
-        scored = self.score(rows)
+        scored = self.score(rows, entropy=False)
         target = rows if out is None else as_lazy(out)
         for row, values in zip(target.unbind(0), spread_actions(scored.log_probs, rows, scored.actions), strict=True):
             row.set("log_probs", collection(LogProbs, full=values))

@@ -1,83 +1,100 @@
-"""RLOOLoss: the RLOO objective over rows with advantages."""
+"""RLOOLoss: policy-gradient objectives over rows with advantages, as a choice of independent parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import TensorClass, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import gather_actions, ragged
+from torchrl_rloo.data.rows import ActionTokens, gather_actions, ragged
 from torchrl_rloo.functional import (
-    clip_masks,
-    clipped_objective,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    RATIOS,
+    SURROGATES,
+    Aggregation,
+    Correction,
+    Ratio,
+    Surrogate,
+    aggregate,
     effective_sample_size,
     k3,
+    kl_loss_terms,
     masked_mean,
-    reinforce_objective,
-    sequence_log_ratio,
+    off_policy_mask,
+    share_out,
 )
-from torchrl_rloo.modules.policies import TransformersWrapper
+from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
+from torchrl_rloo.objectives.choices import bound, check_actor, check_combination, epsilons, is_on, named
+from torchrl_rloo.objectives.counts import LossCounts, count_rows, entropy_threshold, multiplicity, row_weights
+from torchrl_rloo.objectives.output import LOSS_TERMS, RLOOLossOutput
 
-RATIOS = ("sequence", "none")
-
-
-class RLOOLossOutput(TensorClass["nocast"]):
-    """What :class:`RLOOLoss` returns: the loss, and metrics over action tokens alone (all without gradient).
-
-    Attributes:
-        loss_objective: scalar to minimise.
-        entropy: mean entropy of the sampled distribution per action token, in nats.
-        kl_approx: mean k3 divergence of the sampler's weights from the current ones per action token, in nats; 0
-            on-policy.
-        ESS: effective sample size of the rows' importance ratios, as a share of the rows; 1 on-policy.
-        clip_fraction: share of the rows whose gradient the clip removes; the sum of the next two.
-        clip_fraction_low: share of the rows clipped at ``1 - epsilon_low`` (negative advantage).
-        clip_fraction_high: share of the rows clipped at ``1 + epsilon_high`` (positive advantage).
-        log_ratio_max: largest absolute difference between a current and a behaviour token log-prob, in nats.
-        log_ratio: ``[B]``, log importance ratio of each row.
-        num_action_tokens: how many action tokens the means are over.
-    """
-
-    loss_objective: torch.Tensor
-    entropy: torch.Tensor
-    kl_approx: torch.Tensor
-    ESS: torch.Tensor
-    clip_fraction: torch.Tensor
-    clip_fraction_low: torch.Tensor
-    clip_fraction_high: torch.Tensor
-    log_ratio_max: torch.Tensor
-    log_ratio: torch.Tensor
-    num_action_tokens: torch.Tensor
+Coefficient = float | Any  # a number, or an object with __float__ such as an adaptive coefficient
 
 
 class RLOOLoss(LossModule):
-    r"""REINFORCE leave-one-out, with or without a clipped importance ratio of whole sequences.
+    r"""REINFORCE leave-one-out and its family: a ratio, a surrogate, a correction, an aggregation, and further terms.
 
-    .. math:: L = \frac{1}{N} \sum_i -\min(\rho_i A_i, \mathrm{clip}(\rho_i, 1 - \epsilon_l, 1 + \epsilon_h) A_i),
-        \quad \rho_i = \exp \sum_t m_{it} (\log \pi_\theta(a_{it}) - \log \mu(a_{it}))
+    .. math:: L = \mathrm{aggregate}_{it}\big[ w_{it} \, f(\rho_{it}, A_{it}) + \beta \, \mathrm{KL}_{it}
+        - \eta \, H_{it} \big]
 
-    over the rows ``i`` and their action tokens ``t``; :math:`\mu` are the behaviour log-probs that the rows carry
-    (Ahmadian et al. 2024, arXiv 2402.14740, with PPO's clip for batches that are used more than once). With
-    ``ratio="none"`` it is plain REINFORCE, :math:`-A_i \sum_t m_{it} \log \pi_\theta(a_{it})`.
+    over the rows ``i`` and their action tokens ``t``. The defaults are RLOO as one action per sequence (Ahmadian et al.
+    2024, arXiv 2402.14740) with PPO's clip for batches that are used more than once:
+    :math:`\frac{1}{N} \sum_i -\min(\rho_i A_i, \mathrm{clip}(\rho_i, 1 - \epsilon_l, 1 + \epsilon_h) A_i)` with
+    :math:`\rho_i = \exp \sum_t (\log \pi_\theta(a_{it}) - \log \mu(a_{it}))`. Published methods are combinations of
+    these parts: :data:`~torchrl_rloo.objectives.PRESETS`.
 
     Args:
         actor_network: scores rows; :meth:`TransformersWrapper.score`.
-        clip_epsilon: how far the ratio may leave 1: one number, or ``(low, high)``; None for no clip.
-        ratio: ``"sequence"`` or ``"none"``.
-        mask_truncated_completions: leave out the tokens of truncated rows. Such a row has ratio 1 and no gradient; it
-            still counts in ``N``, and its reward in its siblings' baseline.
+        ratio: a name in :data:`~torchrl_rloo.functional.RATIOS` (``"sequence"``, ``"sequence_mean"``, ``"token"``,
+            ``"none"``: plain REINFORCE), or a function of the same signature.
+        surrogate: a name in :data:`~torchrl_rloo.functional.SURROGATES` (``"clip"``, ``"cispo"``, ``"sapo"``,
+            ``"dppo"``, ``"vespo"``), or a function of the same signature.
+        surrogate_kwargs: its further settings, e.g. ``{"dual_clip": 3.0}``.
+        clip_epsilon: how far the ratio may leave 1: one number or ``(low, high)``; None for no clip; ``"default"`` for
+            the surrogate's own.
+        aggregation: a name in :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``, ``"sequence_mean"``,
+            ``"token_mean"``, ``"constant"``), or a function of the same signature.
+        aggregation_constant: the length that ``"constant"`` divides by, in tokens.
+        old_log_probs: what the ratio starts from: the ``"sampler"``'s log-probs, or the ``"proximal"`` ones of the
+            training model before its first update on the batch (see
+            :func:`~torchrl_rloo.modules.record_log_probs`).
+        correction: weight that corrects for the difference between sampler and proximal (with ``ratio="none"``:
+            present) policy: a name in :data:`~torchrl_rloo.functional.CORRECTIONS` (``"tis"``, ``"icepop"``,
+            ``"sequence_truncate"``, ``"sequence_mask"``, ``"seq_mask_tis"``), a function of that signature, or None.
+        correction_kwargs: its settings, e.g. ``{"high": 2.0}``.
+        off_policy_mask_threshold: leave out rows of negative advantage that are this far off the sampler, in nats per
+            token; None keeps them.
+        kl_to_ref_coeff: coefficient of the KL to the reference, whose log-probs the rows then carry.
+        kl_to_inference_coeff: coefficient of the KL to the policy that sampled.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, of both.
+        kl_importance_weighted: multiply the KL by the importance ratio to the sampler, which makes its gradient that of
+            the true KL.
+        entropy_coeff: coefficient of the entropy bonus.
+        high_entropy_fraction: let only this share of the action tokens, those of highest entropy, carry the policy
+            gradient (arXiv 2506.01939); needs recorded entropies, see ``record_log_probs(entropy=...)``.
+        router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. Unlike the other terms it is
+            of each forward pass's own tokens, so it does depend on the micro-batches.
+        mask_truncated_completions: leave out the tokens of truncated rows. Such a row has no gradient; it still counts
+            as a row, and its reward in its siblings' baseline.
 
-    ``forward(rows, num_rows=None)`` divides by ``num_rows``, by default the number of rows given. When a batch is split
-    into micro-batches, pass the whole batch's number with each: the summed gradient is then that of the whole.
+    Coefficients are numbers or objects with ``__float__``, read at each use. A row's ``sample_weight`` and
+    ``multiplicity``, where present, multiply its loss.
+
+    ``forward(rows, counts=None)`` divides by ``counts``, by default those of the rows given. When a batch is split into
+    micro-batches or over ranks, pass ``loss.count(whole_batch)`` with each: the summed gradient is that of the whole.
 
     Raises:
-        ValueError: for a value out of range.
-        KeyError: at ``forward`` for rows without advantages or log-probs.
+        ValueError: for an unknown name, a value out of range, or parts that do not go together.
+        TypeError: for settings that a part does not have.
+        KeyError: at ``forward`` for rows that lack an entry.
     """
 
     actor_network: TransformersWrapper
@@ -86,107 +103,241 @@ class RLOOLoss(LossModule):
         self,
         actor_network: TransformersWrapper,
         *,
-        clip_epsilon: float | tuple[float, float] | None = 0.2,
-        ratio: Literal["sequence", "none"] = "sequence",
+        ratio: str | Ratio = "sequence",
+        surrogate: str | Surrogate = "clip",
+        surrogate_kwargs: Mapping[str, Any] | None = None,
+        clip_epsilon: float | tuple[float, float] | None | Literal["default"] = "default",
+        aggregation: str | Aggregation = "sequence_sum",
+        aggregation_constant: float | None = None,
+        old_log_probs: Literal["sampler", "proximal"] = "sampler",
+        correction: str | Correction | None = None,
+        correction_kwargs: Mapping[str, Any] | None = None,
+        off_policy_mask_threshold: float | None = None,
+        kl_to_ref_coeff: Coefficient = 0.0,
+        kl_to_inference_coeff: Coefficient = 0.0,
+        kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+        kl_importance_weighted: bool = False,
+        entropy_coeff: Coefficient = 0.0,
+        high_entropy_fraction: float | None = None,
+        router_loss_coeff: Coefficient = 0.0,
         mask_truncated_completions: bool = False,
     ):
         super().__init__()
-        if not callable(getattr(actor_network, "score", None)):
-            raise ValueError(f"actor_network must have a score(rows) method, {type(actor_network).__name__} has none")
-        if getattr(actor_network, "generate", False):
-            raise ValueError("actor_network generates; pass actor_network.get_new_version(generate=False)")
-        if getattr(getattr(actor_network, "distribution", None), "temperature", 1) == 0:
-            raise ValueError("temperature=0 samples the same completion of a prompt every time: nothing to compare")
-        if ratio not in RATIOS:
-            raise ValueError(f"ratio={ratio!r} must be one of {RATIOS}")
-        bounds = (1.0, math.inf) if clip_epsilon is None else clip_epsilon
-        bounds = tuple(bounds) if isinstance(bounds, tuple | list) else (bounds, bounds)
-        if len(bounds) != 2 or not (0 < bounds[0] <= 1 and bounds[1] > 0):
-            raise ValueError(f"clip_epsilon={clip_epsilon} must be one or two positive numbers, the lower at most 1")
+        check_actor(actor_network)
         self.actor_network = actor_network
-        self.epsilon_low, self.epsilon_high, self.ratio = float(bounds[0]), float(bounds[1]), ratio
+        self.ratio = named("ratio", ratio, RATIOS)
+        self.surrogate = bound("surrogate", surrogate, SURROGATES, surrogate_kwargs, epsilons(clip_epsilon, surrogate))
+        self._own_surrogate = not isinstance(surrogate, str)
+        self.aggregation = named("aggregation", aggregation, AGGREGATIONS)
+        self.correction = correction and bound("correction", correction, CORRECTIONS, correction_kwargs)
+        self.kl_estimator = named("kl_estimator", kl_estimator, KL_ESTIMATORS)
+        self.aggregation_constant, self.old_log_probs = aggregation_constant, old_log_probs
+        self.off_policy_mask_threshold = off_policy_mask_threshold
+        self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
+        self.kl_importance_weighted, self.entropy_coeff = kl_importance_weighted, entropy_coeff
+        self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
         self.mask_truncated_completions = mask_truncated_completions
+        check_combination(
+            self, ratio, surrogate, surrogate_kwargs, clip_epsilon, aggregation, correction, correction_kwargs
+        )
         self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.ADVANTAGE]
+        self.in_keys += [keys.TRUNCATED] if mask_truncated_completions else []
+        self.in_keys += [keys.PROXIMAL_LOG_PROBS] if old_log_probs == "proximal" else []
+        self.in_keys += [keys.PROXIMAL_ENTROPY] if high_entropy_fraction is not None else []
+        self.in_keys += [keys.REF_LOG_PROBS] if is_on(kl_to_ref_coeff) else []
         self.out_keys = list(RLOOLossOutput.__annotations__)
 
-    def forward(self, tensordict: TensorDictBase, num_rows: int | None = None) -> RLOOLossOutput:
-        """The loss of rows of batch size ``[B]``; see the class."""
+    @property
+    def needs_zero_advantage(self) -> bool:
+        """Whether rows of advantage 0 may have a gradient: through another term, or a surrogate of your own."""
+        others = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.router_loss_coeff)
+        return self._own_surrogate or any(map(is_on, others))
+
+    def count(self, rows: TensorDictBase, process_group=None) -> LossCounts:
+        """Normalisers of an optimizer step, from all its rows.
+
+        Args:
+            rows: all rows of the step on this rank, rows of advantage 0 included.
+            process_group: the ranks whose gradients are averaged for this step; None counts this rank alone.
+        """
+        masked = {"mask_truncated_completions": self.mask_truncated_completions, "process_group": process_group}
+        counts = count_rows(rows, **masked)
+        if self.high_entropy_fraction is None:
+            return counts
+        return replace(counts, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))
+
+    def forward(self, tensordict: TensorDictBase, counts: LossCounts | None = None) -> RLOOLossOutput:
+        """The loss of some rows as their part of a step.
+
+        Args:
+            tensordict: rows, batch size ``[B]``.
+            counts: of the whole step, see :meth:`count`; None: the rows are the whole step.
+        """
         if not len(tensordict):
             return self._no_rows()
-        if keys.ADVANTAGE not in tensordict.keys():
-            raise KeyError(f"rows have no {keys.ADVANTAGE!r}: write them through a buffer with MCAdvantage first")
-        scored = self.actor_network.score(tensordict)
-        log_probs, mask = scored.log_probs, scored.actions.mask
-        if self.mask_truncated_completions:
-            mask = mask & ~tensordict[keys.TRUNCATED].to(mask.device)
-        behaviour = gather_actions(ragged(tensordict, keys.LOG_PROBS), scored.actions)
-        advantages = tensordict[keys.ADVANTAGE].reshape(-1).to(mask.device)
-        log_ratio = sequence_log_ratio(log_probs, behaviour, mask)
-        if self.ratio == "none":
-            objective = reinforce_objective(log_probs, advantages, mask)
-        else:
-            objective = clipped_objective(log_ratio, advantages, self.epsilon_low, self.epsilon_high)
-        loss = objective.sum() / (num_rows or len(advantages))
-        with torch.no_grad():
-            low, high = clip_masks(log_ratio, advantages, self.epsilon_low, self.epsilon_high)
-            if self.ratio == "none":
-                low, high = torch.zeros_like(low), torch.zeros_like(high)
-            difference = torch.where(mask, log_probs - behaviour, 0.0)
-            return RLOOLossOutput(
-                loss_objective=loss,
-                entropy=masked_mean(scored.entropy, mask),
-                kl_approx=masked_mean(k3(behaviour, log_probs), mask),
-                ESS=effective_sample_size(log_ratio),
-                clip_fraction=(low | high).float().mean(),
-                clip_fraction_low=low.float().mean(),
-                clip_fraction_high=high.float().mean(),
-                log_ratio_max=difference.abs().max() if difference.numel() else loss.new_zeros(()),
-                log_ratio=log_ratio.detach(),
-                num_action_tokens=mask.sum(),
+        counts = self.count(tensordict) if counts is None else counts
+        router_coeff = float(self.router_loss_coeff)
+        scored = self.actor_network.score(tensordict, **({"router_loss": True} if router_coeff else {}))
+        batch = self._tensors(tensordict, scored, counts)
+        log_ratio = self.ratio(batch.log_probs, batch.old, batch.mask)
+        if not self._is_per_token(batch, log_ratio) and batch.advantages.shape[1] > 1:
+            raise ValueError(
+                "the ratio takes a whole sequence as one action, but rows carry an advantage for each token: use "
+                "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
+        weight = self._weight(batch)
+        loss = self.surrogate(log_ratio, batch.advantages, batch.log_probs, batch.old)
+        terms = {"loss_objective": share_out(loss, batch.mask) * weight}
+        terms |= self._further_terms(batch, scored)
+        normalisers = dict(num_rows=counts.num_rows, num_tokens=counts.num_tokens, constant=self.aggregation_constant)
+        losses = {
+            k: aggregate(v * batch.weights, batch.mask, self.aggregation, **normalisers) for k, v in terms.items()
+        }
+        if router_coeff:
+            share = float((batch.mask * batch.multiplicity).sum()) / max(counts.num_tokens, 1)
+            losses["loss_router"] = router_coeff * share * scored.router_loss
+        return self._output(batch, losses, weight, self._is_per_token(batch, log_ratio), counts)
+
+    def _is_per_token(self, batch: _Batch, log_ratio: torch.Tensor) -> bool:
+        """Whether the ratio has a value for each token; where rows have one token at most, its name says so."""
+        if batch.mask.shape[1] > 1:
+            return log_ratio.shape == batch.mask.shape
+        return self.ratio is not RATIOS["sequence"]
+
+    def _tensors(self, rows: TensorDictBase, scored: ScoredActions, counts: LossCounts) -> _Batch:
+        actions, mask = scored.actions, scored.actions.mask
+        if self.mask_truncated_completions:
+            mask = mask & ~rows[keys.TRUNCATED].reshape(-1, 1).to(mask.device)
+
+        def gathered(key):
+            return gather_actions(ragged(rows, key), actions)
+
+        behaviour = gathered(keys.LOG_PROBS)
+        proximal = self.old_log_probs == "proximal"
+        has_ref = keys.REF_LOG_PROBS in rows.keys(True)
+        if is_on(self.kl_to_ref_coeff) and not has_ref:
+            raise KeyError(
+                f"kl_to_ref_coeff={float(self.kl_to_ref_coeff)} needs rows with {keys.REF_LOG_PROBS}: add a "
+                "KLRewardTransform to the environment (with coefficient 0 it only records), or use record_log_probs"
+            )
+        chosen = mask
+        if self.high_entropy_fraction is not None:
+            chosen = mask & (gathered(keys.PROXIMAL_ENTROPY) >= _threshold(counts))
+        return _Batch(
+            log_probs=scored.log_probs,
+            entropy=scored.entropy,
+            mask=mask,
+            chosen=chosen,
+            behaviour=behaviour,
+            old=gathered(keys.PROXIMAL_LOG_PROBS) if proximal else behaviour,
+            ref=gathered(keys.REF_LOG_PROBS) if has_ref else None,
+            advantages=_advantages(rows, actions),
+            weights=row_weights(rows)[:, None].to(mask.device),
+            multiplicity=multiplicity(rows)[:, None].to(mask.device),
+        )
+
+    def _weight(self, batch: _Batch) -> torch.Tensor:
+        """``[B, A]``, without gradient: the correction for the sampler, 0 on tokens that are left out."""
+        weight = batch.chosen.float()
+        if self.correction is not None:
+            numerator = batch.old if self.old_log_probs == "proximal" else batch.log_probs.detach()
+            weight = weight * self.correction(torch.where(batch.mask, numerator - batch.behaviour, 0.0), batch.mask)
+        if self.off_policy_mask_threshold is not None:
+            stays = (batch.log_probs, batch.behaviour, batch.advantages, batch.mask, self.off_policy_mask_threshold)
+            weight = weight * off_policy_mask(*stays)
+        return weight
+
+    def _further_terms(self, batch: _Batch, scored: ScoredActions) -> dict[str, torch.Tensor]:
+        """Per-token KL and entropy terms that have a coefficient, ``[B, A]`` each."""
+        log_ratio = None
+        if self.kl_importance_weighted:
+            log_ratio = torch.where(batch.mask, batch.log_probs - batch.behaviour, 0.0)
+        terms = {}
+        pairs = {"loss_kl_to_ref": (self.kl_to_ref_coeff, batch.ref)}
+        pairs["loss_kl_to_inference"] = (self.kl_to_inference_coeff, batch.behaviour)
+        for name, (coeff, other) in pairs.items():
+            if (beta := float(coeff)) != 0:
+                kl = kl_loss_terms(batch.log_probs, other, self.kl_estimator, log_ratio)
+                terms[name] = beta * torch.where(batch.mask, kl, 0.0)
+        if (eta := float(self.entropy_coeff)) != 0:
+            terms["loss_entropy"] = -eta * scored.entropy
+        return terms
+
+    def _output(self, batch: _Batch, losses: dict[str, torch.Tensor], weight, per_token: bool, counts: LossCounts):
+        zero = batch.log_probs.new_zeros(())
+        low, high = self._removed(batch, per_token)
+        with torch.no_grad():
+            tokens = batch.mask * batch.multiplicity
+            units, of_all = (tokens, counts.num_tokens) if per_token else (batch.multiplicity, counts.num_rows)
+            low, high = ((removed * units).sum() / max(of_all, 1e-12) for removed in (low, high))
+            difference = torch.where(batch.mask, batch.log_probs - batch.behaviour, 0.0)
+            log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
+            kl_to_ref = zero + math.nan
+            if batch.ref is not None:
+                kl_to_ref = masked_mean(self.kl_estimator(batch.log_probs, batch.ref), tokens)
+            return RLOOLossOutput(
+                **dict.fromkeys(LOSS_TERMS) | losses,
+                entropy=masked_mean(batch.entropy, tokens),
+                kl_approx=masked_mean(k3(batch.behaviour, batch.log_probs), tokens),
+                kl_to_ref=kl_to_ref,
+                ESS=effective_sample_size(log_ratio),
+                clip_fraction=low + high,
+                clip_fraction_low=low,
+                clip_fraction_high=high,
+                correction=masked_mean(weight, tokens) if self.correction is not None else zero + 1,
+                kept=masked_mean((weight != 0).to(weight), tokens),
+                log_ratio_max=difference.abs().max() if difference.numel() else zero,
+                log_ratio=log_ratio,
+                num_action_tokens=tokens.sum(),
+            )
+
+    def _removed(self, batch: _Batch, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens or rows whose gradient the surrogate takes away, of negative and positive advantage; bool."""
+        with torch.enable_grad():
+            leaf = batch.log_probs.detach().requires_grad_()
+            loss = self.surrogate(self.ratio(leaf, batch.old, batch.mask), batch.advantages, leaf, batch.old)
+            (gradient,) = torch.autograd.grad(share_out(loss, batch.mask).sum(), leaf)
+        removed = batch.mask & (gradient == 0)
+        sides = removed & (batch.advantages < 0), removed & (batch.advantages > 0)
+        return sides if per_token else tuple(side.any(-1, keepdim=True) for side in sides)
 
     def _no_rows(self) -> RLOOLossOutput:
         """The output for a batch of no rows: nothing to learn, and nothing to measure."""
         zero = sum((p.sum() * 0.0 for p in self.actor_network.parameters()), torch.zeros(()))
-        fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.new_tensor(math.nan))
-        fields |= {"loss_objective": zero, "log_ratio": zero.new_zeros(0), "num_action_tokens": zero.new_zeros(())}
+        fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.detach().new_tensor(math.nan))
+        fields |= dict.fromkeys(LOSS_TERMS) | {
+            "loss_objective": zero,
+            "log_ratio": zero.new_zeros(0),
+            "num_action_tokens": zero.new_zeros(()),
+        }
         return RLOOLossOutput(**fields)
 
 
-_CLIP_METRICS = {
-    "clip_ratio/region_mean": "clip_fraction",
-    "clip_ratio/low_mean": "clip_fraction_low",
-    "clip_ratio/high_mean": "clip_fraction_high",
-}
+class _Batch(NamedTuple):
+    """Rows as rectangles: ``[B, A]``, but ``[B, 1]`` for weights, multiplicity and advantages of whole rows."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    mask: torch.Tensor
+    chosen: torch.Tensor
+    behaviour: torch.Tensor
+    old: torch.Tensor
+    ref: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    multiplicity: torch.Tensor
 
 
-def merge_outputs(
-    outputs: Sequence[RLOOLossOutput], *, num_rows: int | None = None, num_updates: int = 1
-) -> dict[str, float]:
-    """Metrics of a whole batch from the outputs of its micro-batches, the same as if it had been one.
+def _advantages(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
+    """``[B, 1]``, or ``[B, A]`` where a row has one for each of its tokens."""
+    values = ragged(rows, keys.ADVANTAGE)
+    if all(v.numel() == 1 for v in values):
+        return torch.stack([v.reshape(1) for v in values]).to(actions.mask.device)
+    tokens = ragged(rows, keys.TOKENS)
+    return gather_actions([v.reshape(-1).expand(len(t)) for v, t in zip(values, tokens, strict=True)], actions)
 
-    Args:
-        outputs: one for each micro-batch, computed with the ``num_rows`` of its optimizer step.
-        num_rows: rows that the clip ratios are shares of, rows without advantage included; default those given.
-        num_updates: optimizer steps that the micro-batches belong to; the loss is their mean.
 
-    Returns:
-        The scalars of :class:`RLOOLossOutput`, under the names of ``torchrl_rloo.diagnostics.DEFINITIONS``; empty for
-        no rows.
-    """
-    outputs = [o for o in outputs if len(o.log_ratio)]
-    if not outputs:
-        return {}
-    tokens = torch.stack([o.num_action_tokens for o in outputs]).double()
-    rows = torch.tensor([float(len(o.log_ratio)) for o in outputs], dtype=torch.float64)
-
-    def mean(name: str, weights: torch.Tensor) -> float:
-        values = torch.stack([getattr(o, name) for o in outputs]).double()
-        return float((values * weights.to(values.device)).sum() / weights.sum().clamp(min=1))
-
-    merged = {"loss": float(sum(o.loss_objective.detach() for o in outputs)) / num_updates}
-    merged |= {name: mean(name, tokens) for name in ("entropy", "kl_approx")}
-    merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
-    share = float(rows.sum()) / (num_rows or float(rows.sum()))
-    merged |= {name: mean(field, rows) * share for name, field in _CLIP_METRICS.items()}
-    return merged | {"log_ratio_max": max(float(o.log_ratio_max) for o in outputs)}
+def _threshold(counts: LossCounts) -> float:
+    if counts.entropy_threshold is None:
+        raise ValueError("high_entropy_fraction needs the step's threshold: make the counts with loss.count(rows)")
+    return counts.entropy_threshold

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from torchrl_rloo.rewards.protocol import final_text
+
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -76,13 +78,4 @@ def _score(completion: str | Sequence[dict[str, Any]], expected: str | None) -> 
         return None
     if not isinstance(expected, str):
         raise TypeError(f"answer must hold strings or None, got {expected!r} ({type(expected).__name__}): use str()")
-    return float(last_boxed(_final_text(completion)) == expected)
-
-
-def _final_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    if isinstance(completion, str):
-        return completion
-    for message in reversed(completion):
-        if message["role"] == "assistant":
-            return message["content"] or ""  # None beside tool calls
-    return ""
+    return float(last_boxed(final_text(completion)) == expected)

@@ -89,3 +89,13 @@ def call_reward_row_by_row(
         else:
             scores[i], bad = value[0], bad + not_finite
     return scores, bad, failed
+
+
+def final_text(completion: str | Sequence[dict[str, Any]]) -> str:
+    """What a completion says in the end: its text, or the content of its last assistant message ("" without one)."""
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion):
+        if message["role"] == "assistant":
+            return message["content"] or ""  # None beside tool calls
+    return ""

@@ -27,6 +27,8 @@ class DatasetExhaustedError(RuntimeError):
 class DataLoadingPrimer(Transform):
     """Fills a reset environment with prompts: ``num_generations`` rows for each draw, under one fresh ``group_id``.
 
+    ``prompt_id`` is the prompt's index in the dataset, the same in every epoch.
+
     Args:
         dataset: the prompts.
         num_generations: ``G``, rows per draw. The environment's batch size must be a multiple of it.
@@ -74,7 +76,7 @@ class DataLoadingPrimer(Transform):
         return (self.epochs - self.epoch) * len(self.dataset) - self.position
 
     def draw(self) -> tuple[dict[str, Any], int]:
-        """The next prompt and its ``group_id``.
+        """The next prompt, with its ``prompt_id``, and its ``group_id``.
 
         Raises:
             DatasetExhaustedError: after the last epoch.
@@ -84,7 +86,8 @@ class DataLoadingPrimer(Transform):
         if self.position == len(self.dataset):
             self.epoch, self.position = self.epoch + 1, 0
             self._start_epoch()
-        row, group_id = self.dataset[self._order[self.position]], self.next_group_id
+        index, group_id = self._order[self.position], self.next_group_id
+        row = {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}
         self.position, self.next_group_id = self.position + 1, self.next_group_id + 1
         return row, group_id
 
@@ -125,12 +128,13 @@ class DataLoadingPrimer(Transform):
         return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Declares what a reset brings along: the query, the dataset's other columns and the group."""
+        """Declares what a reset brings along: the query, the dataset's other columns, the prompt's index, the group."""
         shape = self.parent.batch_size
         state = input_spec["full_state_spec"]
         for name in self.dataset.columns:
             state[name] = NonTensor(shape=shape, example_data=self.dataset[0][name])
-        state[keys.GROUP_ID] = Unbounded(shape=shape, dtype=torch.int64)
+        for name in (keys.PROMPT_ID, keys.GROUP_ID):
+            state[name] = Unbounded(shape=shape, dtype=torch.int64)
         return input_spec
 
     def get_extra_state(self) -> dict[str, Any]:

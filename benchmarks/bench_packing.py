@@ -1,0 +1,152 @@
+"""The training forward and backward without padding, beside the padded one: CPU time and memory of the same gradient.
+
+    python benchmarks/bench_packing.py                          # two sizes, answers of 32 to 320 tokens
+    python benchmarks/bench_packing.py --answers 6 32 --prompt 16
+
+One step is forward and backward of REINFORCE over groups of answers to shared prompts. Each figure is of a process of
+its own, one thread; the layouts take turns, and ratios are formed round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from statistics import median
+from typing import Any
+
+from common import cpu_seconds, peak_memory_mb, print_result, print_table, run_python
+
+SIZES = {
+    "embedded": {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "large": {
+        "vocab_size": 32_000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+}
+PROMPTS = {"embedded": 16, "large": 8}
+STEPS = {"embedded": 6, "large": 2}  # measured steps of one process, after one that warms up
+GROUP = 8
+LAYOUTS = ("padded", "packed", "shared_prefix")
+
+
+def make_rows(size: str, prompt: int, shortest: int, longest: int):
+    """Tokens and action masks of ``GROUP`` answers to each prompt, of uniformly drawn lengths."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    tokens, masks = [], []
+    for _ in range(PROMPTS[size]):
+        question = torch.randint(0, SIZES[size]["vocab_size"], (prompt,), generator=draw)
+        for length in torch.randint(shortest, longest + 1, (GROUP,), generator=draw).tolist():
+            answer = torch.randint(0, SIZES[size]["vocab_size"], (length,), generator=draw)
+            tokens.append(torch.cat([question, answer]))
+            masks.append(torch.arange(prompt + length) >= prompt)
+    return tokens, masks
+
+
+def measure(size: str, layout: str, prompt: str, shortest: str, longest: str) -> None:
+    """One layout at one size, in this process."""
+    import torch
+    from common import qwen2, word_tokenizer
+
+    from torchrl_rloo.data.rows import pad
+    from torchrl_rloo.functional import token_log_probs
+    from torchrl_rloo.modules.packing import action_hidden, supports_packing
+
+    model = qwen2(word_tokenizer(SIZES[size]["vocab_size"]), **SIZES[size])
+    decoder = model.get_decoder()
+    tokens, masks = make_rows(size, int(prompt), int(shortest), int(longest))
+    targets = torch.cat([t[m] for t, m in zip(tokens, masks, strict=True)])
+    advantages = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
+    weights = torch.cat([a.expand(int(m.sum())) for a, m in zip(advantages, masks, strict=True)]) / len(tokens)
+    assert layout == "padded" or supports_packing(decoder)
+
+    def hidden_states() -> torch.Tensor:
+        if layout != "padded":
+            return action_hidden(decoder, tokens, masks, layout)
+        out = decoder(input_ids=pad(tokens), use_cache=False).last_hidden_state
+        return out[:, :-1][pad(masks, False)[:, 1:]]
+
+    def step() -> tuple[float, float]:
+        """CPU seconds of the decoder and of the log-prob head, both forward and backward."""
+        model.zero_grad()
+        begin = cpu_seconds()
+        hidden = hidden_states()
+        middle = cpu_seconds()
+        leaf = hidden.detach().requires_grad_()
+        (-weights * token_log_probs(leaf, model.lm_head.weight, targets).log_probs).sum().backward()
+        after = cpu_seconds()
+        hidden.backward(leaf.grad)
+        return middle - begin + cpu_seconds() - after, after - middle
+
+    step()
+    decoder_s, head_s = (median(values) for values in zip(*(step() for _ in range(STEPS[size])), strict=True))
+    lengths = list(map(len, tokens))
+    shared = sum(lengths) - len(lengths) * int(prompt) + PROMPTS[size] * int(prompt)
+    figures = {
+        "parameters": model.num_parameters(),
+        "positions": {"padded": len(lengths) * max(lengths), "packed": sum(lengths), "shared_prefix": shared}[layout],
+        "decoder_s": decoder_s,
+        "head_s": head_s,
+        "peak_mb": peak_memory_mb(),
+        "gradient_norm": math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters())),
+    }
+    print(json.dumps(figures))
+
+
+def compare(size: str, rounds: int, rows: list[str]) -> dict[str, Any]:
+    """``rounds`` runs of each layout in turn."""
+    done: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
+    for number in range(rounds):
+        order = LAYOUTS if number % 2 == 0 else LAYOUTS[::-1]
+        for layout in order:
+            done[layout].append(run_python(__file__, "--measure", size, layout, *rows))
+            took = f"{done[layout][-1]['decoder_s']:.3f} CPU s in the decoder"
+            print(f"{size}, round {number + 1} of {rounds}, {layout}: {took}", file=sys.stderr, flush=True)
+    norms = [r["gradient_norm"] for runs in done.values() for r in runs]
+    if max(norms) - min(norms) > 1e-4 * max(norms):
+        raise AssertionError(f"the layouts have different gradients, of norms {norms}")
+    table = []
+    for layout, runs in done.items():
+        decoder, head, peak = (median(r[k] for r in runs) for k in ("decoder_s", "head_s", "peak_mb"))
+        pairs = list(zip(done["padded"], runs, strict=True))
+        ratios = [p["decoder_s"] / r["decoder_s"] for p, r in pairs]
+        whole = [(p["decoder_s"] + p["head_s"]) / (r["decoder_s"] + r["head_s"]) for p, r in pairs]
+        figures = {"layout": layout, "positions": runs[0]["positions"], "decoder CPU s": decoder, "head CPU s": head}
+        figures |= {"peak MB": peak, "padded / this, decoder": median(ratios)}
+        figures |= {"lowest": min(ratios), "highest": max(ratios), "padded / this, step": median(whole)}
+        table.append(figures)
+    parameters = done["padded"][0]["parameters"]
+    print_table(f"{size}: {parameters:,} parameters, {PROMPTS[size]} prompts x {GROUP} answers", table)
+    return {"parameters": parameters, "layouts": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each layout at each size")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--answers", type=int, nargs=2, default=(32, 320), help="fewest and most tokens of an answer")
+    args = parser.parse_args()
+    rows = [str(n) for n in (args.prompt, *args.answers)]
+    print_result({size: compare(size, args.rounds, rows) for size in args.sizes})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,56 @@
+"""TRL's reward functions, recorded: ours give the same scores, to completions as text and as messages.
+
+See ``test_trl.py`` for where ``trl_cases.json`` comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
+from torchrl_rloo.rewards.formats import think_format
+from torchrl_rloo.rewards.lengths import SoftOverlong
+from torchrl_rloo.rewards.protocol import RewardFunction, call_reward
+from torchrl_rloo.rewards.repetition import RepetitionPenalty
+
+CASES = {
+    case["name"]: case
+    for case in json.loads((Path(__file__).parent / "trl_cases.json").read_text())["cases"]
+    if case["kind"] == "reward"
+}
+
+# TRL's function -> ours, from a case's inputs
+OURS: dict[str, Callable[[dict[str, Any]], RewardFunction]] = {
+    "think_format_reward": lambda inputs: think_format,
+    "get_soft_overlong_punishment": lambda inputs: SoftOverlong(
+        inputs["max_completion_len"], inputs["soft_punish_cache"]
+    ),
+    "get_repetition_penalty_reward": lambda inputs: RepetitionPenalty(inputs["ngram_size"], inputs["max_penalty"]),
+    "accuracy_reward": lambda inputs: MathAccuracy(),
+    "reasoning_accuracy_reward": lambda inputs: ReasoningAccuracy(inputs["reasoning_delimiters"] or ("</think>",)),
+    "get_cosine_scaled_reward": lambda inputs: CosineScaled(inputs["max_len"]),
+}
+
+
+@pytest.mark.parametrize("messages", [False, True], ids=["text", "messages"])
+@pytest.mark.parametrize("name", CASES)
+def test_case(name, messages):
+    inputs, expected = CASES[name]["inputs"], CASES[name]["outputs"]["rewards"]
+    ids = inputs.get("completion_ids") or [[1] * n for n in inputs.get("lengths", [0] * len(expected))]
+    contents = inputs.get("contents", [""] * len(expected))
+    completions = [[{"role": "assistant", "content": text}] for text in contents] if messages else contents
+    columns = {"solution": inputs["solutions"]} if "solutions" in inputs else {}
+    scores, bad = call_reward(OURS[inputs["function"]](inputs), ["?"] * len(expected), completions, ids, columns)
+    reference = torch.tensor([float("nan") if value is None else value for value in expected])
+    torch.testing.assert_close(scores, reference, atol=1e-5, rtol=0, equal_nan=True)
+    assert bad == 0
+
+
+def test_every_function_is_recorded():
+    assert {case["inputs"]["function"] for case in CASES.values()} == set(OURS)

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.preference_formats import LABELLED_FORMATS, PAIRED_FORMATS
+from torchrl_rloo.data.preferences import (
+    CHOSEN,
+    LABEL,
+    MARKUPS,
+    REJECTED,
+    encode_demonstrations,
+    encode_preferences,
+    load_preferences,
+    mismatched_rows,
+)
+from torchrl_rloo.data.rows import ragged
+from torchrl_rloo.data.templates import encode_conversation, encode_prompt
+from torchrl_rloo.embedded import build_tokenizer
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+ASK, GOOD, BAD = said("user", "2+2?"), said("assistant", "4"), said("assistant", "5")
+SYSTEM = said("system", "Be brief.")
+LISTS = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+TEXTS = {"chosen": "4", "rejected": "5"}
+ONE = ([ASK], [GOOD], [BAD])
+WITH_SYSTEM = ([SYSTEM, ASK], [GOOD], [BAD])
+THEIRS = [{"from": "human", "value": "2+2?"}]
+
+# type -> rows of its shape, as Axolotl documents them, and (prompt, chosen, rejected) that they mean
+PAIR_LAYOUTS = {
+    "argilla": {"instruction": "2+2?", "chosen_response": "4", "rejected_response": "5"},
+    "argilla_chat": LISTS,
+    "icr": {"input": "2+2?", **TEXTS},
+    "intel": {"question": "2+2?", **TEXTS},
+    "prompt_pairs": {"prompt": "2+2?", **TEXTS},
+    "ultra": {"prompt": "2+2?", **LISTS},
+}
+PAIRS = [
+    *((f"{m}.{layout}", row, ONE) for m in ("chatml", "llama3") for layout, row in PAIR_LAYOUTS.items()),
+    *(
+        (f"{m}.{n}", r | {"system": "Be brief."}, WITH_SYSTEM)
+        for m in ("chatml", "llama3")
+        for n, r in PAIR_LAYOUTS.items()
+    ),
+    ("chatml.intel", PAIR_LAYOUTS["intel"] | {"system": None}, ONE),
+    ("chatml", PAIR_LAYOUTS["argilla"], ONE),
+    ("llama3", PAIR_LAYOUTS["ultra"], ONE),
+    ("chat_template.argilla_chat", LISTS, ONE),
+    ("chat_template.argilla", LISTS | {"system": "Be brief."}, WITH_SYSTEM),
+    ("chat_template.argilla", LISTS | {"prompt": "3+1?"}, ([said("user", "3+1?")], [GOOD], [BAD])),
+    (
+        "chat_template.argilla",
+        {"prompt": "2+2?", "chosen": [ASK, BAD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]},
+        ([ASK, BAD, ASK], [GOOD], [BAD]),
+    ),
+    ("chat_template.default", {"messages": [SYSTEM, ASK], "chosen": GOOD, "rejected": BAD}, WITH_SYSTEM),
+    ("chat_template.default", {"messages": "2+2?", **TEXTS}, ONE),
+    ("user_defined.default", {"prompt": "2+2?", **TEXTS}, ("2+2?", "4", "5")),
+]
+LABELLED_LAYOUTS = {
+    "argilla": {"instruction": "2+2?", "completion": "4"},
+    "argilla_chat": {"chosen": [ASK], "completion": [GOOD]},
+    "intel": {"question": "2+2?", "completion": "4"},
+    "prompt_pairs": {"prompt": "2+2?", "completion": "4"},
+    "ultra": {"prompt": "2+2?", "completion": "4"},
+}
+LABELLED = [
+    *(
+        (f"{m}.{layout}", row, ([ASK], [GOOD]))
+        for m in ("chatml", "llama3")
+        for layout, row in LABELLED_LAYOUTS.items()
+    ),
+    ("llama3.argilla_chat", {"completion": [ASK, GOOD]}, ([ASK], [GOOD])),
+    ("chatml.intel", LABELLED_LAYOUTS["intel"] | {"system": "Be brief."}, ([SYSTEM, ASK], [GOOD])),
+    ("chatml", LABELLED_LAYOUTS["ultra"], ([ASK], [GOOD])),
+    ("llama3", LABELLED_LAYOUTS["argilla"], ([ASK], [GOOD])),
+    ("user_defined.default", {"prompt": "2+2?", "completion": "4"}, ("2+2?", "4")),
+]
+
+
+@pytest.mark.parametrize(("type_", "row", "expected"), PAIRS)
+def test_pairs_of_every_type(type_, row, expected):
+    example = load_preferences([row], type_)[0]
+    assert (example["prompt"], example["chosen"], example["rejected"]) == expected
+
+
+@pytest.mark.parametrize(("type_", "row", "expected"), LABELLED)
+def test_labelled_completions_of_every_type(type_, row, expected):
+    rows = [row | {"label": True}, row | {"label": "false"}]
+    examples = list(load_preferences(rows, type_, objective="kto"))
+    assert [e["label"] for e in examples] == [True, False]
+    assert all((e["prompt"], e["completion"]) == expected for e in examples)
+
+
+def test_no_type_is_untested():
+    assert {name for name, *_ in PAIRS} | {"zephyr.nectar"} == set(PAIRED_FORMATS)
+    assert {name for name, *_ in LABELLED} == set(LABELLED_FORMATS)
+
+
+def test_nectar_pairs_the_best_with_all_that_are_ranked_behind_it():
+    answers = [{"answer": a, "rank": r} for a, r in (("c", 3), ("a", 1), ("d", 3), ("b", 1))]
+    examples = load_preferences([{"prompt": "2+2?", "answers": answers}], "zephyr.nectar")
+    texts = [(e["chosen"][0]["content"], e["rejected"][0]["content"]) for e in examples]
+    assert texts == [("a", "c"), ("a", "d")]
+    assert examples.markup == "zephyr" and examples[0]["prompt"] == [ASK]
+
+
+def test_default_template_reads_names_of_the_datasets_own():
+    row = {"talk": THEIRS, "good": {"from": "gpt", "value": "4"}, "bad": {"from": "gpt", "value": "5"}}
+    options = {
+        "field_messages": "talk",
+        "field_chosen": "good",
+        "field_rejected": "bad",
+        "message_property_mappings": {"role": "from", "content": "value"},
+        "roles": {"user": ["human"], "assistant": ["gpt"], "system": ["system"]},
+    }
+    example = load_preferences([row], "chat_template.default", **options)[0]
+    assert (example["prompt"], example["chosen"], example["rejected"]) == ONE
+    lists = {"good": [*THEIRS, row["good"]], "bad": [*THEIRS, row["bad"]]}
+    del options["field_messages"]
+    example = load_preferences([lists], "chat_template.argilla_chat", **options)[0]
+    assert (example["prompt"], example["chosen"], example["rejected"]) == ONE
+
+
+def test_user_defined_text_is_put_together_by_formats():
+    row = {"sys": "Be brief.", "q": "2+2 {x}?", "good": "4", "bad": "5"}
+    fields = {"field_system": "sys", "field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"}
+    formats = {
+        "prompt_format": "{system}|Q: {prompt} A:",
+        "chosen_format": " {chosen}.",
+        "rejected_format": " {rejected}!",
+    }
+    example = load_preferences([row], "user_defined.default", **fields, **formats)[0]
+    assert example == {"prompt": "Be brief.|Q: 2+2 {x}? A:", "chosen": " 4.", "rejected": " 5!"}
+    row = {"q": "2+2?", "a": "4", "good": 1}
+    fields = {"field_prompt": "q", "field_completion": "a", "field_label": "good", "completion_format": " {completion}"}
+    example = load_preferences([row], "user_defined.default", objective="kto", **fields)[0]
+    assert example == {"prompt": "2+2?", "completion": " 4", "label": True}
+
+
+NECTAR = {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}, {"answer": "5", "rank": 2}]}
+INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_template.default", "user_defined.default"
+
+
+@pytest.mark.parametrize(
+    ("type_", "row", "fault"),
+    [
+        (INTEL, {"prompt": "2+2?", **TEXTS}, "no column 'question' but .*'chosen', 'prompt', 'rejected'.*rename"),
+        (INTEL, {"question": " ", **TEXTS}, "column 'question' must hold text that is not blank.*remove the row"),
+        (INTEL, {"question": "2+2?", "chosen": "4", "rejected": "4"}, "'chosen' and 'rejected' hold the same answer"),
+        (
+            INTEL,
+            {"question": "2+2?", "chosen": "\n", "rejected": "4"},
+            "column 'chosen' must hold text that is not blank",
+        ),
+        (
+            INTEL,
+            {"question": "2+2?", "chosen": 4, "rejected": "4"},
+            "column 'chosen' must hold text or a list of messages",
+        ),
+        (CHAT, {"chosen": [ASK, ASK], "rejected": [ASK, BAD]}, "column 'chosen' ends with .* role 'user'.*assistant"),
+        (CHAT, {"chosen": [GOOD], "rejected": [BAD]}, "column 'chosen' holds an answer without a prompt"),
+        (CHAT, {"chosen": [ASK, GOOD], "rejected": [said("user", "1+1?"), BAD]}, "answer different prompts"),
+        (CHAT, {"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "message 0 has role 'assistant' after 'nothing'"),
+        (
+            CHAT,
+            {"chosen": [ASK, SYSTEM, GOOD], "rejected": [ASK, SYSTEM, BAD]},
+            "message 1 has role 'system' after 'user'",
+        ),
+        (
+            CHAT,
+            {"chosen": [ASK, GOOD, GOOD], "rejected": [ASK, GOOD, BAD]},
+            "the answer has role 'assistant' after 'assist",
+        ),
+        (
+            CHAT,
+            {"chosen": [{"role": "user"}, GOOD], "rejected": [ASK, BAD]},
+            "message 0 of column 'chosen' must have text",
+        ),
+        (
+            "chatml.ultra",
+            LISTS | {"prompt": "1+1?"},
+            "column 'prompt' is not what column 'chosen' answers.*argilla_chat",
+        ),
+        ("chatml", {"text": "2+2?", **TEXTS}, "0 of the columns .* are there: name the layout"),
+        ("chatml", {"prompt": "2+2?", "input": "", **TEXTS}, "2 of the columns"),
+        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4"}]}, "column 'answers' must be a list"),
+        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}]}, "nothing to prefer"),
+        (
+            DEFAULT,
+            {"messages": THEIRS, **TEXTS},
+            "message 0 of column 'messages' lacks fields: set message_property_map",
+        ),
+        (DEFAULT, {"messages": [said("human", "2+2?")], **TEXTS}, "role 'human', not among .*add it to roles"),
+        (USER, {"prompt": "2+2?", "system": "x", **TEXTS}, "no place in prompt_format='{prompt}'.*field_system=None"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column_and_a_remedy(type_, row, fault):
+    good = next(row for name, row, _ in [*PAIRS, ("zephyr.nectar", NECTAR, None)] if name == type_)
+    with pytest.raises(ValueError, match=rf"row 1 as '{type_}': .*{fault}"):
+        load_preferences([good, row], type_)
+
+
+def test_a_bad_line_of_a_file_is_named(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(PAIR_LAYOUTS["intel"] | extra) + "\n" for extra in ({}, {"chosen": "5"})))
+    with pytest.raises(ValueError, match=r"pairs.jsonl, line 2 as 'chatml.intel': .*same answer"):
+        load_preferences(path, INTEL)
+    assert len(load_preferences(path, INTEL, limit=1)) == 1
+
+
+@pytest.mark.parametrize("label", [None, "yes", 2])
+def test_a_row_without_a_usable_label_is_refused(label):
+    with pytest.raises(ValueError, match="row 0 .*label"):
+        load_preferences([LABELLED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
+
+
+def test_bad_rows_can_be_dropped_and_are_listed():
+    rows = [PAIR_LAYOUTS["intel"], PAIR_LAYOUTS["intel"] | {"chosen": "5"}]
+    dataset = load_preferences(rows, INTEL, drop_bad_rows=True)
+    assert len(dataset) == 1 and len(dataset.dropped) == 1 and "row 1: " in dataset.dropped[0]
+    with pytest.raises(ValueError, match="no usable row; the first fault: row 0.*same answer"):
+        load_preferences(rows[1:], INTEL, drop_bad_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("type_", "options", "fault"),
+    [
+        ("chatml.oasst", {}, "type='chatml.oasst' is none that objective='dpo' has.*chatml.intel"),
+        ("chatml.icr", {"objective": "kto"}, "type='chatml.icr' is none that objective='kto' has"),
+        ("chatml.intel", {"objective": "ppo"}, "objective='ppo' must be one of"),
+        ("chatml.intel", {"field_chosen": "good"}, r"has no options \['field_chosen'\]"),
+        ("chat_template.argilla_chat", {"field_messages": "m"}, r"has no options \['field_messages'\]"),
+        ("chatml.intel", {"markup": "vicuna"}, "markup='vicuna' must be one of"),
+        ("user_defined.default", {"prompt_format": "Q:"}, "leaves the column out"),
+        ("user_defined.default", {"chosen_format": "{chosen}{}"}, "write other braces twice"),
+    ],
+)
+def test_unknown_choices_are_refused(type_, options, fault):
+    with pytest.raises(ValueError, match=fault):
+        load_preferences([{"question": "2+2?", "prompt": "2+2?", **TEXTS}], type_, **options)
+
+
+def test_a_dataset_gives_copies():
+    dataset = load_preferences([PAIR_LAYOUTS["intel"]] * 3, INTEL)
+    dataset[0]["prompt"][0]["content"] = "changed"
+    assert dataset[0]["prompt"] == [ASK]
+    part = dataset[1:]
+    assert len(part) == 2 and part.markup == "chatml"
+
+
+def decoded(tokenizer, row, masked: bool) -> str:
+    mask = row[keys.ACTION_MASK]
+    return tokenizer.decode(row[keys.TOKENS][mask if masked else ~mask])
+
+
+def test_the_mask_is_of_the_last_answer_alone(tokenizer):
+    lists = {"chosen": [SYSTEM, ASK, BAD, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD, ASK, BAD]}
+    (row,) = encode_preferences(load_preferences([lists], "chat_template.argilla_chat"), tokenizer).unbind(0)
+    prompt = encode_prompt(tokenizer, [SYSTEM, ASK, BAD, ASK])
+    for part, answer in ((CHOSEN, "4"), (REJECTED, "5")):
+        n = len(prompt)
+        assert row[part][keys.TOKENS][:n].tolist() == prompt and not row[part][keys.ACTION_MASK][:n].any()
+        assert row[part][keys.ACTION_MASK][n:].all()
+        assert decoded(tokenizer, row[part], True) == answer + "<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_generation", "llama3", "mistral", "llama2"])
+def test_any_template_gives_the_prompt_that_a_policy_sees(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    examples = [
+        {"prompt": [said("user", "abc")], "chosen": [said("assistant", "cab")], "rejected": [said("assistant", "b")]}
+    ]
+    (row,) = encode_preferences(examples, tokenizer).unbind(0)
+    prompt = encode_prompt(tokenizer, examples[0]["prompt"])
+    assert row[CHOSEN][keys.TOKENS][: len(prompt)].tolist() == prompt
+    assert row[CHOSEN][keys.ACTION_MASK].tolist() == [i >= len(prompt) for i in range(len(row[CHOSEN][keys.TOKENS]))]
+    assert row[CHOSEN][keys.TOKENS][-1] == tokenizer.eos_token_id
+
+
+TEXT_OF_MARKUP = {
+    "chatml": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    ),
+    "llama3": (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>"
+    ),
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\n2+2?</s>\n<|assistant|>\n4</s>",
+}
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_a_types_markup_is_literal(markup):
+    dataset = load_preferences([PAIR_LAYOUTS["intel"] | {"system": "Be brief."}], INTEL, markup=markup)
+    tokenizer = build_tokenizer()
+    if missing := [t for t in MARKUPS[markup].tokens if t not in tokenizer.get_vocab()]:
+        with pytest.raises(ValueError, match=r"has no token .*markup='tokenizer'"):
+            encode_preferences(dataset, tokenizer)
+        tokenizer.add_tokens(missing, special_tokens=True)
+    if markup == "llama3":  # a tokenizer that begins every text with BOS
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        special = [("<s>", tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+    own = tokenizer.chat_template
+    (row,) = encode_preferences(dataset, tokenizer).unbind(0)
+    assert tokenizer.decode(row[CHOSEN][keys.TOKENS]) == TEXT_OF_MARKUP[markup]
+    assert decoded(tokenizer, row[CHOSEN], True) == "4" + MARKUPS[markup].end
+    assert tokenizer.chat_template == own
+
+
+def test_text_ends_with_one_eos(tokenizer):
+    row = {"prompt": "2+2?", "chosen": " 4", "rejected": " 5<|im_end|>"}
+    (row,) = encode_preferences(load_preferences([row], "user_defined.default"), tokenizer).unbind(0)
+    assert decoded(tokenizer, row[CHOSEN], False) == "2+2?"
+    assert decoded(tokenizer, row[CHOSEN], True) == " 4<|im_end|>"
+    assert decoded(tokenizer, row[REJECTED], True) == " 5<|im_end|>"
+
+
+def test_completions_of_the_same_tokens_are_refused(tokenizer):
+    examples = load_preferences([{"prompt": "2+2?", "chosen": "4", "rejected": "4<|im_end|>"}], "user_defined.default")
+    with pytest.raises(ValueError, match="example 0: chosen and rejected have the same tokens"):
+        encode_preferences(examples, tokenizer)
+
+
+def test_labelled_rows_and_their_mismatched_pairs(tokenizer):
+    rows = [
+        {"question": q, "completion": c, "label": label}
+        for q, c, label in (("a?", "b", 1), ("cc?", "dd", 0), ("e?", "f", 1))
+    ]
+    encoded = encode_preferences(load_preferences(rows, INTEL, objective="kto"), tokenizer)
+    assert encoded[LABEL].tolist() == [True, False, True]
+    before, mixed = list(encoded.unbind(0)), list(mismatched_rows(encoded).unbind(0))
+    for i, row in enumerate(mixed):
+        assert decoded(tokenizer, row, False) == decoded(tokenizer, before[i], False)
+        assert decoded(tokenizer, row, True) == decoded(tokenizer, before[(i + 1) % 3], True)
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        mismatched_rows(encoded[:1])
+
+
+def test_demonstrations_are_learned_whole(tokenizer):
+    talk = [SYSTEM, ASK, BAD, ASK, GOOD]
+    rows = encode_demonstrations([talk, [ASK, GOOD]], tokenizer)
+    ids, mask = encode_conversation(tokenizer, talk)
+    assert ragged(rows, keys.TOKENS)[0].tolist() == ids and ragged(rows, keys.ACTION_MASK)[0].tolist() == mask
+    assert torch.equal(ragged(rows, keys.ACTION_MASK)[0], torch.tensor(mask)) and len(rows) == 2

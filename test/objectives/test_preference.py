@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.preferences import CHOSEN, LABEL, REJECTED
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.modules.recording import record_log_probs
+from torchrl_rloo.modules.reference import frozen_reference
+from torchrl_rloo.objectives.preference import PreferenceLoss, merge_preferences
+
+PROMPTS = ["pp", "pppp", "p", "ppp"]
+ANSWERS = [("aaa", "a"), ("a", "aaaa"), ("aapa", "aa"), ("aa", "aaa")]  # a marks the action tokens
+DESIRABLE = [True, False, False, True]
+PAIRED = [name for name, objective in PREFERENCE_OBJECTIVES.items() if objective.paired]
+COEFFICIENTS = {
+    "dpo": {"beta": 0.3, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.3},
+    "orpo": {"alpha": 0.4},
+    "simpo": {"beta": 1.5, "gamma": 0.6, "cpo_alpha": 0.2},
+    "kto": {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7},
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tokenizer):
+    """One of our own: the tests leave gradients on it."""
+    return TransformersWrapper(build_model(tokenizer, seed=0).eval(), tokenizer=tokenizer, generate=False)
+
+
+@pytest.fixture(scope="module")
+def reference(tokenizer):
+    return frozen_reference(TransformersWrapper(build_model(tokenizer, seed=1).eval(), tokenizer=tokenizer))
+
+
+@pytest.fixture
+def make_loss(policy, reference):
+    def make(objective: str, **settings) -> PreferenceLoss:
+        if PREFERENCE_OBJECTIVES[objective].reference:
+            settings = {"reference": reference} | settings
+        return PreferenceLoss(policy, objective, **(COEFFICIENTS[objective] | settings))
+
+    return make
+
+
+def row_of(prompt: torch.Tensor, answer: str, generator: torch.Generator) -> TensorDictBase:
+    tokens = torch.cat([prompt, torch.randint(3, 300, (len(answer),), generator=generator)])
+    mask = torch.tensor([False] * len(prompt) + [c == "a" for c in answer])
+    return TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: mask})
+
+
+@pytest.fixture
+def pairs() -> TensorDictBase:
+    generator, result = torch.Generator().manual_seed(0), []
+    for shape, (good, bad) in zip(PROMPTS, ANSWERS, strict=True):
+        prompt = torch.randint(3, 300, (len(shape),), generator=generator)
+        result.append(
+            TensorDict({CHOSEN: row_of(prompt, good, generator), REJECTED: row_of(prompt, bad, generator)}, [])
+        )
+    return stack_rows(result)
+
+
+@pytest.fixture
+def labelled(pairs) -> TensorDictBase:
+    rows = [row[CHOSEN].clone() for row in pairs.unbind(0)]
+    return stack_rows([row.set(LABEL, torch.tensor(d)) for row, d in zip(rows, DESIRABLE, strict=True)])
+
+
+def gradient_of(model, *losses: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same_gradient(ours, theirs) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), other.double(), rtol=1e-3, atol=1e-6)
+
+
+def exact(scorer) -> torch.nn.Module:
+    return copy.deepcopy(scorer.model).double()
+
+
+def log_prob(model, row: TensorDictBase, mean: bool) -> torch.Tensor:
+    """Of one completion: whole logits, no padding."""
+    tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
+    full = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+    values = [full[t - 1, tokens[t]] for t in range(len(tokens)) if action[t]]
+    return sum(values) / (len(values) if mean else 1)
+
+
+def plain_pair(name: str, w: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    c = COEFFICIENTS[name]
+    if name == "dpo":
+        right, wrong = (torch.sigmoid(sign * c["beta"] * (w - r)).log() for sign in (1, -1))
+        return -(1 - c["label_smoothing"]) * right - c["label_smoothing"] * wrong
+    if name == "ipo":
+        return (w - r - 0.5 / c["beta"]) ** 2
+    if name == "simpo":
+        return -torch.sigmoid(c["beta"] * (w - r) - c["gamma"]).log() - c["cpo_alpha"] * w
+    odds = [p.exp() / (1 - p.exp()) for p in (w, r)]
+    return -w - c["alpha"] * torch.sigmoid((odds[0] / odds[1]).log()).log()
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_have_the_loss_gradient_and_metrics_of_the_definition(make_loss, policy, reference, pairs, name):
+    model, ref, objective = exact(policy), exact(reference), PREFERENCE_OBJECTIVES[name]
+    losses, rewards, log_probs = [], [], []
+    for row in pairs.unbind(0):
+        own = [log_prob(model, row[part], objective.mean) for part in (CHOSEN, REJECTED)]
+        with torch.no_grad():
+            base = [log_prob(ref, row[part], objective.mean) for part in (CHOSEN, REJECTED)]
+        scores = [p - q for p, q in zip(own, base, strict=True)] if objective.reference else own
+        losses.append(plain_pair(name, *scores))
+        rewards.append([COEFFICIENTS[name].get("beta", 1.0) * s.item() for s in scores])
+        log_probs.append([p.item() for p in own])
+    out = make_loss(name)(pairs)
+    expected = sum(losses) / len(losses)
+    assert_same_gradient(gradient_of(policy.model, out.loss_objective), gradient_of(model, expected))
+    chosen, rejected = (sum(r[i] for r in rewards) / len(rewards) for i in (0, 1))
+    assert merge_preferences([out.detach()]) == pytest.approx(
+        {
+            "loss": expected.item(),
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "rewards/accuracy": sum(w > r for w, r in rewards) / len(rewards),
+            "log_probs/chosen": sum(w for w, _ in log_probs) / len(log_probs),
+            "log_probs/rejected": sum(r for _, r in log_probs) / len(log_probs),
+        },
+        rel=1e-4,
+        abs=1e-5,
+    )
+
+
+def mixed(labelled: TensorDictBase) -> list[TensorDictBase]:
+    """The prompts of ``PROMPTS`` with the completions of the rows after."""
+    rows, result = labelled.unbind(0), []
+    for i, prompt in enumerate(PROMPTS):
+        j, n = (i + 1) % len(rows), len(prompt)
+        m = len(PROMPTS[j])
+        result.append({k: torch.cat([rows[i][k][:n], rows[j][k][m:]]) for k in (keys.TOKENS, keys.ACTION_MASK)})
+    return result
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_kto_has_the_loss_gradient_and_point_of_the_definition(policy, reference, labelled, positive):
+    actor, other = (policy, reference) if not positive else (policy, _raised(reference, labelled))
+    model, ref, c = exact(actor), exact(other), COEFFICIENTS["kto"]
+    with torch.no_grad():
+        apart = [log_prob(model, row, False) - log_prob(ref, row, False) for row in mixed(labelled)]
+        point = max(0.0, sum(x.item() for x in apart) / len(apart))
+    assert (point > 0) == positive
+    losses, correct = [], []
+    for row, desirable in zip(labelled.unbind(0), DESIRABLE, strict=True):
+        ratio = log_prob(model, row, False) - log_prob(ref, row, False).detach()
+        sign, weight = (1, c["desirable_weight"]) if desirable else (-1, c["undesirable_weight"])
+        losses.append(weight * (1 - torch.sigmoid(sign * c["beta"] * (ratio - point))))
+        correct.append((ratio.item() > point) == desirable)
+    out = PreferenceLoss(actor, "kto", reference=other, **c)(labelled)
+    expected = sum(losses) / len(losses)
+    assert_same_gradient(gradient_of(policy.model, out.loss_objective), gradient_of(model, expected))
+    metrics = merge_preferences([out.detach()])
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["rewards/accuracy"] == sum(correct) / len(correct)
+    if positive:
+        assert metrics["kl/reference_point"] == pytest.approx(point, rel=1e-4)
+    assert len(out.chosen_rewards) == sum(DESIRABLE) and len(out.rejected_rewards) == len(DESIRABLE) - sum(DESIRABLE)
+
+
+def _raised(reference, labelled):
+    """The reference after it has learned to dislike the mismatched completions, so that z_0 is above 0."""
+    worse = frozen_reference(reference)
+    worse.model.requires_grad_(True)
+    rows = stack_rows([TensorDict(row) for row in mixed(labelled)])
+    optimizer = torch.optim.SGD(worse.model.parameters(), lr=0.02)
+    for _ in range(3):
+        worse.score(rows).log_probs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    worse.model.requires_grad_(False)
+    return worse
+
+
+def weighted(rows: TensorDictBase) -> TensorDictBase:
+    result = [row.clone() for row in rows.unbind(0)]
+    for row, weight, copies in zip(result, (1.0, 0.5, 2.0, 0.0), (1, 3, 1, 2), strict=True):
+        row.set(keys.SAMPLE_WEIGHT, torch.tensor(weight)).set(keys.MULTIPLICITY, torch.tensor(copies))
+    return stack_rows(result)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_OBJECTIVES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_sum_to_the_whole(policy, make_loss, pairs, labelled, name, size):
+    rows = weighted(pairs if PREFERENCE_OBJECTIVES[name].paired else labelled)
+    loss_fn = make_loss(name)
+    whole, counts = loss_fn(rows), loss_fn.count(rows)
+    parts = [loss_fn(rows[i : i + size], counts) for i in range(0, len(rows), size)]
+    assert merge_preferences([p.detach() for p in parts]) == pytest.approx(
+        merge_preferences([whole.detach()]), rel=1e-4, abs=1e-6
+    )
+    ours = gradient_of(policy.model, *(p.loss_objective for p in parts))
+    assert_same_gradient(ours, gradient_of(policy.model, whole.loss_objective))
+
+
+def test_weights_multiply_and_copies_count(make_loss, pairs):
+    loss_fn = make_loss("dpo")
+    single = [loss_fn(pairs[i : i + 1]).loss_objective.item() for i in range(4)]
+    expected = (single[0] + 3 * 0.5 * single[1] + 2.0 * single[2]) / (1 + 3 + 1 + 2)
+    assert loss_fn(weighted(pairs)).loss_objective.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_recorded_log_probs_of_the_reference_do_as_well(make_loss, reference, pairs):
+    with pytest.raises(KeyError, match="record_log_probs"):
+        make_loss("dpo", reference="recorded")(pairs)
+    for part in (CHOSEN, REJECTED):
+        record_log_probs(reference, pairs[part], log_probs=keys.REF_LOG_PROBS, micro_batch_size=3)
+    recorded, scored = (make_loss("dpo", **kw)(pairs) for kw in ({"reference": "recorded"}, {}))
+    assert recorded.loss_objective.item() == pytest.approx(scored.loss_objective.item(), rel=1e-5)
+
+
+def test_a_policy_like_its_reference_has_the_loss_of_a_coin(policy, pairs):
+    out = PreferenceLoss(policy, "dpo", reference=frozen_reference(policy))(pairs)
+    assert out.loss_objective.item() == pytest.approx(math.log(2), rel=1e-5)
+    assert out.correct.sum() == 0 and out.chosen_rewards.abs().max() < 1e-5
+
+
+def test_chosen_and_rejected_are_scored_in_one_pass(policy, reference, pairs):
+    class Counting:
+        passes, generate = 0, False
+
+        def score(self, rows):
+            self.passes += 1
+            return policy.score(rows)
+
+    counting = Counting()
+    PreferenceLoss(counting, "dpo", reference=reference)(pairs)
+    assert counting.passes == 1
+
+
+def test_the_reference_is_neither_trained_nor_saved_with_the_loss(make_loss, policy, reference, pairs):
+    loss_fn = make_loss("dpo")
+    loss_fn(pairs).loss_objective.backward()
+    assert all(p.grad is None for p in reference.model.parameters())
+    held = {id(p) for p in loss_fn.parameters()}
+    assert not held & {id(p) for p in reference.model.parameters()}
+
+
+def test_a_coefficient_may_be_an_object_that_changes(make_loss, pairs):
+    class Falling:
+        value = 0.5
+
+        def __float__(self) -> float:
+            return self.value
+
+    beta = Falling()
+    loss_fn = make_loss("dpo", beta=beta)
+    before = loss_fn(pairs)
+    beta.value = 0.25
+    torch.testing.assert_close(loss_fn(pairs).chosen_rewards, before.chosen_rewards / 2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "error", "fault"),
+    [
+        ("ppo", {}, ValueError, "objective='ppo' must be one of"),
+        ("dpo", {"gamma": 1.0}, TypeError, r"objective='dpo' has no coefficients \['gamma'\]; it has \['beta'"),
+        ("orpo", {"beta": 0.1}, TypeError, r"it has \['alpha'\]"),
+        ("simpo", {"beta": 0.0}, ValueError, "beta=0.0 must be above 0"),
+        ("simpo", {"gamma": -1.0}, ValueError, "gamma=-1.0 must be at least 0"),
+        ("dpo", {"reference": "recorded", "label_smoothing": 0.5}, ValueError, "label_smoothing=0.5 .* below 0.5"),
+        ("dpo", {"reference": "recorded", "beta": math.nan}, ValueError, "beta=nan must be above 0"),
+        ("dpo", {}, ValueError, "against a reference: set reference .* or to 'recorded'"),
+        ("kto", {}, ValueError, "against a reference: set reference to a scorer such as frozen_reference"),
+        ("kto", {"reference": "recorded"}, ValueError, "must be a scorer: its reference point"),
+        ("dpo", {"reference": "base"}, ValueError, "reference='base' .* must be a scorer or 'recorded'"),
+        ("dpo", {"reference": object()}, ValueError, "reference must have score"),
+        ("orpo", {"reference": "recorded"}, ValueError, "objective='orpo' has no reference"),
+        ("simpo", {"reference": "recorded"}, ValueError, "objective='simpo' has no reference"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(policy, objective, settings, error, fault):
+    with pytest.raises(error, match=fault):
+        PreferenceLoss(policy, objective, **settings)
+
+
+def test_a_reference_that_would_move_or_measure_otherwise_is_refused(policy):
+    with pytest.raises(ValueError, match="with the model that is trained"):
+        PreferenceLoss(policy, "dpo", reference=policy.get_new_version())
+    warm = frozen_reference(policy).get_new_version(generate_kwargs={"temperature": 2.0})
+    with pytest.raises(ValueError, match="give both the same"):
+        PreferenceLoss(policy, "dpo", reference=warm)
+
+
+def test_one_labelled_row_has_no_reference_point(make_loss, labelled):
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        make_loss("kto")(labelled[:1])

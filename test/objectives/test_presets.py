@@ -1,0 +1,357 @@
+"""Each published method on one batch, against its paper's formula written out by hand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.rows import action_tokens, gather_actions, ragged
+from torchrl_rloo.functional.kl import k1, kl_penalised_reward
+from torchrl_rloo.modules.policies import ScoredActions
+from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.objectives.presets import PRESETS
+from torchrl_rloo.replay import MCAdvantage
+
+G, PROMPTS = 4, 2
+LENGTHS = [3, 5, 1, 4, 2, 6, 3, 4]
+REWARDS = [1.0, 0.0, 0.25, 1.0, 0.0, 0.0, 1.0, 0.5]
+CONSTANT = 10
+N, TOKENS = len(LENGTHS), sum(LENGTHS)
+
+
+def numbers(seed: int, scale: float) -> list[list[float]]:
+    """One for each action token of each row, exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(scale * torch.randn(n, generator=generator)).tolist() for n in LENGTHS]
+
+
+SAMPLER = [[-abs(x) - 0.2 for x in row] for row in numbers(0, 1.5)]
+REFERENCE = [[x + d for x, d in zip(*rows, strict=True)] for rows in zip(SAMPLER, numbers(1, 0.5), strict=True)]
+DRIFT = numbers(2, 0.25)  # what the log-probs have gained since
+
+
+class LogProbTable(torch.nn.Module):
+    """A policy whose parameters are the log-probs of the action tokens themselves."""
+
+    def __init__(self, log_probs: list[list[float]]) -> None:
+        super().__init__()
+        rows = [torch.nn.functional.pad(torch.tensor(r, dtype=torch.float64), (0, 8 - len(r))) for r in log_probs]
+        self.log_probs = torch.nn.Parameter(torch.stack(rows))
+
+    def score(self, rows: TensorDictBase) -> ScoredActions:
+        actions = action_tokens(rows)
+        which = torch.stack([row["which"] for row in rows.unbind(0)])
+        own = torch.where(actions.mask, self.log_probs[which][:, : actions.mask.shape[1]], 0.0)
+        return ScoredActions(log_probs=own, entropy=torch.zeros_like(own), actions=actions)
+
+
+def full(values: list[float]) -> torch.Tensor:
+    """Action tokens' values after a prompt of two tokens."""
+    return torch.tensor([0.0, 0.0, *values])
+
+
+@pytest.fixture(scope="module")
+def batch() -> TensorDictBase:
+    rows = []
+    for i, n in enumerate(LENGTHS):
+        action = torch.tensor([False, False] + [True] * n)
+        row = TensorDict(
+            {
+                "which": torch.tensor(i),
+                keys.GROUP_ID: torch.tensor(i // G),
+                keys.REWARD: torch.tensor([[REWARDS[i]]]),
+                keys.REF_LOG_PROBS: full(REFERENCE[i]),
+            }
+        )
+        row.set("tokens", Tokens(full=torch.arange(n + 2)))
+        row.set("masks", Masks(all_assistant_mask=action, all_attention_mask=torch.ones_like(action)))
+        row.set("log_probs", LogProbs(full=full(SAMPLER[i])))
+        rows.append(row)
+    return stack_rows(rows)
+
+
+def arguments_of(preset) -> tuple[dict, dict]:
+    """Arguments of the advantage and of the loss, with what is to be set."""
+    values = {"aggregation_constant": CONSTANT, "whiten_groups": PROMPTS}
+    advantage, loss = dict(preset.advantage), dict(preset.loss)
+    for name, hint in preset.to_set.items():
+        if hint.startswith("RLOOLoss"):
+            loss[name] = values[name]
+        elif hint.startswith("MCAdvantage"):
+            advantage[name] = values[name]
+    return advantage, loss
+
+
+def gradients_of(preset, batch: TensorDictBase) -> list[list[float]]:
+    """Of the loss, with respect to the log-prob of each action token."""
+    advantage, loss = arguments_of(preset)
+    table = LogProbTable([[x + d for x, d in zip(*r, strict=True)] for r in zip(SAMPLER, DRIFT, strict=True)])
+    rows = [row.clone() for row in batch.unbind(0)]
+    if preset.kl_in_reward:  # as KLRewardTransform does
+        actions = action_tokens(batch)
+        kl = k1(*(gather_actions(ragged(batch, key), actions) for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS)))
+        for row, reward in zip(rows, kl_penalised_reward(torch.tensor(REWARDS), kl, preset.kl_in_reward), strict=True):
+            row.set(keys.REWARD, reward.reshape(1, 1))
+    transform = MCAdvantage(num_generations=G, **advantage)
+    buffer = ReplayBuffer(storage=LazyStackStorage(N), transform=transform)
+    buffer.extend(stack_rows(rows))
+    RLOOLoss(table, **loss)(buffer[:]).loss.backward()
+    return [table.log_probs.grad[i, :n].tolist() for i, n in enumerate(LENGTHS)]
+
+
+# --- the papers ---
+
+
+def groups_of(values: list[float]) -> list[list[float]]:
+    return [values[k * G : (k + 1) * G] for k in range(PROMPTS)]
+
+
+def leave_one_out(rewards: list[float]) -> list[float]:
+    """RLOO: the reward less the mean of the others'."""
+    return [r - (sum(group) - r) / (G - 1) for group in groups_of(rewards) for r in group]
+
+
+def centred(rewards: list[float]) -> list[float]:
+    """Dr. GRPO: the reward less the mean of the group."""
+    return [r - statistics.mean(group) for group in groups_of(rewards) for r in group]
+
+
+def normalised(rewards: list[float]) -> list[float]:
+    """GRPO: by mean and standard deviation of the group."""
+    return [(r - statistics.mean(g)) / (statistics.stdev(g) + 1e-4) for g in groups_of(rewards) for r in g]
+
+
+def whitened(values: list[float]) -> list[float]:
+    """REINFORCE++: by mean and standard deviation of the batch."""
+    mean, std = statistics.mean(values), statistics.stdev(values)
+    return [(value - mean) / (std + 1e-4) for value in values]
+
+
+def penalised(beta: float) -> list[float]:
+    """``r - beta sum_t (log pi_old - log pi_ref)``."""
+    return [r - beta * sum(s - f for s, f in zip(SAMPLER[i], REFERENCE[i], strict=True)) for i, r in enumerate(REWARDS)]
+
+
+def kl_to_go(i: int, t: int, bound: float = math.inf) -> float:
+    gaps = [s - f for s, f in zip(SAMPLER[i], REFERENCE[i], strict=True)]
+    return sum(min(max(gap, -bound), bound) for gap in gaps[t:])
+
+
+def every_token(values: list[float]) -> list[list[float]]:
+    return [[value] * n for value, n in zip(values, LENGTHS, strict=True)]
+
+
+def ppo(i: int, t: int, advantage: float, low: float = 0.2, high: float = 0.2) -> float:
+    """d min(rho A, clip(rho) A) / d log pi."""
+    rho = math.exp(DRIFT[i][t])
+    flat = rho > 1 + high if advantage > 0 else rho < 1 - low
+    return 0.0 if flat else rho * advantage
+
+
+def by_token(formula) -> list[list[float]]:
+    return [[formula(i, t) for t in range(n)] for i, n in enumerate(LENGTHS)]
+
+
+def rloo():
+    """Ahmadian et al.: 1/N sum_i A_i sum_t grad log pi, A from rewards less 0.03 KL."""
+    advantages = leave_one_out(penalised(0.03))
+    return by_token(lambda i, t: -advantages[i] / N)
+
+
+def rloo_trl():
+    """TRL: 1/N sum_i min(rho_i A_i, clip(rho_i) A_i), rho_i of the whole sequence; KL 0.05."""
+    advantages = leave_one_out(penalised(0.05))
+
+    def formula(i, t):
+        rho = math.exp(sum(DRIFT[i]))
+        flat = rho > 1.2 if advantages[i] > 0 else rho < 0.8
+        return 0.0 if flat else -rho * advantages[i] / N
+
+    return by_token(formula)
+
+
+def rloo_openrlhf():
+    """OpenRLHF: leave-one-out of the rewards, then each token's clamped KL to go; PPO over all tokens."""
+    base = leave_one_out(REWARDS)
+    return by_token(lambda i, t: -ppo(i, t, base[i] - 0.01 * kl_to_go(i, t, 10.0)) / TOKENS)
+
+
+def grpo():
+    """Shao et al., equation 3: 1/G sum_i 1/|o_i| sum_t (min(...) - beta (ref/pi - log ref/pi - 1))."""
+    advantages = normalised(REWARDS)
+
+    def formula(i, t):
+        present = SAMPLER[i][t] + DRIFT[i][t]
+        kl_gradient = 1 - math.exp(REFERENCE[i][t] - present)
+        return (-ppo(i, t, advantages[i]) + 0.04 * kl_gradient) / (N * LENGTHS[i])
+
+    return by_token(formula)
+
+
+def dr_grpo():
+    """Liu et al.: no division by the standard deviation, nor by the length."""
+    advantages = centred(REWARDS)
+    return by_token(lambda i, t: -ppo(i, t, advantages[i]) / (N * CONSTANT))
+
+
+def dapo():
+    """Yu et al., equation 8: 1/sum_i |o_i| sum_it, clip at 1 - 0.2 and 1 + 0.28."""
+    advantages = normalised(REWARDS)
+    return by_token(lambda i, t: -ppo(i, t, advantages[i], 0.2, 0.28) / TOKENS)
+
+
+def gspo():
+    """Zheng et al., equations 5 to 7: s_i = (pi / pi_old)^(1 / |o_i|), clipped as a whole."""
+    advantages = normalised(REWARDS)
+
+    def formula(i, t):
+        ratio = math.exp(sum(DRIFT[i]) / LENGTHS[i])
+        flat = ratio > 1 + 4e-4 if advantages[i] > 0 else ratio < 1 - 3e-4
+        return 0.0 if flat else -ratio * advantages[i] / (N * LENGTHS[i])
+
+    return by_token(formula)
+
+
+def cispo():
+    """MiniMax, equation 4: 1/sum |o_i| sum_it sg(clip(rho)) A grad log pi."""
+    advantages = normalised(REWARDS)
+    return by_token(lambda i, t: -min(math.exp(DRIFT[i][t]), 5.0) * advantages[i] / TOKENS)
+
+
+def reinforce_pp():
+    """Hu et al.: r - beta sum_{k >= t} KL_k, whitened over the tokens of the batch; PPO."""
+    raw = by_token(lambda i, t: REWARDS[i] - 0.01 * kl_to_go(i, t))
+    flat = iter(whitened([a for row in raw for a in row]))
+    advantages = [[next(flat) for _ in row] for row in raw]
+    return by_token(lambda i, t: -ppo(i, t, advantages[i][t]) / TOKENS)
+
+
+def reinforce_pp_baseline():
+    """Hu et al.: less the mean of the group, whitened over the batch; PPO, and k2 in the loss."""
+    advantages = whitened(centred(REWARDS))
+
+    def formula(i, t):
+        gap = SAMPLER[i][t] + DRIFT[i][t] - REFERENCE[i][t]
+        return (-ppo(i, t, advantages[i]) + 0.01 * gap) / TOKENS
+
+    return by_token(formula)
+
+
+FORMULAS = {
+    f.__name__: f
+    for f in (rloo, rloo_trl, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp, reinforce_pp_baseline)
+}
+WITHOUT_CRITIC = [name for name, preset in PRESETS.items() if not preset.critic]
+
+
+def test_every_method_without_a_critic_has_its_formula_here():
+    assert set(WITHOUT_CRITIC) == set(FORMULAS)
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_the_gradient_is_that_of_the_paper(batch, name):
+    ours, expected = gradients_of(PRESETS[name], batch), FORMULAS[name]()
+    for i in range(N):
+        assert ours[i] == pytest.approx(expected[i], rel=1e-4, abs=2e-6), f"row {i}"
+
+
+def test_the_batch_tells_the_methods_apart_and_meets_their_clips():
+    """Else the test above would say little."""
+    gradients = {name: [x for row in formula() for x in row] for name, formula in FORMULAS.items()}
+    for a in gradients:
+        for b in gradients:
+            if a < b:
+                scale = max(map(abs, gradients[a]))
+                different = (abs(x - y) for x, y in zip(gradients[a], gradients[b], strict=True))
+                assert max(different) > 0.01 * scale, (a, b)
+    for name in ("rloo_trl", "rloo_openrlhf", "dr_grpo", "dapo", "gspo", "reinforce_pp"):
+        assert 0 < sum(x == 0 for x in gradients[name]) < TOKENS, name
+
+
+def test_the_loss_of_ppo_is_the_clip_of_each_token(batch):
+    preset = PRESETS["ppo"]
+    assert preset.critic and preset.to_set
+    advantages = numbers(3, 1.0)
+    rows = [row.clone() for row in batch.unbind(0)]
+    for row, values in zip(rows, advantages, strict=True):
+        row.set(keys.ADVANTAGE, full(values)[:, None])
+    table = LogProbTable([[x + d for x, d in zip(*r, strict=True)] for r in zip(SAMPLER, DRIFT, strict=True)])
+    RLOOLoss(table, **preset.loss)(stack_rows(rows)).loss.backward()
+    for i, n in enumerate(LENGTHS):
+        expected = [-ppo(i, t, advantages[i][t]) / TOKENS for t in range(n)]
+        assert table.log_probs.grad[i, :n].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("coeff", [None, 0.0, 0.2])
+def test_every_preset_makes_its_parts_with_any_kl(name, coeff):
+    preset = PRESETS[name] if coeff is None else PRESETS[name].with_kl(coeff)
+    advantage, loss = arguments_of(preset)
+    RLOOLoss(LogProbTable(SAMPLER), **loss)
+    if not preset.critic:
+        MCAdvantage(num_generations=G, **advantage)
+
+
+@pytest.mark.parametrize("name", [n for n, p in PRESETS.items() if p.to_set and not p.critic])
+def test_what_is_to_be_set_is_needed(name):
+    """Without it a part refuses to be made."""
+    preset = PRESETS[name]
+    with pytest.raises(ValueError, match="|".join(preset.to_set)):
+        RLOOLoss(LogProbTable(SAMPLER), **preset.loss)
+        MCAdvantage(num_generations=G, **preset.advantage)
+
+
+PLACES = {
+    "rloo": "kl_in_reward",
+    "rloo_trl": "kl_in_reward",
+    "rloo_openrlhf": "advantage.token_kl_coeff",
+    "grpo": "loss.kl_to_ref_coeff",
+    "reinforce_pp": "advantage.token_kl_coeff",
+    "reinforce_pp_baseline": "loss.kl_to_ref_coeff",
+    "ppo": "advantage.kl_coeff",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_another_kl_goes_where_the_method_has_its_own(name):
+    preset = PRESETS[name]
+    assert preset.kl_placement == PLACES.get(name)
+    changed = preset.with_kl(0.123)
+    place = PLACES.get(name, "kl_in_reward")
+    part, _, key = place.partition(".")
+    assert (getattr(changed, part)[key] if key else getattr(changed, part)) == 0.123
+    assert changed.kl_placement == place
+    numbers_of = [changed.kl_in_reward, *changed.advantage.values(), *changed.loss.values()]
+    assert numbers_of.count(0.123) == 1
+    assert preset == PRESETS[name] and preset.kl_placement == PLACES.get(name)  # itself unchanged
+    assert changed.with_kl(preset.kl_in_reward if place == "kl_in_reward" else getattr(preset, part)[key]) == preset
+
+
+def test_a_coefficient_that_moves_is_passed_on(batch):
+    class Coefficient:
+        value = 0.5
+
+        def __float__(self) -> float:
+            return self.value
+
+    coefficient = Coefficient()
+    preset = PRESETS["grpo"].with_kl(coefficient)
+    loose = gradients_of(PRESETS["grpo"].with_kl(0.5), batch)
+    assert gradients_of(preset, batch) == loose
+    coefficient.value = 0.0
+    assert gradients_of(preset, batch) != loose
+
+
+def test_without_its_kl_grpo_has_none(batch):
+    advantages = normalised(REWARDS)
+    ours = gradients_of(PRESETS["grpo"].with_kl(0.0), batch)
+    for i in range(N):
+        expected = [-ppo(i, t, advantages[i]) / (N * LENGTHS[i]) for t in range(LENGTHS[i])]
+        assert ours[i] == pytest.approx(expected, rel=1e-4, abs=2e-6)

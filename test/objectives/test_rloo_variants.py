@@ -1,0 +1,796 @@
+"""RLOOLoss over the product of its parts, against one plain implementation of their definitions."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives import RLOOLoss, merge_outputs
+from torchrl_rloo.objectives.output import LOSS_TERMS
+
+# --- the plain implementation: row by row, token by token ---
+
+
+def logistic(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def smaller(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a if a.item() <= b.item() else b
+
+
+def plain_surrogate(name, rho, advantage, log_prob, old, *, low=None, high=None, **chosen) -> torch.Tensor:
+    """Loss of one token (or one sequence) from the papers' equations; all are scalars with gradient."""
+    if name == "clip":
+        low, high = 0.2 if low is None else low, 0.2 if high is None else high
+        inside = rho if 1 - low <= rho.item() <= 1 + high else rho.new_tensor(1 - low if rho.item() < 1 else 1 + high)
+        objective = smaller(rho * advantage, inside * advantage)
+        floor = chosen.get("dual_clip")
+        if floor is not None and advantage < 0 and objective.item() < floor * advantage:
+            objective = rho.new_tensor(floor * advantage)
+        return -objective
+    if name == "cispo":
+        low, high = 1.0 if low is None else low, 4.0 if high is None else high
+        return -min(max(rho.item(), 1 - low), 1 + high) * advantage * log_prob
+    if name == "sapo":
+        tau = chosen.get("tau_positive", 1.0) if advantage > 0 else chosen.get("tau_negative", 1.05)
+        return -4 / tau * logistic(tau * (rho - 1)) * advantage
+    if name == "dppo":
+        shifted = abs(math.exp(log_prob.item()) - math.exp(old)) > chosen.get("delta", 0.15)
+        return -rho * advantage * (0 if shifted and (rho.item() - 1) * advantage > 0 else 1)
+    assert name == "vespo"
+    k, lambda_ = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+    return -(rho.item() ** k) * math.exp(lambda_ * (1 - rho.item())) * advantage * log_prob
+
+
+def plain_weight(name, log_weights: list[float], t: int, *, low=None, high=None, token_high=2.0) -> float:
+    token, product = math.exp(log_weights[t]), math.exp(sum(log_weights))
+    if name == "tis":
+        return min(token, 2.0 if high is None else high)
+    if name == "icepop":
+        return token if (0.5 if low is None else low) <= token <= (5.0 if high is None else high) else 0.0
+    if name == "sequence_truncate":
+        return min(product, 2.0 if high is None else high)
+    if name == "sequence_mask":
+        return product if (0.0 if low is None else low) <= product <= (2.0 if high is None else high) else 0.0
+    assert name == "seq_mask_tis"
+    mean = math.exp(sum(log_weights) / len(log_weights))
+    inside = (0.99 if low is None else low) <= mean <= (1.01 if high is None else high)
+    return min(token, token_high) if inside else 0.0
+
+
+def plain_kl(estimator: str, log_prob: torch.Tensor, other: float, sampler: float | None) -> torch.Tensor:
+    """Of one token; ``sampler``, if given, is what the importance weight starts from."""
+    gap = log_prob - other
+    value = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[estimator]
+    if sampler is None:
+        return value
+    weight = (log_prob - sampler).exp()
+    return (weight.detach() if estimator == "k2" else weight) * value
+
+
+def entropy_bar(rows, lengths: list[int], multiplicities: list[int], fraction: float) -> float:
+    """The least entropy among the share of tokens whose entropy is highest."""
+    entropies = []
+    for row, length, copies in zip(rows, lengths, multiplicities, strict=True):
+        if length:
+            entropies += row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].tolist() * copies
+    return sorted(entropies, reverse=True)[round(fraction * len(entropies)) - 1]
+
+
+class Token(NamedTuple):
+    """What a metric may ask of an action token that the loss is over."""
+
+    row: int
+    copies: int
+    advantage: float
+    flat: bool  # the surrogate takes its gradient away
+    correction: float  # 0 where the token is left out
+
+
+def plain_loss(log_probs, entropies, batch, chosen: dict, seen: list[Token] | None = None) -> dict[str, torch.Tensor]:
+    """The terms of the loss from each row's log-probs and entropies (float64 ``[A_i]``, with gradient)."""
+    rows, ratio = list(batch.unbind(0)), chosen.get("ratio", "sequence")
+    aggregation, kl_estimator = chosen.get("aggregation", "sequence_sum"), chosen.get("kl_estimator", "k3")
+    epsilon = chosen.get("clip_epsilon", "default")
+    bounds = {} if epsilon == "default" else dict(zip(("low", "high"), epsilon or (1.0, math.inf), strict=True))
+    counted, lengths, copies = [], [], []
+    for row in rows:
+        out = chosen.get("mask_truncated_completions", False) and row[keys.TRUNCATED].item()
+        counted.append(not out)
+        lengths.append(0 if out else int(row[keys.ACTION_MASK].sum()))
+        copies.append(int(row.get(keys.MULTIPLICITY, 1)))
+    num_rows = sum(copies)
+    num_tokens = sum(c * n for c, n in zip(copies, lengths, strict=True))
+    bar = -math.inf
+    if chosen.get("high_entropy_fraction") is not None:
+        bar = entropy_bar(rows, lengths, copies, chosen["high_entropy_fraction"])
+    zero = torch.zeros((), dtype=torch.float64)
+    terms = {name: zero for name in ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")}
+    for i, row in enumerate(rows):
+        if not lengths[i]:
+            continue
+        action, new = row[keys.ACTION_MASK], log_probs[i]
+        now, n = new.tolist(), lengths[i]
+        sampler = row[keys.LOG_PROBS][action].tolist()
+        proximal = row[keys.PROXIMAL_LOG_PROBS][action].tolist()
+        old = proximal if chosen.get("old_log_probs") == "proximal" else sampler
+        spread = row[keys.ADVANTAGE].expand(len(action), 1)[action, 0].tolist()
+        differences = [new[t] - old[t] for t in range(n)]
+        total = sum(differences)
+        corrected = proximal if chosen.get("old_log_probs") == "proximal" else now
+        log_weights = [corrected[t] - sampler[t] for t in range(n)]
+        gone = sum(sampler[t] - now[t] for t in range(n)) / n
+        token_weight = {
+            "sequence_sum": 1 / num_rows,
+            "sequence_mean": 1 / (num_rows * n),
+            "token_mean": 1 / max(num_tokens, 1),
+            "constant": 1 / (num_rows * chosen.get("aggregation_constant", 1.0)),
+        }[aggregation]
+        token_weight *= copies[i] * float(row.get(keys.SAMPLE_WEIGHT, 1.0))
+        for t in range(n):
+            own = new[t] - new[t].detach()  # 0, with the gradient of the token's log-prob
+            log_ratio = {"none": own, "token": differences[t], "sequence": total}.get(ratio)
+            if ratio == "sequence_mean":
+                log_ratio = total.detach() / n + own
+            surrogate = chosen.get("surrogate", "clip")
+            loss = plain_surrogate(
+                surrogate, log_ratio.exp(), spread[t], new[t], old[t], **bounds, **chosen.get("surrogate_kwargs", {})
+            )
+            if ratio == "sequence" and surrogate in ("clip", "sapo"):
+                loss = loss / n  # one loss for the whole sequence, shared by its tokens
+            flat = not loss.requires_grad or not torch.autograd.grad(loss, new, retain_graph=True)[0].any()
+            weight = 1.0
+            if chosen.get("correction"):
+                weight = plain_weight(chosen["correction"], log_weights, t, **chosen.get("correction_kwargs", {}))
+            threshold = chosen.get("off_policy_mask_threshold")
+            off_policy = threshold is not None and spread[t] < 0 and gone > threshold
+            weight *= not off_policy and row[keys.PROXIMAL_ENTROPY][action][t].item() >= bar
+            terms["loss_objective"] = terms["loss_objective"] + token_weight * weight * loss
+            if seen is not None:
+                seen.append(Token(i, copies[i], spread[t], flat, weight))
+            start = sampler[t] if chosen.get("kl_importance_weighted") else None
+            for name, other in (
+                ("kl_to_ref", row[keys.REF_LOG_PROBS][action][t].item()),
+                ("kl_to_inference", sampler[t]),
+            ):
+                coefficient = chosen.get(f"{name}_coeff", 0.0)
+                if coefficient:
+                    kl = plain_kl(kl_estimator, new[t], other, start)
+                    terms[f"loss_{name}"] = terms[f"loss_{name}"] + token_weight * coefficient * kl
+            terms["loss_entropy"] = (
+                terms["loss_entropy"] - token_weight * chosen.get("entropy_coeff", 0) * entropies[i][t]
+            )
+    return terms
+
+
+@dataclass
+class Exact:
+    """A policy in float64: log-probs and entropies of rows' action tokens, and gradients through them."""
+
+    module: torch.nn.Module
+    distributions: Callable[[torch.Tensor], torch.Tensor]  # tokens [T] -> log-probs [T - 1, V] of all but the first
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def of_row(self, row: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK][1:]
+        key = hash(tuple(tokens.tolist()))
+        if key not in self.seen:
+            full = self.distributions(tokens)
+            taken = full.gather(-1, tokens[1:, None])[:, 0][action]
+            self.seen[key] = taken, -(full.exp() * full).sum(-1)[action]
+        return self.seen[key]
+
+    def action_tokens(self, batch: TensorDictBase, chosen: dict) -> list[Token]:
+        pairs = [tuple(x.detach().requires_grad_() for x in self.of_row(row)) for row in batch.unbind(0)]
+        plain_loss([x for x, _ in pairs], [h for _, h in pairs], batch, chosen, seen := [])
+        return seen
+
+    def loss_and_gradient(self, batch, chosen) -> tuple[dict[str, float], list[torch.Tensor]]:
+        graphs = [self.of_row(row) for row in batch.unbind(0)]
+        leaves = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in graphs]
+        terms = plain_loss([x for x, _ in leaves], [h for _, h in leaves], batch, chosen)
+        total = sum(terms.values())
+        flat = [x for pair in leaves for x in pair]
+        gradients = torch.autograd.grad(total, flat, allow_unused=True, materialize_grads=True)
+        roots = [x for pair in graphs for x in pair]
+        parameters = list(self.module.parameters())
+        result = torch.autograd.grad(
+            roots, parameters, gradients, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return {name: float(value.detach()) for name, value in terms.items()}, list(result)
+
+
+# --- the settings ---
+
+RATIO_CHOICES = ["none", "token", "sequence", "sequence_mean"]
+SURROGATE_CHOICES = [
+    {},
+    {"clip_epsilon": (0.1, 0.3)},
+    {"clip_epsilon": None},
+    {"surrogate_kwargs": {"dual_clip": 1.3}},
+    {"surrogate": "cispo"},
+    {"surrogate": "cispo", "clip_epsilon": (0.2, 0.3)},
+    {"surrogate": "sapo"},
+    {"surrogate": "sapo", "surrogate_kwargs": {"tau_positive": 2.0, "tau_negative": 3.0}},
+    {"surrogate": "dppo", "surrogate_kwargs": {"delta": 5e-4}},
+    {"surrogate": "vespo"},
+]
+AGGREGATION_CHOICES = [
+    {},
+    {"aggregation": "sequence_mean"},
+    {"aggregation": "token_mean"},
+    {"aggregation": "constant", "aggregation_constant": 12.0},
+]
+CORRECTION_CHOICES = [
+    {},
+    {"correction": "tis", "correction_kwargs": {"high": 1.2}},
+    {"correction": "icepop", "correction_kwargs": {"low": 0.8, "high": 1.3}},
+    {"correction": "sequence_truncate"},
+    {"correction": "sequence_mask", "correction_kwargs": {"low": 0.4, "high": 1.5}},
+    {"correction": "seq_mask_tis", "correction_kwargs": {"low": 0.8, "high": 1.2, "token_high": 1.3}},
+]
+OPTIONS = [  # each is on in a third of the settings
+    {"off_policy_mask_threshold": 0.02},
+    {"kl_to_ref_coeff": 0.3},
+    {"kl_to_inference_coeff": 0.2},
+    {"entropy_coeff": 0.4},
+    {"mask_truncated_completions": True},
+    {"high_entropy_fraction": 0.4},
+]
+ROW_ENTRIES = ["weighted", "merged", "token_advantages"]
+
+
+def draw(generator: random.Random) -> tuple[dict, list[str]]:
+    """Settings that go together, and the rows' optional entries."""
+    ratio = generator.choice([*RATIO_CHOICES, "token"])  # that with the most surrogates twice
+    chosen = {"ratio": ratio} | generator.choice(AGGREGATION_CHOICES)
+    if ratio == "none":
+        correction = generator.choice(CORRECTION_CHOICES)
+        old = {"old_log_probs": generator.choice(["sampler", "proximal"])} if correction else {}
+    else:
+        surrogates = [s for s in SURROGATE_CHOICES if s.get("surrogate") != "dppo" or ratio == "token"]
+        chosen |= generator.choice(surrogates)
+        old = {"old_log_probs": generator.choice(["sampler", "proximal"])}
+        correction = generator.choice(CORRECTION_CHOICES) if old["old_log_probs"] == "proximal" else {}
+    if ratio == "sequence" and correction.get("correction") in ("tis", "icepop", "seq_mask_tis"):
+        correction = {"correction": "sequence_truncate"}  # one action has one weight
+    chosen |= old | correction
+    for option in OPTIONS:
+        if ratio == "sequence" and "high_entropy_fraction" in option:
+            continue
+        chosen |= option if generator.random() < 1 / 3 else {}
+    if "kl_to_ref_coeff" in chosen or "kl_to_inference_coeff" in chosen:
+        chosen["kl_estimator"] = generator.choice(["k1", "k2", "k3"])
+        if generator.random() < 1 / 2:
+            chosen["kl_importance_weighted"] = True
+    entries = [name for name in ROW_ENTRIES if generator.random() < 1 / 3]
+    if ratio == "sequence" and "token_advantages" in entries:
+        entries.remove("token_advantages")  # one action has one advantage
+    return chosen, entries
+
+
+GENERATOR = random.Random(2)
+DRAWN = [draw(GENERATOR) for _ in range(60)]
+IDS = [
+    "-".join([*(f"{v}" if isinstance(v, str) else k for k, v in chosen.items()), *entries])[:110]
+    for chosen, entries in DRAWN
+]
+
+
+def test_the_sample_of_settings_has_every_choice():
+    taken = [chosen for chosen, _ in DRAWN]
+    for part in (*SURROGATE_CHOICES[1:], *AGGREGATION_CHOICES[1:], *CORRECTION_CHOICES[1:], *OPTIONS):
+        assert sum(part.items() <= chosen.items() for chosen in taken) >= 3, part
+    for ratio in RATIO_CHOICES:
+        assert sum(chosen["ratio"] == ratio for chosen in taken) >= 5, ratio
+    for estimator in ("k1", "k2", "k3"):
+        for weighted in (True, None):
+            assert any(
+                c.get("kl_estimator") == estimator and c.get("kl_importance_weighted") == weighted for c in taken
+            )
+    for entry in ROW_ENTRIES:
+        assert sum(entry in entries for _, entries in DRAWN) >= 10
+
+
+# --- fixtures ---
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    """One of our own: the tests leave gradients on it."""
+    return build_model(tokenizer, seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def exact_model(model) -> Exact:
+    double = copy.deepcopy(model).double()
+    return Exact(
+        double, lambda tokens: double(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1), {}
+    )
+
+
+@pytest.fixture(scope="module")
+def exact_bigram(bigram) -> Exact:
+    double = copy.deepcopy(bigram)
+    return Exact(double, double.distributions, {})
+
+
+@pytest.fixture(scope="module")
+def model_rows(exact_model, rows_of) -> TensorDictBase:
+    def own(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            taken = exact_model.distributions(tokens).gather(-1, tokens[1:, None])[:, 0]
+        return torch.cat([taken.new_zeros(1), taken])
+
+    return rows_of(own, 300, torch.float32)
+
+
+def gradient_of(module: torch.nn.Module, *losses: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_same_gradient(ours: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    scale = max(float(g.norm()) for g in expected)
+    for a, b in zip(ours, expected, strict=True):
+        assert float((a.double() - b.double()).norm()) <= tolerance * max(scale, 1e-8)
+
+
+# --- values and gradients ---
+
+
+def number(out, name: str) -> float:
+    """A field's value; 0 for a term that is not in the loss."""
+    value = getattr(out, name)
+    return 0.0 if value is None else value.item()
+
+
+def check(loss: RLOOLoss, module, rows, exact: Exact, chosen: dict, tolerance: float) -> None:
+    out = loss(rows)
+    terms, gradient = exact.loss_and_gradient(rows, chosen)
+    size = max(1.0, *(abs(value) for value in terms.values()))
+    for name, value in terms.items():
+        assert number(out, name) == pytest.approx(value, abs=tolerance * size), name
+    assert out.loss.item() == pytest.approx(sum(terms.values()), abs=tolerance * size)
+    assert_same_gradient(gradient_of(module, out.loss), gradient, tolerance)
+
+
+@pytest.mark.parametrize(("chosen", "entries"), DRAWN, ids=IDS)
+def test_loss_and_gradients_of_a_transformer_equal_a_plain_implementation(
+    model, tokenizer, exact_model, model_rows, rows_with, chosen, entries
+):
+    loss = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), **chosen)
+    check(loss, model, rows_with(model_rows, *entries), exact_model, chosen, 1e-5)
+
+
+@pytest.mark.parametrize(("chosen", "entries"), DRAWN, ids=IDS)
+def test_loss_and_gradients_of_a_bigram_equal_a_plain_implementation_to_the_last_digits(
+    bigram, exact_bigram, bigram_rows, rows_with, chosen, entries
+):
+    check(RLOOLoss(bigram, **chosen), bigram, rows_with(bigram_rows, *entries), exact_bigram, chosen, 1e-9)
+
+
+@pytest.mark.parametrize("part", [*SURROGATE_CHOICES, *CORRECTION_CHOICES, *OPTIONS], ids=str)
+def test_each_part_changes_the_gradient_of_these_rows(exact_bigram, bigram_rows, part):
+    """Else the tests above would say nothing about it."""
+    base = {"ratio": "token", "clip_epsilon": (0.05, 0.9), "old_log_probs": "proximal"}
+    with_part = base | ({"clip_epsilon": "default"} if "surrogate" in part else {}) | part
+    _, plain = exact_bigram.loss_and_gradient(bigram_rows, base)
+    _, ours = exact_bigram.loss_and_gradient(bigram_rows, with_part)
+    difference = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, plain, strict=True))
+    assert difference > 1e-3 or part == {}
+
+
+# --- invariances, over the same settings ---
+
+
+TOLERANCE = 1e-6
+draws = st.integers(0, len(DRAWN) - 1)
+orders = st.permutations(range(7))
+splits = st.lists(st.integers(1, 6), max_size=4)
+
+
+def pieces_of(rows: TensorDictBase, order: list[int], cuts: list[int]) -> list[TensorDictBase]:
+    edges = [0, *sorted(set(cuts)), len(rows)]
+    return [stack_rows([rows[i] for i in order[a:b]]) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(draws, orders, splits)
+def test_micro_batches_in_any_order_give_the_whole(bigram, bigram_rows, rows_with, draw, order, cuts):
+    chosen, entries = DRAWN[draw]
+    loss, rows = RLOOLoss(bigram, **chosen), rows_with(bigram_rows, *entries)
+    whole, counts = loss(rows), loss.count(rows)
+    parts = [loss(piece, counts) for piece in pieces_of(rows, order, cuts)]
+    assert_same_gradient(gradient_of(bigram, *(p.loss for p in parts)), gradient_of(bigram, whole.loss), TOLERANCE)
+    for name in LOSS_TERMS:
+        assert sum(number(p, name) for p in parts) == pytest.approx(number(whole, name), abs=1e-5)
+
+
+@pytest.mark.parametrize("draw", range(60))
+def test_merged_metrics_of_micro_batches_are_those_of_the_whole(bigram, bigram_rows, rows_with, draw):
+    chosen, entries = DRAWN[draw]
+    loss, rows = RLOOLoss(bigram, **chosen), rows_with(bigram_rows, *entries)
+    generator = random.Random(draw)
+    order, cuts = generator.sample(range(7), 7), generator.sample(range(1, 7), 2)
+    whole, counts = loss(rows), loss.count(rows)
+    ours = merge_outputs([loss(piece, counts) for piece in pieces_of(rows, order, cuts)])
+    expected = {name: getattr(whole, name).item() for name in ("entropy", "kl_approx", "kl_to_ref", "ESS", "kept")}
+    expected |= {"correction": whole.correction.item(), "log_ratio_max": whole.log_ratio_max.item()}
+    expected |= {"clip_ratio/region_mean": whole.clip_fraction.item()}
+    expected |= {f"clip_ratio/{s}_mean": getattr(whole, f"clip_fraction_{s}").item() for s in ("low", "high")}
+    expected["loss"] = whole.loss.item()
+    assert {name: ours.pop(name) for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert ours == pytest.approx({name: getattr(whole, name).item() for name in ours}, abs=1e-5)  # other terms
+    assert set(ours) <= set(LOSS_TERMS) - {"loss_objective"}
+
+
+def test_merged_losses_of_several_updates_are_their_means(bigram, bigram_rows):
+    loss = RLOOLoss(bigram, ratio="token", kl_to_ref_coeff=0.1)
+    first, second = stack_rows(bigram_rows[:4].unbind(0)), stack_rows(bigram_rows[4:].unbind(0))
+    outputs = [loss(first), loss(second)]
+    merged = merge_outputs(outputs, num_updates=2)
+    for name in ("loss", "loss_kl_to_ref"):
+        assert merged[name] == pytest.approx(sum(getattr(o, name).item() for o in outputs) / 2, abs=1e-6)
+
+
+def test_rows_left_out_for_their_zero_advantage_still_count_in_the_clip_ratios(bigram, bigram_rows):
+    loss = RLOOLoss(bigram)
+    whole = merge_outputs([loss(bigram_rows)])
+    rest = stack_rows([bigram_rows[i] for i in (0, 1, 2, 3, 5, 6)])
+    merged = merge_outputs([loss(rest, loss.count(bigram_rows))])
+    for name in ("region_mean", "low_mean", "high_mean"):
+        assert merged[f"clip_ratio/{name}"] == pytest.approx(whole[f"clip_ratio/{name}"], abs=1e-6)
+    assert whole["clip_ratio/region_mean"] > 0
+
+
+def test_no_rows_have_nothing_to_count_or_learn(bigram, bigram_rows):
+    for settings_ in ({}, {"ratio": "token", "high_entropy_fraction": 0.5, "mask_truncated_completions": True}):
+        loss = RLOOLoss(bigram, **settings_)
+        counts = loss.count(bigram_rows[:0])
+        assert counts.num_rows == counts.num_tokens == 0
+        out = loss(bigram_rows[:0], loss.count(bigram_rows))
+        assert all(not g.any() for g in gradient_of(bigram, out.loss))
+
+
+def test_the_units_of_the_clip_are_rows_whatever_their_lengths(bigram, bigram_rows):
+    """Also where no row of the batch has more than one action token."""
+    single = stack_rows([bigram_rows[3].clone(), bigram_rows[3].clone()])
+    for i, row in enumerate(single.unbind(0)):
+        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 5.0  # far from the present, on the clipped side
+        row[keys.TRUNCATED].fill_(i == 1)
+    out = RLOOLoss(bigram, mask_truncated_completions=True)(single)
+    assert out.clip_fraction.item() == out.clip_fraction_low.item() == 0.5
+
+
+@settings(deadline=None, max_examples=25)
+@given(draws, orders)
+def test_the_order_of_rows_does_not_matter(bigram, bigram_rows, rows_with, draw, order):
+    chosen, entries = DRAWN[draw]
+    loss, rows = RLOOLoss(bigram, **chosen), rows_with(bigram_rows, *entries)
+    out, shuffled = loss(rows), loss(stack_rows([rows[i] for i in order]))
+    for name in loss.out_keys:
+        a, b = getattr(shuffled, name), getattr(out, name)
+        if name == "log_ratio" and "merged" not in entries:
+            b = b[torch.tensor(order)]
+        if name == "log_ratio":
+            a, b = a.sort().values, b.sort().values
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert_same_gradient(gradient_of(bigram, shuffled.loss), gradient_of(bigram, out.loss), TOLERANCE)
+
+
+def copies_of(rows: TensorDictBase) -> TensorDictBase:
+    """Each row as often as its multiplicity says."""
+    result = []
+    for row in rows.unbind(0):
+        count = int(row[keys.MULTIPLICITY])
+        result += [row.clone().exclude(keys.MULTIPLICITY) for _ in range(count)]
+    return stack_rows(result)
+
+
+@pytest.mark.parametrize("draw", range(0, 60, 2))
+def test_a_row_that_stands_for_several_is_the_same_as_those(bigram, bigram_rows, rows_with, draw):
+    chosen, entries = DRAWN[draw]
+    rows = rows_with(bigram_rows, *{*entries, "merged"})
+    loss, apart = RLOOLoss(bigram, **chosen), copies_of(rows)
+    assert loss.count(rows) == loss.count(apart)
+    ours, expected = loss(rows), loss(apart)
+    assert_same_gradient(gradient_of(bigram, ours.loss), gradient_of(bigram, expected.loss), TOLERANCE)
+    for name in loss.out_keys:
+        torch.testing.assert_close(
+            getattr(ours, name), getattr(expected, name), rtol=1e-5, atol=1e-5, equal_nan=True, msg=name
+        )
+
+
+@pytest.mark.parametrize("draw", range(1, 60, 4))
+def test_a_longer_row_in_the_batch_changes_no_other(model, tokenizer, model_rows, rows_with, draw):
+    chosen, entries = DRAWN[draw]
+    rows = rows_with(model_rows, *entries)
+    loss = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), **chosen)
+    counts, short, long = loss.count(rows), stack_rows([rows[0]]), stack_rows([rows[4]])
+    apart = gradient_of(model, loss(short, counts).loss, loss(long, counts).loss)
+    together = gradient_of(model, loss(stack_rows([rows[0], rows[4]]), counts).loss)
+    assert_same_gradient(together, apart, 1e-5)
+
+
+@pytest.mark.parametrize(("chosen", "entries"), DRAWN, ids=IDS)
+def test_rows_of_zero_advantage_may_go_where_the_loss_says_so(bigram, bigram_rows, rows_with, chosen, entries):
+    rows, loss = rows_with(bigram_rows, *entries), RLOOLoss(bigram, **chosen)
+    counts = loss.count(rows)
+    rest = stack_rows([row for row in rows.unbind(0) if (row[keys.ADVANTAGE] != 0).any()])
+    whole, ours = gradient_of(bigram, loss(rows, counts).loss), gradient_of(bigram, loss(rest, counts).loss)
+    others = ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff")
+    assert loss.needs_zero_advantage == any(chosen.get(name) for name in others)
+    if not loss.needs_zero_advantage:
+        assert_same_gradient(ours, whole, TOLERANCE)
+    elif len(rest) < len(rows) and not (chosen.get("mask_truncated_completions")):  # the row of 0 is truncated
+        assert max(float((a - b).abs().max()) for a, b in zip(ours, whole, strict=True)) > 1e-6
+
+
+@pytest.mark.parametrize("ratio", [ratio for ratio in RATIO_CHOICES if ratio != "sequence"])
+def test_equal_advantages_of_all_tokens_are_the_same_as_one_of_the_row(bigram, bigram_rows, ratio):
+    spread = [row.clone() for row in bigram_rows.unbind(0)]
+    for row in spread:
+        row[keys.ADVANTAGE] = row[keys.ADVANTAGE].expand(len(row[keys.TOKENS]), 1) * row[keys.ACTION_MASK][:, None]
+    loss = RLOOLoss(bigram, ratio=ratio)
+    ours, expected = loss(stack_rows(spread)), loss(bigram_rows)
+    assert ours.loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
+    assert_same_gradient(gradient_of(bigram, ours.loss), gradient_of(bigram, expected.loss), TOLERANCE)
+
+
+def test_one_action_has_one_advantage(bigram, bigram_rows, rows_with):
+    with pytest.raises(ValueError, match="ratio.*advantage for each token.*sequence_mean"):
+        RLOOLoss(bigram, ratio="sequence")(rows_with(bigram_rows, "token_advantages"))
+
+
+@pytest.mark.parametrize("ratio", [ratio for ratio in RATIO_CHOICES if ratio != "sequence"])
+def test_on_policy_the_gradient_is_that_of_each_tokens_own_advantage(bigram, bigram_rows, rows_with, ratio):
+    rows = rows_with(bigram_rows, "token_advantages")
+    scored = bigram.score(rows)
+    fresh = [row.clone() for row in rows.unbind(0)]
+    for i, row in enumerate(fresh):
+        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] = scored.log_probs[i][scored.actions.mask[i]].detach()
+    advantages = [row[keys.ADVANTAGE][row[keys.ACTION_MASK], 0] for row in rows.unbind(0)]
+    reinforce = sum(-(a * scored.log_probs[i][scored.actions.mask[i]]).sum() for i, a in enumerate(advantages)) / len(
+        rows
+    )
+    out = RLOOLoss(bigram, ratio=ratio)(stack_rows(fresh))
+    assert_same_gradient(gradient_of(bigram, out.loss), gradient_of(bigram, reinforce), TOLERANCE)
+
+
+# --- metrics ---
+
+
+@pytest.mark.parametrize("draw", range(60))
+def test_metrics_equal_a_plain_implementation(bigram, exact_bigram, bigram_rows, rows_with, draw):
+    chosen, entries = DRAWN[draw]
+    rows = rows_with(bigram_rows, *entries)
+    out = RLOOLoss(bigram, **chosen)(rows)
+    entropies, k3s, to_ref, differences, log_ratios = [], [], [], [], []
+    estimator = chosen.get("kl_estimator", "k3")
+    for row in rows.unbind(0):
+        copies, action = int(row.get(keys.MULTIPLICITY, 1)), row[keys.ACTION_MASK]
+        if chosen.get("mask_truncated_completions") and row[keys.TRUNCATED].item():
+            log_ratios += [0.0] * copies
+            continue
+        log_probs, entropy = (x.detach() for x in exact_bigram.of_row(row))
+        gaps = (log_probs - row[keys.LOG_PROBS][action]).tolist()
+        log_ratios += [sum(gaps)] * copies
+        differences += map(abs, gaps)
+        entropies += entropy.tolist() * copies
+        k3s += [math.exp(gap) - 1 - gap for gap in gaps] * copies
+        for log_prob, ref in zip(log_probs, row[keys.REF_LOG_PROBS][action].tolist(), strict=True):
+            to_ref += [plain_kl(estimator, log_prob, ref, None).item()] * copies
+    weights = [math.exp(x) for x in log_ratios]
+    n = len(entropies)
+    tokens = exact_bigram.action_tokens(rows, chosen)
+    flat = {"low": [t for t in tokens if t.flat and t.advantage < 0]}
+    flat["high"] = [t for t in tokens if t.flat and t.advantage > 0]
+    if chosen["ratio"] == "sequence":  # rows are counted
+        fractions = {k: sum(dict((t.row, t.copies) for t in v).values()) / len(log_ratios) for k, v in flat.items()}
+    else:
+        fractions = {k: sum(t.copies for t in v) / n for k, v in flat.items()}
+    expected = {
+        "entropy": sum(entropies) / n,
+        "kl_approx": sum(k3s) / n,
+        "kl_to_ref": sum(to_ref) / n,
+        "log_ratio_max": max(differences),
+        "ESS": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),
+        "num_action_tokens": n,
+        "kept": sum(t.copies * (t.correction != 0) for t in tokens) / n,
+        "correction": sum(t.copies * t.correction for t in tokens) / n if "correction" in chosen else 1.0,
+        "clip_fraction": sum(fractions.values()),
+        "clip_fraction_low": fractions["low"],
+        "clip_fraction_high": fractions["high"],
+    }
+    for name, value in expected.items():
+        assert number(out, name) == pytest.approx(value, abs=1e-5), name
+    assert out.log_ratio.tolist() == pytest.approx(log_ratios, abs=1e-5)
+
+
+def test_a_coefficient_is_read_at_each_use(bigram, bigram_rows):
+    class Falling:
+        value = 1.0
+
+        def __float__(self) -> float:
+            self.value /= 2
+            return self.value
+
+    loss = RLOOLoss(bigram, ratio="token", kl_to_ref_coeff=Falling())
+    first, second = (loss(bigram_rows).loss_kl_to_ref.item() for _ in range(2))
+    assert 0 < second < first
+
+
+# --- functions of one's own ---
+
+
+def test_functions_of_ones_own_take_the_place_of_names(bigram, bigram_rows):
+    def half_ratio(log_probs, old_log_probs, mask):
+        return torch.where(mask, (log_probs - old_log_probs) / 2, 0.0)
+
+    def squared(log_ratio, advantages, log_probs, old_log_probs, *, scale=1.0):
+        return scale * (log_ratio - advantages) ** 2
+
+    def fixed_weight(log_weight, mask, *, weight=1.0):
+        return torch.full_like(log_weight, weight)
+
+    def everything(values, mask, num_rows, num_tokens, constant):
+        return (values * mask).sum() / (num_rows + num_tokens)
+
+    loss = RLOOLoss(
+        bigram,
+        ratio=half_ratio,
+        surrogate=squared,
+        surrogate_kwargs={"scale": 3.0},
+        correction=fixed_weight,
+        correction_kwargs={"weight": 0.5},
+        old_log_probs="proximal",
+        aggregation=everything,
+    )
+    out = loss(bigram_rows)
+    scored, expected, tokens = bigram.score(bigram_rows), 0.0, 0
+    for i, row in enumerate(bigram_rows.unbind(0)):
+        action = row[keys.ACTION_MASK]
+        gap = (scored.log_probs[i][scored.actions.mask[i]] - row[keys.PROXIMAL_LOG_PROBS][action]) / 2
+        expected = expected + (0.5 * 3.0 * (gap - float(row[keys.ADVANTAGE])) ** 2).sum()
+        tokens += int(action.sum())
+    expected = expected / (len(bigram_rows) + tokens)
+    assert out.loss_objective.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert_same_gradient(gradient_of(bigram, out.loss), gradient_of(bigram, expected), TOLERANCE)
+
+
+# --- refusals ---
+
+IMPOSSIBLE = {
+    "a name that is not there: ratio": ({"ratio": "tokens"}, "ratio='tokens'.*sequence"),
+    "surrogate": ({"surrogate": "ppo"}, "surrogate='ppo'.*clip"),
+    "aggregation": ({"aggregation": "mean"}, "aggregation='mean'.*token_mean"),
+    "correction": ({"correction": "is", "old_log_probs": "proximal"}, "correction='is'.*tis"),
+    "old_log_probs": ({"old_log_probs": "reference"}, "old_log_probs.*'reference'"),
+    "kl_estimator": ({"kl_to_ref_coeff": 0.1, "kl_estimator": "k4"}, "kl_estimator.*'k4'"),
+    "dppo of sequences": ({"ratio": "sequence", "surrogate": "dppo"}, "surrogate='dppo'.*ratio"),
+    "dppo of means": ({"ratio": "sequence_mean", "surrogate": "dppo"}, "surrogate='dppo'.*ratio"),
+    "a surrogate without a ratio": ({"ratio": "none", "surrogate": "sapo"}, "ratio='none'.*surrogate"),
+    "a clip without a ratio": ({"ratio": "none", "clip_epsilon": 0.2}, "ratio='none'.*clip_epsilon"),
+    "proximal for nothing": ({"ratio": "none", "old_log_probs": "proximal"}, "old_log_probs.*ratio='none'"),
+    "corrected twice": ({"ratio": "token", "correction": "tis"}, "correction.*old_log_probs='sampler'"),
+    "settings of no correction": ({"correction_kwargs": {"high": 2.0}}, "correction_kwargs.*correction"),
+    "constant without a length": ({"aggregation": "constant"}, "aggregation_constant"),
+    "a length without constant": ({"aggregation_constant": 5.0}, "aggregation_constant.*aggregation"),
+    "constant of 0": ({"aggregation": "constant", "aggregation_constant": 0.0}, "aggregation_constant.*0"),
+    "negative constant": ({"aggregation": "constant", "aggregation_constant": -4.0}, "aggregation_constant.*-4"),
+    "clip of sapo": ({"ratio": "token", "surrogate": "sapo", "clip_epsilon": 0.2}, "clip_epsilon.*sapo"),
+    "clip of vespo": ({"surrogate": "vespo", "clip_epsilon": (0.1, 0.2)}, "clip_epsilon.*vespo"),
+    "clip of dppo": ({"ratio": "token", "surrogate": "dppo", "clip_epsilon": 0.2}, "clip_epsilon.*dppo"),
+    "fraction of 0": ({"ratio": "token", "high_entropy_fraction": 0.0}, "high_entropy_fraction.*0"),
+    "fraction above 1": ({"ratio": "token", "high_entropy_fraction": 1.5}, "high_entropy_fraction.*1.5"),
+    "weight of no KL": ({"kl_importance_weighted": True}, "kl_importance_weighted.*KL coefficients"),
+    "negative KL": ({"kl_to_ref_coeff": -0.1}, "kl_to_ref_coeff.*-0.1"),
+    "NaN KL": ({"kl_to_inference_coeff": math.nan}, "kl_to_inference_coeff.*nan"),
+    "NaN entropy": ({"entropy_coeff": math.nan}, "entropy_coeff.*nan"),
+    "NaN threshold": ({"off_policy_mask_threshold": math.nan}, "off_policy_mask_threshold.*nan"),
+    "dual clip below 1": ({"surrogate_kwargs": {"dual_clip": 0.5}}, "dual_clip.*0.5"),
+    "epsilon twice": (
+        {"clip_epsilon": 0.2, "surrogate_kwargs": {"epsilon_low": 0.1}},
+        "epsilon_low.*clip_epsilon|clip_epsilon.*epsilon_low",
+    ),
+    "no temperature of the gate": (
+        {"ratio": "token", "surrogate": "sapo", "surrogate_kwargs": {"tau_positive": 0.0}},
+        "tau_positive.*0",
+    ),
+    "delta of 0": ({"ratio": "token", "surrogate": "dppo", "surrogate_kwargs": {"delta": 0.0}}, "delta.*0"),
+    "bounds the wrong way round": (
+        {"old_log_probs": "proximal", "correction": "icepop", "correction_kwargs": {"low": 3.0, "high": 2.0}},
+        "low.*3.*high.*2|correction_kwargs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_is_refused(bigram, name):
+    chosen, message = IMPOSSIBLE[name]
+    with pytest.raises(ValueError, match=message):
+        RLOOLoss(bigram, **chosen)
+
+
+UNKNOWN = {
+    "surrogate_kwargs": ({"surrogate_kwargs": {"dual": 3.0}}, "dual"),
+    "correction_kwargs": (
+        {"correction": "tis", "correction_kwargs": {"low": 0.1}, "old_log_probs": "proximal"},
+        "low.*high",
+    ),
+    "settings of another surrogate": (
+        {"ratio": "token", "surrogate": "cispo", "surrogate_kwargs": {"dual_clip": 3.0}},
+        "dual_clip",
+    ),
+    "argument": ({"beta": 0.1}, "beta"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_settings_are_type_errors(bigram, name):
+    chosen, message = UNKNOWN[name]
+    with pytest.raises(TypeError, match=message):
+        RLOOLoss(bigram, **chosen)
+
+
+NEEDED = {
+    "advantage": ({}, keys.ADVANTAGE, "advantage"),
+    "log_probs": ({}, keys.LOG_PROBS, "log_probs"),
+    "proximal": ({"old_log_probs": "proximal"}, keys.PROXIMAL_LOG_PROBS, "proximal_log_probs"),
+    "reference": ({"kl_to_ref_coeff": 0.1}, keys.REF_LOG_PROBS, "ref_log_probs"),
+    "entropy": ({"ratio": "token", "high_entropy_fraction": 0.5}, keys.PROXIMAL_ENTROPY, "proximal_entropy"),
+    "truncated": ({"mask_truncated_completions": True}, keys.TRUNCATED, "truncated"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_rows_that_lack_an_entry_are_refused_by_its_name(bigram, bigram_rows, name):
+    chosen, key, message = NEEDED[name]
+    rows = stack_rows([row.clone().exclude(key) for row in bigram_rows.unbind(0)])
+    with pytest.raises(KeyError, match=message):
+        RLOOLoss(bigram, **chosen)(rows)
+
+
+@pytest.mark.parametrize("key", [keys.PROXIMAL_LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_ENTROPY, keys.TRUNCATED])
+def test_entries_that_no_part_reads_may_be_missing(bigram, bigram_rows, key):
+    rows = stack_rows([row.clone().exclude(key) for row in bigram_rows.unbind(0)])
+    assert torch.equal(RLOOLoss(bigram)(rows).loss, RLOOLoss(bigram)(bigram_rows).loss)
+
+
+@pytest.fixture(scope="module")
+def narrow_bigram(bigram):
+    """The same in float32, where exponentials overflow at 88."""
+    return copy.deepcopy(bigram).float()
+
+
+@pytest.mark.parametrize("drift", [-1000.0, -100.0, 100.0, 1000.0])
+@pytest.mark.parametrize("draw", range(0, 60, 2))
+def test_extreme_log_ratios_leave_the_gradient_finite(narrow_bigram, bigram_rows, rows_with, draw, drift):
+    chosen, entries = DRAWN[draw]
+    rows = [row.clone() for row in rows_with(bigram_rows, *entries).unbind(0)]
+    for row in rows:
+        for key in (keys.LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.REF_LOG_PROBS, keys.PROXIMAL_ENTROPY):
+            row.set(key, row[key].float())
+        for key, sign in ((keys.LOG_PROBS, 1), (keys.PROXIMAL_LOG_PROBS, 2), (keys.REF_LOG_PROBS, -1)):
+            row[key][row[keys.ACTION_MASK]] -= sign * drift
+        row.set(keys.ADVANTAGE, row[keys.ADVANTAGE].float())
+    out = RLOOLoss(narrow_bigram, **chosen)(stack_rows(rows))
+    assert out.loss.isfinite()
+    assert all(g.isfinite().all() for g in gradient_of(narrow_bigram, out.loss))

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_rloo.data import keys, micro_batches, stack_rows
+from torchrl_rloo.data.preferences import encode_demonstrations
+from torchrl_rloo.embedded import build_model, demonstrations
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives.sft import SFTLoss
+
+SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac"]  # a marks the action tokens
+WEIGHTS, COPIES = [1.0, 0.5, 2.0, 0.0, 1.5], [1, 3, 1, 2, 1]
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    """One of our own: the tests leave gradients on it."""
+    return build_model(tokenizer, seed=0).eval()
+
+
+@pytest.fixture
+def make_loss(model, tokenizer):
+    return lambda **settings: SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), **settings)
+
+
+@pytest.fixture(scope="module")
+def rows() -> TensorDictBase:
+    generator = torch.Generator().manual_seed(0)
+    return stack_rows(
+        [
+            TensorDict(
+                {
+                    keys.TOKENS: torch.randint(3, 300, (len(shape),), generator=generator),
+                    keys.ACTION_MASK: torch.tensor([c == "a" for c in shape]),
+                }
+            )
+            for shape in SHAPES
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def weighted_rows(rows) -> TensorDictBase:
+    result = [row.clone() for row in rows.unbind(0)]
+    for row, weight, copies in zip(result, WEIGHTS, COPIES, strict=True):
+        row.set(keys.SAMPLE_WEIGHT, torch.tensor(weight)).set(keys.MULTIPLICITY, torch.tensor(copies))
+    return stack_rows(result)
+
+
+def gradient_of(model, *losses: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def plain_sft(model, rows: TensorDictBase, aggregation: str, constant: float | None):
+    """The definition, in float64: each row by itself, once for each time that it stands for."""
+    exact = copy.deepcopy(model).double()
+    total, num_rows, num_tokens = 0.0, 0, 0
+    for row in rows.unbind(0):
+        tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
+        full = exact(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        nll = [-full[t - 1, tokens[t]] for t in range(len(tokens)) if action[t]]
+        weight = float(row.get(keys.SAMPLE_WEIGHT, 1.0))
+        for _ in range(int(row.get(keys.MULTIPLICITY, 1))):
+            total = total + weight * sum(nll) / (len(nll) if aggregation == "sequence_mean" else 1)
+            num_rows, num_tokens = num_rows + 1, num_tokens + len(nll)
+    divisor = {"token_mean": num_tokens, "constant": num_rows * (constant or 0)}.get(aggregation, num_rows)
+    return total / divisor, gradient_of(exact, total / divisor)
+
+
+@pytest.mark.parametrize("which", ["rows", "weighted_rows"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_loss_and_gradient_are_those_of_the_definition(request, model, make_loss, which, aggregation):
+    rows, constant = request.getfixturevalue(which), 12.0 if aggregation == "constant" else None
+    loss = make_loss(aggregation=aggregation, aggregation_constant=constant)(rows).loss_objective
+    expected, gradient = plain_sft(model, rows, aggregation, constant)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for ours, theirs in zip(gradient_of(model, loss), gradient, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_micro_batches_sum_to_the_whole(model, make_loss, weighted_rows, aggregation, size):
+    loss_fn = make_loss(aggregation=aggregation)
+    whole = loss_fn(weighted_rows).loss_objective
+    counts = loss_fn.count(weighted_rows)
+    parts = [loss_fn(part, counts).loss_objective for part in micro_batches(weighted_rows, size)]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
+    for ours, theirs in zip(gradient_of(model, *parts), gradient_of(model, whole), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_are_of_action_tokens_alone(model, make_loss, rows):
+    out = make_loss()(rows)
+    expected, _ = plain_sft(model, rows, "token_mean", None)
+    assert out.num_action_tokens.item() == sum(shape.count("a") for shape in SHAPES)
+    assert out.nll.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 < out.entropy.item() < 6 and not out.nll.requires_grad and not out.entropy.requires_grad
+
+
+def test_it_fits_demonstrations(tokenizer):
+    model = build_model(tokenizer, seed=1)
+    loss_fn = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
+    rows = encode_demonstrations(demonstrations(8, seed=0), tokenizer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        losses.append(loss_fn(rows).loss_objective)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"aggregation": "mean"}, "aggregation='mean' must be one of"),
+        ({"aggregation": "constant"}, "aggregation_constant=None"),
+        ({"aggregation_constant": 3.0}, "aggregation='token_mean' with aggregation_constant=3.0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(make_loss, settings, fault):
+    with pytest.raises(ValueError, match=fault):
+        make_loss(**settings)
+
+
+def test_a_policy_that_generates_is_refused(model, tokenizer):
+    with pytest.raises(ValueError, match="actor_network generates"):
+        SFTLoss(TransformersWrapper(model, tokenizer=tokenizer))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ignore_index'"):
+        SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), ignore_index=0)

@@ -1,0 +1,181 @@
+"""GAE on rows: what lands on which token, against loops over single rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.functional.kl import k3
+from torchrl_rloo.modules.value import ValueHead
+from torchrl_rloo.replay.gae import GAE
+
+SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac"]
+REWARDS = [1.0, -0.5, 2.0, 0.25, 0.0]
+DISCOUNT, LAM = 0.9, 0.8
+
+
+@pytest.fixture
+def rows() -> TensorDictBase:
+    generator, result = torch.Generator().manual_seed(0), []
+    for i, shape in enumerate(SHAPES):
+        n, mask = len(shape), torch.tensor([c == "a" for c in shape])
+        row = {
+            keys.GROUP_ID: torch.tensor(i),
+            keys.TOKENS: torch.randint(3, 300, (n,), generator=generator),
+            keys.ACTION_MASK: mask,
+            keys.REWARD: torch.tensor([[REWARDS[i]]]),
+        }
+        for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
+            row[key] = torch.where(mask, -torch.rand(n, generator=generator), 0.0)
+        result.append(TensorDict(row, []))
+    return stack_rows(result)
+
+
+@pytest.fixture(scope="module")
+def value_head(tokenizer) -> ValueHead:
+    head = ValueHead(build_model(tokenizer, seed=0).eval())
+    with torch.no_grad():
+        head.projection.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    return head
+
+
+def places(row: TensorDictBase) -> list[int]:
+    return [t for t, is_action in enumerate(row[keys.ACTION_MASK].tolist()) if is_action]
+
+
+@torch.no_grad()
+def expected(head: ValueHead, row: TensorDictBase, rewards: dict[int, float]) -> tuple[list, list]:
+    """Advantages and values at the row's action tokens."""
+    hidden = head.trunk(input_ids=row[keys.TOKENS][None], use_cache=False).last_hidden_state[0]
+    values = [float(head.projection(hidden[t - 1])) for t in places(row)]
+    following, advantages = [*values[1:], 0.0], []
+    deltas = [rewards.get(t, 0.0) + DISCOUNT * n - v for t, v, n in zip(places(row), values, following, strict=True)]
+    for t in range(len(deltas)):
+        advantages.append(sum((DISCOUNT * LAM) ** (k - t) * deltas[k] for k in range(t, len(deltas))))
+    return advantages, values
+
+
+def check(head: ValueHead, row: TensorDictBase, rewards: dict[int, float]) -> None:
+    advantages, values = expected(head, row, rewards)
+    targets = [a + v for a, v in zip(advantages, values, strict=True)]
+    written = {keys.ADVANTAGE: advantages, keys.STATE_VALUE: values, keys.VALUE_TARGET: targets}
+    for key, numbers in written.items():
+        full = torch.zeros(len(row[keys.TOKENS]), 1)
+        full[places(row), 0] = torch.tensor(numbers)
+        torch.testing.assert_close(row[key], full, rtol=0, atol=1e-4)
+
+
+def plain(value_head: ValueHead, **settings) -> GAE:
+    return GAE(value_head, **{"discount": DISCOUNT, "lam": LAM, "whiten": False, **settings})
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_the_reward_comes_at_the_last_action_token(micro_batch_size, value_head, rows) -> None:
+    out = plain(value_head, micro_batch_size=micro_batch_size).inv(rows)
+    assert out[keys.GROUP_ID].tolist() == list(range(len(SHAPES)))
+    for row, reward in zip(out.unbind(0), REWARDS, strict=True):
+        check(value_head, row, {places(row)[-1]: reward})
+
+
+def test_token_rewards_come_instead(value_head, rows) -> None:
+    """On the rows that have them."""
+    first = rows[1]
+    first.set(keys.TOKEN_REWARDS, torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0, -1.0]))
+    out = plain(value_head).inv(rows)
+    check(value_head, out[1], {3: 0.5, 8: -1.0})
+    check(value_head, out[0], {3: REWARDS[0]})
+    first[keys.TOKEN_REWARDS][0] = 7.0
+    with pytest.raises(ValueError, match="no action token"):
+        plain(value_head).inv(rows)
+
+
+def test_a_row_without_a_return_abstains_whatever_its_token_rewards(value_head, rows) -> None:
+    first = rows[1]
+    first.set(keys.TOKEN_REWARDS, torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0, -1.0]))
+    first.set(keys.REWARD, torch.full((1, 1), torch.nan))
+    out = GAE(value_head).inv(rows)
+    assert (out[1][keys.ADVANTAGE] == 0).all() and out[0][keys.ADVANTAGE].isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_is_taken_off_token_by_token(estimator: str, value_head, rows) -> None:
+    class Coefficient:
+        value = 0.0
+
+        def __float__(self):
+            return self.value
+
+    coefficient = Coefficient()
+    transform = plain(value_head, kl_coeff=coefficient, kl_estimator=estimator)
+    coefficient.value = 0.3
+    for row, reward in zip(transform.inv(rows).unbind(0), REWARDS, strict=True):
+        policy, reference = row[keys.LOG_PROBS], row[keys.REF_LOG_PROBS]
+        kl = k3(policy, reference) if estimator == "k3" else policy - reference
+        rewards = {t: -0.3 * float(kl[t]) for t in places(row)}
+        rewards[places(row)[-1]] += reward
+        check(value_head, row, rewards)
+
+
+def test_whitening_is_over_all_action_tokens(value_head, rows) -> None:
+    raw = plain(value_head).inv(rows.clone())
+    out = plain(value_head, whiten=True).inv(rows)
+
+    def flat(batch):
+        return torch.cat([row[keys.ADVANTAGE][places(row), 0] for row in batch.unbind(0)])
+
+    before, after = flat(raw), flat(out)
+    torch.testing.assert_close(after, (before - before.mean()) / before.std(), rtol=0, atol=1e-3)
+    for ours, theirs in zip(out.unbind(0), raw.unbind(0), strict=True):
+        assert torch.equal(ours[keys.VALUE_TARGET], theirs[keys.VALUE_TARGET])
+        assert (ours[keys.ADVANTAGE][~ours[keys.ACTION_MASK]] == 0).all()
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_an_abstaining_row_has_no_part_in_it(whiten: bool, value_head, rows) -> None:
+    rows[2].set(keys.REWARD, torch.tensor([[math.nan]]))
+    others = stack_rows([row.clone() for i, row in enumerate(rows.unbind(0)) if i != 2])
+    transform = plain(value_head, whiten=whiten)
+    out, alone = transform.inv(rows), transform.inv(others)
+    assert (out[2][keys.ADVANTAGE] == 0).all()
+    assert torch.equal(out[2][keys.VALUE_TARGET], out[2][keys.STATE_VALUE])
+    for row, other in zip((r for i, r in enumerate(out.unbind(0)) if i != 2), alone.unbind(0), strict=True):
+        torch.testing.assert_close(row[keys.ADVANTAGE], other[keys.ADVANTAGE], rtol=0, atol=1e-4)
+
+
+def test_in_a_buffer(value_head, rows) -> None:
+    """It takes rows in batches and one by one; what is sampled is what was written; no weights are its state."""
+    buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=plain(value_head), batch_size=4)
+    buffer.extend(rows)
+    buffer.add(rows[0].clone().exclude(keys.ADVANTAGE, keys.STATE_VALUE, keys.VALUE_TARGET))
+    stored = buffer[:]
+    assert len(stored) == 6
+    for row, reward in zip(stored.unbind(0), [*REWARDS, REWARDS[0]], strict=True):
+        check(value_head, row, {places(row)[-1]: reward})
+    assert len(buffer.sample()) == 4
+    assert list(plain(value_head).parameters()) == []
+
+
+def test_nothing_in_nothing_out(value_head, rows) -> None:
+    assert len(plain(value_head, whiten=True).inv(rows[:0])) == 0
+
+
+def test_a_row_without_action_tokens(value_head, rows) -> None:
+    rows[0].set(keys.ACTION_MASK, torch.zeros(4, dtype=torch.bool))
+    out = plain(value_head, whiten=True).inv(rows)
+    assert out[0][keys.ADVANTAGE].tolist() == [[0.0]] * 4
+    assert all(row[keys.ADVANTAGE].isfinite().all() for row in out.unbind(0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"discount": 1.1}, {"lam": -0.1}, {"kl_coeff": -1.0}, {"kl_estimator": "k4"}, {"micro_batch_size": 0}],
+)
+def test_arguments_are_checked(settings, value_head) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        GAE(value_head, **settings)

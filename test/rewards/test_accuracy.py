@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
+from torchrl_rloo.rewards.boxed import boxed_accuracy
+from torchrl_rloo.rewards.math_judge import MathJudge
+
+ENDLESS = r"\boxed{9^{9^{9}}}"  # SymPy multiplies it out, in one operation that no signal interrupts
+
+
+def score(reward, completions, **columns):
+    return reward(["?"] * len(completions), completions, [[1]] * len(completions), **columns)
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    return MathAccuracy()
+
+
+def test_the_last_assistant_message_is_judged(accuracy):
+    talk = [
+        {"role": "assistant", "content": r"\boxed{1}"},
+        {"role": "user", "content": r"no, \boxed{5}"},
+        {"role": "assistant", "content": r"\boxed{2}"},
+        {"role": "tool", "content": r"\boxed{3}"},
+    ]
+    assert score(accuracy, [talk] * 3, solution=["1", "2", "3"]) == [0, 1, 0]
+    assert score(accuracy, [[], [{"role": "assistant", "content": None}]], solution=["1", "1"]) == [0, 0]
+
+
+def test_the_last_box_counts_and_boxes_close_together_are_one_set(accuracy):
+    completions = [rf"\boxed{{5}}{between}\boxed{{7}}" for between in (". So it is ", "," + 70 * "x", " no, ", "\n")]
+    assert score(accuracy, completions, solution=["7"] * 4) == [1, 1, 0, 0]
+    assert score(accuracy, completions, solution=[r"$\{5,7\}$"] * 4) == [0, 0, 1, 1]
+
+
+def test_a_gold_that_cannot_be_parsed_abstains(accuracy):
+    assert score(accuracy, [r"\boxed{7}"] * 4, solution=["no idea", "", None, "7"]) == [None, None, None, 1]
+
+
+def test_text_that_is_no_ascii(accuracy):
+    assert score(accuracy, ["π\n\ud800 \u2028 \\boxed{7}"], solution=["7"]) == [1]
+
+
+def test_the_column_can_be_named():
+    reward = MathAccuracy(column="answer")
+    assert score(reward, [r"\boxed{7}"], answer=["7"], solution=["8"]) == [1]
+    with pytest.raises(KeyError, match="needs the column 'answer'.*'solution'"):
+        score(reward, [r"\boxed{7}"], solution=["7"])
+
+
+def test_a_gold_that_is_no_string_is_named(accuracy):
+    with pytest.raises(TypeError, match=r"solution must hold strings or None, got 7 \(int\)"):
+        score(accuracy, [r"\boxed{7}"], solution=[7])
+
+
+def test_a_hang_ends_in_time_is_logged_and_costs_no_other_row(caplog):
+    reward = MathAccuracy(timeout=1.0)
+    completions, solutions = [r"\boxed{7}", ENDLESS, r"\boxed{7}", r"\boxed{7}"], ["7", "7", "$9^{9^{9}}$", "7"]
+    with caplog.at_level(logging.WARNING):
+        scores = score(reward, completions, solution=solutions)
+    assert scores[:2] == [1, 0] and scores[3] == 1
+    assert reward.judge.timeouts == 2 and scores[2] in (None, 0)  # None where already parsing the gold hangs
+    assert "9^{9^{9}}" in caplog.text and "1 s" in caplog.text
+
+
+def test_threads_judge_at_the_same_time(accuracy):
+    results = {}
+
+    def judge(i: int) -> None:
+        answers = [rf"\boxed{{{n}}}" for n in range(20)]
+        results[i] = score(accuracy, answers, solution=[str(i)] * 20)
+
+    threads = [threading.Thread(target=judge, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [float(n == i) for n in range(20)] for i in range(3)}
+
+
+def test_a_used_reward_pickles_and_its_copy_judges(accuracy):
+    score(accuracy, [r"\boxed{7}"], solution=["7"])
+    copy = pickle.loads(pickle.dumps(ReasoningAccuracy(["</r>"], column="answer", timeout=3)))
+    assert (copy.reasoning_delimiters, copy.column, copy.judge.timeout) == (("</r>",), "answer", 3)
+    again = pickle.loads(pickle.dumps(accuracy))
+    assert score(again, [r"\boxed{7}"], solution=["7"]) == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_starts_a_worker_of_its_own(accuracy):
+    score(accuracy, [r"\boxed{7}"], solution=["7"])
+
+    def judge(connection) -> None:
+        connection.send(score(accuracy, [r"\boxed{7}", r"\boxed{8}"], solution=["7"] * 2))
+
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=judge, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(60) and here.recv() == [1, 0]
+    process.join()
+    assert score(accuracy, [r"\boxed{7}"], solution=["7"]) == [1]
+
+
+def test_a_worker_killed_between_calls_is_replaced():
+    judge = MathJudge()
+    assert judge("7", r"\boxed{7}") is True
+    judge._idle[0].process.kill()
+    judge._idle[0].process.wait()
+    assert judge("7", r"\boxed{8}") is False and judge.timeouts == 0
+
+
+def test_workers_end_with_the_judge():
+    judge = MathJudge()
+    judge("7", r"\boxed{7}")
+    process = judge._idle[0].process
+    del judge
+    assert process.wait(30) is not None
+
+
+def test_without_math_verify_the_extra_is_named():
+    code = """
+        import sys
+        sys.modules["math_verify"] = None
+        from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy
+        from torchrl_rloo.rewards.boxed import boxed_accuracy
+        CosineScaled(10, correctness=boxed_accuracy)
+        MathAccuracy()
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert 'pip install "torchrl_rloo[rewards]"' in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_timeouts_out_of_range(value):
+    with pytest.raises(ValueError, match=f"timeout={value}"):
+        MathAccuracy(timeout=value)
+
+
+def test_an_empty_column():
+    with pytest.raises(ValueError, match="column=''"):
+        MathAccuracy(column="")
+
+
+def test_reasoning_delimiters(accuracy):
+    reward = ReasoningAccuracy(["</a>", "</b>"])
+    texts = [r"\boxed{7}", r"x</b>\boxed{7}", r"\boxed{8}</b>\boxed{7}", r"\boxed{7}</b>", r"</a>\boxed{7}</b>"]
+    assert score(reward, texts, solution=["7"] * 5) == [0, 1, 1, 0, 1]  # the last: </a> is the first in the order given
+    assert score(reward, ["no end", "</a>"], solution=["no idea"] * 2) == [0, None]
+
+
+@pytest.mark.parametrize("value", ["</think>", [], [""], [3]], ids=repr)
+def test_reasoning_delimiters_out_of_range(value):
+    with pytest.raises(ValueError, match="reasoning_delimiters="):
+        ReasoningAccuracy(value)
+
+
+def test_cosine_of_correct_and_wrong():
+    reward = CosineScaled(80, -10.0, 0.0, 1.0, 2.0, correctness=boxed_accuracy)
+    lengths = [0, 40, 80, 200]
+    ids = [[1] * n for n in lengths] * 2
+    scores = reward(["?"] * 8, [r"\boxed{7}"] * 4 + ["8"] * 4, ids, answer=["7"] * 8)
+    assert scores == pytest.approx([2, 1.5, 1, 1, -10, -5, 0, 0])
+
+
+def test_cosine_abstains_where_the_correctness_does():
+    reward = CosineScaled(80, correctness=boxed_accuracy)
+    assert reward(["?"], [r"\boxed{7}"], [[1]], answer=[None]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"max_len": 0}, "max_len=0"),
+        ({"max_len": 9, "min_value_wrong": 0.0}, "min_value_wrong=0.0 and max_value_wrong=-0.5"),
+        ({"max_len": 9, "max_value_correct": math.inf}, "max_value_correct=inf"),
+        ({"max_len": 9, "min_value_correct": math.nan}, "min_value_correct=nan"),
+    ],
+)
+def test_cosine_settings_out_of_range(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        CosineScaled(**arguments, correctness=boxed_accuracy)

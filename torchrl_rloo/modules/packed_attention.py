@@ -1,0 +1,266 @@
+"""Attention over a pack: many rows in one sequence, each of which sees itself and the prompt it shares, nothing else.
+
+transformers lets a model's attention be replaced by name. The name is set for one forward pass only, and what may see
+what travels in a context variable: model families differ in the keyword arguments that they hand down, and some drop
+them. No mask of all tokens by all tokens is ever made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+REMEDY = 'use layout="padded"'
+MIN_FILL = 0.8  # rows share one attention call if each is at least this share of the longest; 0.6 to 0.9 is as fast
+
+_NAME = "torchrl_rloo_packed"
+_PLAN: ContextVar[AttentionPlan | None] = ContextVar("attention_plan", default=None)
+_LOCK = threading.RLock()  # two threads that switch the same model in turn would restore each other's setting
+# Handed down by models, without a say in the result of a call that has a plan. Anything else that is set is refused.
+_HARMLESS = frozenset({"position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position"})
+
+
+class Segment(NamedTuple):
+    """A run of consecutive tokens of a pack; each sees those before it in the run, and the whole prefix.
+
+    Attributes:
+        start: index of the first token in the pack.
+        length: how many, at least 1.
+        prefix_start: where the prefix begins.
+        prefix_length: how many tokens it has; 0 for none.
+    """
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+class _Block:
+    """Segments of like lengths as one rectangular attention call, padded on the right."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device):
+        lengths = torch.tensor([s.length for s in segments])
+        column = torch.arange(int(lengths.max()))
+        self.real = (column < lengths[:, None]).flatten()
+        # Padding repeats a row's first token. It comes after all that is real, so no real token sees it.
+        own = torch.tensor([[s.start] for s in segments]) + torch.where(column < lengths[:, None], column, 0)
+        prefix = torch.tensor([[s.prefix_start] for s in segments]) + torch.arange(segments[0].prefix_length)
+        self.queries = own.flatten().to(device)
+        self.keys = torch.cat([prefix, own], 1).flatten().to(device)
+        self.size, self.length, self.prefix_length = len(segments), len(column), segments[0].prefix_length
+        self.device = device
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """``[L, P + L]`` bool, True where a query sees a key; None if plain causal attention says the same."""
+        if window is not None and window >= self.prefix_length + self.length:
+            window = None
+        if window is None and not self.prefix_length:
+            return None
+        if window not in self._masks:
+            total = self.prefix_length + self.length
+            position = torch.arange(total, device=self.device)
+            back = position[self.prefix_length :, None] - position
+            self._masks[window] = (back >= 0) & (back < (window or total))
+        return self._masks[window]
+
+
+class AttentionPlan:
+    """What each token of a pack may see, prepared once for all layers.
+
+    Args:
+        segments: they cover the pack, in order.
+        device: where the model is.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device):
+        self.segments, self.device = list(segments), device
+        self.num_tokens = sum(s.length for s in segments)
+        self.windows: list[int | None] = []  # sliding window of each attention call so far
+
+    @cached_property
+    def blocks(self) -> tuple[list[_Block], torch.Tensor]:
+        """The attention calls, and ``[N]``: where in their padded outputs, laid end to end, each token's is."""
+        order = sorted(self.segments, key=lambda s: (s.prefix_length, -s.length))
+        members: list[list[Segment]] = []
+        for s in order:
+            first = members[-1][0] if members else None
+            if first and s.prefix_length == first.prefix_length and s.length >= MIN_FILL * first.length:
+                members[-1].append(s)
+            else:
+                members.append([s])
+        blocks = [_Block(m, self.device) for m in members]
+        real = torch.cat([b.real for b in blocks]).nonzero()[:, 0]
+        tokens = torch.cat([torch.arange(s.start, s.start + s.length) for m in members for s in m])
+        return blocks, real[tokens.argsort()].to(self.device)
+
+    @cached_property
+    def ragged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """For variable-length kernels: key indices, offsets of queries and of keys, and the longest of either."""
+        keys = [
+            torch.cat([torch.arange(s.prefix_start, s.prefix_start + s.prefix_length), torch.arange(s.start, stop)])
+            for s in self.segments
+            for stop in [s.start + s.length]
+        ]
+        lengths = [torch.tensor([0, *(s.length for s in self.segments)]), torch.tensor([0, *map(len, keys)])]
+        offsets = [n.cumsum(0).to(self.device, torch.int32) for n in lengths]
+        return torch.cat(keys).to(self.device), *offsets, *(int(n.max()) for n in lengths)
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: ``[1, heads, N, D]`` to ``[1, N, heads, D]``."""
+    plan = _PLAN.get()
+    if plan is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called while another thread runs a packed forward of the same model: give "
+            "each thread a model of its own"
+        )
+    if tuple(query.shape[::2]) != (1, plan.num_tokens) or key.shape[2] != plan.num_tokens:
+        raise RuntimeError(f"expected a pack of {plan.num_tokens} tokens, got query {list(query.shape)}")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    extra = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
+    if not causal or attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} is not plainly causal")
+    if extra:
+        raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(extra)}")
+    if dropout:
+        raise NotImplementedError(f"attention dropout {dropout} cannot be packed: set it to 0, or {REMEDY}")
+    plan.windows.append(sliding_window)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    attend = _attend_ragged if _has_ragged_kernel(query) else _attend_blocks
+    return attend(plan, q, k, v, scaling, sliding_window)[None], None
+
+
+def _attend_blocks(
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """``[N, heads, D]`` of each to ``[N, heads, D]``, a few segments of like lengths at a time."""
+    blocks, places = plan.blocks
+
+    def take(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+        rows = x.flatten(1).index_select(0, index)  # whole rows of memory: three times as fast as head by head
+        return rows.view(size, -1, *x.shape[1:]).transpose(1, 2)
+
+    outputs = []
+    for block in blocks:
+        mask = block.mask(window)
+        out = nn.functional.scaled_dot_product_attention(
+            take(q, block.queries, block.size),
+            take(k, block.keys, block.size),
+            take(v, block.keys, block.size),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).flatten(1).index_select(0, places).view(len(q), q.shape[1], -1)
+
+
+def _attend_ragged(
+    plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """The same in one call of a kernel for ragged rows, whose last query is aligned with its last key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    keys, query_offsets, key_offsets, longest_query, longest_key = plan.ragged
+    return varlen_attn(
+        q.contiguous(),
+        k.index_select(0, keys),
+        v.index_select(0, keys),
+        query_offsets,
+        key_offsets,
+        longest_query,
+        longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _has_ragged_kernel(query: torch.Tensor) -> bool:
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch < 2.10
+        return False
+    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def _run(config, plan: AttentionPlan, function: Callable, *args):
+    """``function(*args)`` with the model's attention switched to the plan's."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _packed_attention)  # no mask function of that name: models then make no mask
+    with _LOCK:
+        original, token = config._attn_implementation, _PLAN.set(plan)
+        config._attn_implementation = _NAME
+        try:
+            return function(*args)
+        finally:
+            config._attn_implementation = original
+            _PLAN.reset(token)
+
+
+@contextmanager
+def _recompute_alike(decoder: nn.Module, config, plan: AttentionPlan) -> Iterator[None]:
+    """Layers under gradient checkpointing run again in the backward pass, and must then attend by the same plan."""
+    with ExitStack() as stack:
+        for module in decoder.modules():
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+                checkpoint = module._gradient_checkpointing_func
+                stack.callback(setattr, module, "_gradient_checkpointing_func", checkpoint)
+                module._gradient_checkpointing_func = partial(_checkpoint_alike, checkpoint, config, plan)
+        yield
+
+
+def _checkpoint_alike(checkpoint: Callable, config, plan: AttentionPlan, function: Callable, *args):
+    return checkpoint(partial(_run, config, plan, function), *args)
+
+
+def forward_pack(
+    decoder: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
+) -> torch.Tensor:
+    """Hidden states ``[N, H]`` of a pack.
+
+    The decoder's attention is as it was afterwards, whatever happens. Gradient checkpointing as the model itself offers
+    it works; layers that somebody else wraps to be recomputed do not.
+
+    Args:
+        decoder: a transformers decoder, e.g. ``model.get_decoder()``.
+        ids: ``[N]`` int64.
+        position_ids: ``[N]`` int64, counted within each row.
+        plan: which tokens see which.
+
+    Raises:
+        NotImplementedError: if the attention is of a kind that a plan cannot describe.
+    """
+    config = decoder.config.get_text_config()
+
+    def forward() -> torch.Tensor:
+        out = decoder(input_ids=ids[None], position_ids=position_ids[None], use_cache=False)
+        return out.last_hidden_state[0]
+
+    with _recompute_alike(decoder, config, plan):
+        return _run(config, plan, forward)

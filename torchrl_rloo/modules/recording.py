@@ -1,0 +1,57 @@
+"""Scores written onto rows, so that a later step can read them without the model that gave them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import as_lazy, micro_batches, spread_actions
+from torchrl_rloo.modules.policies import ScoredActions
+
+
+class Scorer(Protocol):
+    """Anything that scores the action tokens of rows: a policy with ``generate=False``, or a reference."""
+
+    def score(self, rows: TensorDictBase) -> ScoredActions:
+        """Log-probs and entropies of the rows' action tokens."""
+
+
+@torch.no_grad()
+def record_log_probs(
+    scorer: Scorer,
+    rows: TensorDictBase,
+    *,
+    log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS,
+    entropy: NestedKey | None = None,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+) -> TensorDictBase:
+    """Scores rows without gradient and writes what each action token got, 0 on all other tokens.
+
+    With the training model before its first update of a batch this gives the log-probs that a later update is compared
+    with (``keys.PROXIMAL_LOG_PROBS``); with a reference, those of the KL (``keys.REF_LOG_PROBS``).
+
+    Args:
+        scorer: scores the rows.
+        rows: batch size ``[B]``, any lengths; a lazy stack is written in place.
+        log_probs: where to write the log-probs, ``[T]`` float32 on each row.
+        entropy: where to write the entropies of the sampled distribution, ``[T]``, e.g. ``keys.PROXIMAL_ENTROPY``; None
+            leaves them out.
+        micro_batch_size: rows scored at once; None for any number.
+        max_tokens: tokens scored at once, as the scorer's layout counts them; None for any number.
+
+    Returns:
+        The rows, in their order.
+    """
+    rows = as_lazy(rows)
+    layout = getattr(scorer, "layout", "padded")
+    for part in micro_batches(rows, micro_batch_size, max_tokens=max_tokens, layout=layout) if len(rows) else ():
+        scored = scorer.score(part)
+        for key, values in ((log_probs, scored.log_probs), (entropy, scored.entropy)):
+            if key is not None:
+                for row, full in zip(part.unbind(0), spread_actions(values, part, scored.actions), strict=True):
+                    row.set(key, full)
+    return rows

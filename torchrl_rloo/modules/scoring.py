@@ -1,0 +1,136 @@
+"""What scoring rows needs beside the head: the supports that rows carry, and the router loss of mixtures of experts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import ActionTokens
+from torchrl_rloo.functional.sampling import Support
+
+
+class ScoredActions(NamedTuple):
+    """Log-probs of rows' action tokens under a model.
+
+    Attributes:
+        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's own action tokens; carries the gradient.
+        entropy: ``[B, A]`` float32 in nats, of the distribution scored, with a gradient of its own; None if not asked
+            for.
+        actions: where the action tokens lie.
+        router_loss: scalar, how unevenly a mixture of experts was used by the rows' tokens; None if not asked for.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    actions: ActionTokens
+    router_loss: torch.Tensor | None = None
+
+
+def row_support(row: TensorDictBase) -> Support | None:
+    """What a row's truncation left of its action tokens so far; None if nothing was recorded.
+
+    Raises:
+        ValueError: if it is not of the row's action tokens.
+    """
+    ids, sizes = row.get(keys.SUPPORT_IDS, None), row.get(keys.SUPPORT_SIZES, None)
+    if ids is None or sizes is None:
+        return None
+    mask = row.get(keys.ACTION_MASK, None)
+    actions = 0 if mask is None else int(mask.sum())
+    if len(sizes) != actions or int(sizes.sum()) != len(ids) or (actions and int(sizes.min()) < 1):
+        raise ValueError(
+            f"a row with {actions} action tokens carries {len(sizes)} support sizes with sum {int(sizes.sum())} and "
+            f"{len(ids)} support ids: every action token needs one size of at least 1, and every size its ids"
+        )
+    return Support(ids, sizes)
+
+
+def extend_support(row: TensorDictBase, actions_before: int, support: Support) -> None:
+    """Appends what the truncation left of a new turn to what the row carries of its earlier ones, in place.
+
+    Args:
+        row: one row.
+        actions_before: its action tokens so far; with none, whatever it carries is of another conversation.
+        support: of the new turn.
+
+    Raises:
+        ValueError: if the row has earlier action tokens of which nothing was recorded.
+    """
+    before = row_support(row) if actions_before else None
+    if before is None and actions_before:
+        raise ValueError(
+            f"record_support=True, but a row brings {actions_before} action tokens without {keys.SUPPORT_IDS}: record "
+            "the supports of all its turns"
+        )
+    if before is not None:
+        support = Support(*(torch.cat([old.cpu(), new]) for old, new in zip(before, support, strict=True)))
+    entries = dict(zip(("ids", "sizes"), support, strict=True))
+    row.set(keys.SUPPORT_IDS[0], TensorDict._new_unsafe(entries, batch_size=torch.Size([])))
+
+
+def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None:
+    """The supports of all rows' action tokens in row order, on the device of ``actions``; None if no row has one.
+
+    Raises:
+        ValueError: if some rows have one and some have none, or if a sampled token is not in its own support.
+    """
+    supports = [row_support(row) for row in rows.unbind(0)]
+    if without := [i for i, support in enumerate(supports) if support is None]:
+        if len(without) == len(supports):
+            return None
+        raise ValueError(
+            f"rows {without[:5]} carry no {keys.SUPPORT_IDS} but others do: score the two kinds in batches of their own"
+        )
+    device = actions.tokens.device
+    ids, sizes = (torch.cat(part).to(device) for part in zip(*supports, strict=True))
+    sampled = actions.tokens[actions.action_mask]
+    lines = torch.arange(len(sizes), device=device).repeat_interleave(sizes.long(), output_size=len(ids))
+    found = torch.zeros_like(sampled).index_add_(0, lines, (ids == sampled[lines]).to(sampled.dtype))
+    if not bool((found > 0).all()):
+        at = int((found == 0).nonzero()[0])
+        raise ValueError(f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support")
+    return Support(ids, sizes)
+
+
+def check_has_router(model: torch.nn.Module) -> None:
+    """Raises a ValueError if the model is no mixture of experts with a load-balancing loss."""
+    model = _without_adapters(model)
+    if not hasattr(_modelling(model), "load_balancing_loss_func") or not getattr(model, "num_experts", None):
+        raise ValueError(
+            f"router_loss=True needs a mixture of experts with a load-balancing loss; model type "
+            f"{model.config.model_type!r} has none"
+        )
+
+
+def load_balancing_loss(
+    model: torch.nn.Module, router_logits: tuple[torch.Tensor, ...], lengths: Sequence[int], width: int
+) -> torch.Tensor:
+    """The load-balancing loss of the model's own family (Fedus et al. 2021, arXiv 2101.03961), over real tokens only.
+
+    Args:
+        model: the causal language model.
+        router_logits: of each layer ``[B * T, experts]``, as its decoder returns them.
+        lengths: of the ``B`` rows, which are padded on the right.
+        width: ``T``.
+
+    Returns:
+        A scalar, the number of experts chosen for each token if all are used evenly.
+    """
+    model, device = _without_adapters(model), router_logits[0].device
+    real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
+    function = _modelling(model).load_balancing_loss_func
+    return function(router_logits, model.num_experts, model.num_experts_per_tok, real.long())
+
+
+def _without_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _modelling(model: torch.nn.Module):
+    """The module that defines the model's class."""
+    return sys.modules[type(model).__module__]

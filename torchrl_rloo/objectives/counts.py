@@ -1,0 +1,97 @@
+"""The normalisers of an optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.functional.distributed import reduce_over_ranks
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """What the losses of an optimizer step are divided by: counted once, over all its rows, then given to each part.
+
+    Attributes:
+        num_rows: rows, those included that are skipped since they have no gradient.
+        num_tokens: action tokens that the loss is over.
+        entropy_threshold: entropy in nats from which on a token takes part; None: all do.
+    """
+
+    num_rows: float
+    num_tokens: float
+    entropy_threshold: float | None = None
+
+
+def multiplicity(rows: TensorDictBase) -> torch.Tensor:
+    """``[B]`` float32: how many identical rows each one stands for."""
+    if not len(rows):
+        return torch.zeros(0)
+    given = rows.get(keys.MULTIPLICITY, None)
+    return torch.ones(len(rows)) if given is None else given.reshape(-1).float()
+
+
+def row_weights(rows: TensorDictBase) -> torch.Tensor:
+    """``[B]`` float32: what each row's loss is multiplied by, sample weight and multiplicity."""
+    given = rows.get(keys.SAMPLE_WEIGHT, None) if len(rows) else None
+    return multiplicity(rows) if given is None else multiplicity(rows) * given.reshape(-1).float()
+
+
+def unbound(rows: TensorDictBase) -> list[TensorDictBase]:
+    """The single rows of a batch, which may have none."""
+    return list(rows.unbind(0)) if len(rows) else []
+
+
+def _takes_part(row: TensorDictBase, mask_truncated_completions: bool) -> bool:
+    return not mask_truncated_completions or not bool(row[keys.TRUNCATED])
+
+
+def count_rows(rows: TensorDictBase, *, mask_truncated_completions: bool = False, process_group=None) -> LossCounts:
+    """Counts a step's rows and action tokens.
+
+    Args:
+        rows: all rows of an optimizer step on this rank.
+        mask_truncated_completions: leave the tokens of truncated rows out.
+        process_group: count over the ranks of this group and divide by their number: the losses' gradients are then to
+            be averaged over ranks, as ``DistributedDataParallel`` and FSDP do. None counts this rank alone.
+    """
+    weights = multiplicity(rows).double().cpu()
+    lengths = [
+        float(row[keys.ACTION_MASK].sum()) * _takes_part(row, mask_truncated_completions) for row in unbound(rows)
+    ]
+    totals = torch.stack([weights.sum(), (weights * weights.new_tensor(lengths)).sum()])
+    if process_group is not None:
+        totals = reduce_over_ranks(totals, process_group) / torch.distributed.get_world_size(process_group)
+    return LossCounts(*totals.tolist())
+
+
+def entropy_threshold(
+    rows: TensorDictBase, fraction: float, *, mask_truncated_completions: bool = False, process_group=None
+) -> float:
+    """The entropy, in nats, that ``fraction`` of the action tokens of a step reach.
+
+    Args:
+        rows: all rows of an optimizer step on this rank, with recorded entropies.
+        fraction: share of the tokens, in (0, 1].
+        mask_truncated_completions: leave the tokens of truncated rows out.
+        process_group: the ranks whose tokens are counted too.
+    """
+    if len(rows) and keys.PROXIMAL_ENTROPY not in rows.keys(True):
+        raise KeyError(f"rows have no {keys.PROXIMAL_ENTROPY}: record it with record_log_probs(entropy=...)")
+    times = multiplicity(rows).long().tolist()
+    values = [
+        row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].cpu().repeat(n)
+        for row, n in zip(unbound(rows), times, strict=True)
+        if _takes_part(row, mask_truncated_completions)
+    ]
+    values = torch.cat([torch.zeros(0), *values])
+    if process_group is not None:
+        gathered = [None] * torch.distributed.get_world_size(process_group)
+        torch.distributed.all_gather_object(gathered, values, group=process_group)
+        values = torch.cat(gathered)
+    if not len(values):
+        return 0.0
+    return float(values.topk(max(1, round(fraction * len(values)))).values[-1])
