@@ -283,7 +283,7 @@ def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.
     with clock.section("buffer sample"):
         batch = buffer.sample()
     with clock.section("loss"):
-        value = loss(batch).loss
+        value = loss(batch).loss_objective
     if not (value.isfinite() and value.requires_grad and len(batch) == len(rows)):
         raise RuntimeError(f"the loss {value} of {len(batch)} rows out of {len(rows)} is not that of a whole batch")
     buffer.empty()
