@@ -23,6 +23,7 @@ from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
 _ONE_TURN = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
+_OUTCOME = ("done", "terminated", "truncated", "rewards", "ref_log_probs", "token_rewards")
 _NOT_CARRIED = ("reward", "rewards", "ref_log_probs")
 
 
@@ -227,9 +228,7 @@ def _finish(row: TensorDictBase, reward: torch.Tensor, version: int) -> TensorDi
     end = row["next"]
     tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
     first_action = int(mask.int().argmax()) if mask.any() else len(mask)
-    outcome = {
-        k: end.get(k) for k in ("done", "terminated", "truncated", "rewards", "ref_log_probs") if k in end.keys()
-    }
+    outcome = {k: end.get(k) for k in _OUTCOME if k in end.keys()}
     outcome["reward"] = reward
     out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome and k != keys.MAX_NEW_TOKENS}
     out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS)}

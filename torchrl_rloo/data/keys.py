@@ -88,6 +88,7 @@ RESERVED = frozenset(
         VALUE_TARGET,
         SAMPLE_WEIGHT,
         MULTIPLICITY,
+        "token_rewards",
     }
     | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
     | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids"}

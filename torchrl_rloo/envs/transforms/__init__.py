@@ -4,5 +4,13 @@ from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhauste
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
+from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
 
-__all__ = ["DataLoadingPrimer", "DatasetExhaustedError", "FeedbackTransform", "KLRewardTransform", "RewardTransform"]
+__all__ = [
+    "DataLoadingPrimer",
+    "DatasetExhaustedError",
+    "FeedbackTransform",
+    "KLRewardTransform",
+    "RewardTransform",
+    "TurnRewardTransform",
+]

@@ -1,0 +1,108 @@
+"""TurnRewardTransform: each turn's reward at its last token, the sum as the reward, credit by turn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts, tensor_rows
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import FeedbackTransform, TurnRewardTransform
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.replay import MCAdvantage
+
+
+def length(conversation, row) -> float:
+    assert conversation[-1]["role"] == "assistant"
+    return float(len(conversation) + len(conversation[-1]["content"]))
+
+
+@pytest.fixture
+def collect(bpe, random_model, user) -> Callable:
+    """``collect(function, final)``: 8 rows of one to three turns, two groups."""
+
+    def make(function, final=lambda completions, **columns: [100.0] * len(completions)):
+        asked = itertools.count()
+
+        def respond(conversation, row):
+            return user("go on") if next(asked) % 3 else None
+
+        policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 40, "seed": 0})
+        env = DatasetChatEnv(
+            load_prompts([{"query": user("a")}, {"query": user("abc")}]),
+            bpe,
+            prompts_per_batch=2,
+            num_generations=4,
+            transforms=[FeedbackTransform(respond, max_turns=3)],
+            rewards=final,
+            after_rewards=[TurnRewardTransform(function)],
+        )
+        return LLMCollector(env, policy).collect(), env, policy
+
+    return make
+
+
+def turns(row) -> list[int]:
+    """Index of the last action token of each turn."""
+    mask = row[keys.ACTION_MASK].tolist() + [False]
+    return [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
+
+
+def test_each_turn_has_its_reward_and_the_last_one_that_of_the_whole(collect):
+    rows, _, _ = collect(length)
+    assert len({int(row[keys.NUM_TURNS]) for row in rows.unbind(0)}) > 1
+    for row in rows.unbind(0):
+        said = [
+            i + 2 + len(m["content"])  # the prompt is one message
+            for i, m in enumerate(row[keys.COMPLETION])
+            if m["role"] == "assistant"
+        ]
+        expected = torch.zeros(len(row[keys.TOKENS]))
+        for t, reward in zip(turns(row), said, strict=True):
+            expected[t] = reward
+        expected[turns(row)[-1]] += 100.0
+        assert torch.equal(row[keys.TOKEN_REWARDS], expected)
+        assert row[keys.REWARD].item() == expected.sum().item()
+
+
+def test_credit_by_turn_goes_from_the_environment_to_the_gradient(collect):
+    rows, _, policy = collect(length)
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(4, credit="turn"))
+    buffer.extend(tensor_rows(rows))
+    stored = buffer[:]
+    different = 0
+    for row in stored.unbind(0):
+        advantage = row[keys.ADVANTAGE][:, 0]
+        assert (advantage[~row[keys.ACTION_MASK]] == 0).all()
+        different += len({round(float(advantage[t]), 4) for t in turns(row)}) > 1
+    assert different > 0
+    loss = RLOOLoss(policy.get_new_version(generate=False), ratio="token", aggregation="token_mean")
+    assert loss(stored).loss.isfinite()
+
+
+def test_a_turn_without_a_reward_costs_its_conversation_alone(collect):
+    def fails_once(conversation, row):
+        if fails_once.calls == 0:
+            fails_once.calls += 1
+            raise RuntimeError("no reward")
+        return 1.0
+
+    fails_once.calls = 0
+    rows, env, _ = collect(fails_once)
+    transform = next(t for t in env.transform if isinstance(t, TurnRewardTransform))
+    assert transform.counts == {"failed_turns": 1}
+    assert sum(bool(row[keys.REWARD].isnan()) for row in rows.unbind(0)) == 1
+    fresh = TurnRewardTransform(length)
+    fresh.load_state_dict(transform.state_dict())
+    assert fresh.counts == {"failed_turns": 1}
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match="function=3"):
+        TurnRewardTransform(3)

@@ -1,0 +1,101 @@
+"""TurnRewardTransform: what each turn of a conversation earns, kept apart until the advantage."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.templates import Messages, join_conversation
+
+_LOGGER = logging.getLogger(__name__)
+_NAME = keys.TOKEN_REWARDS[1]
+
+
+class TurnRewardTransform(Transform):
+    """Rewards every turn of the policy when it is taken, and writes ``("next", "token_rewards", "full")``.
+
+    A turn's reward stands at its last action token. When a conversation ends, the reward that other transforms gave the
+    whole of it is added to that of the last turn, and ``("next", "reward")`` becomes the sum over all turns: that is
+    what ``MCAdvantage`` compares by default; with ``credit="turn"`` it compares turn by turn.
+
+    Put it after the :class:`FeedbackTransform` and the :class:`RewardTransform`, and before a KL in the reward.
+
+    Args:
+        function: ``f(conversation, row) -> float``: the reward of the conversation's last message, which is the
+            policy's turn; ``row`` holds the dataset's columns.
+
+    Attributes:
+        counts: ``"failed_turns"`` for which the function raised or gave no finite number; their conversation abstains.
+
+    Example:
+        >>> def brief(conversation, row):
+        ...     return -0.1 if len(conversation[-1]["content"]) > 100 else 0.0
+        >>> TurnRewardTransform(brief).counts["failed_turns"]
+        0
+    """
+
+    def __init__(self, function: Callable[[Messages, TensorDictBase], float]):
+        super().__init__()
+        if not callable(function):
+            raise ValueError(f"function={function!r} must be a function of a conversation and its row")
+        self.function = function
+        self.counts: Counter[str] = Counter()
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
+            mask, earlier = next_row[keys.ACTION_MASK], row.get((_NAME, "full"), None)
+            rewards = torch.zeros(len(mask))
+            if earlier is not None:
+                rewards[: len(earlier)] = earlier
+            rewards[mask.nonzero()[-1]] += self._score(row, next_row)
+            if next_row["done"].any():
+                rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(())
+                next_row.set("reward", rewards.sum().reshape(1, 1))
+            self._set(next_row, rewards)
+        return next_tensordict
+
+    def _score(self, row: TensorDictBase, next_row: TensorDictBase) -> float:
+        """The reward of the turn just taken; NaN if there is none to be had."""
+        conversation = join_conversation(row[keys.QUERY], next_row[keys.COMPLETION])
+        while conversation[-1]["role"] != "assistant":  # feedback on the turn has been given already
+            conversation = conversation[:-1]
+        try:
+            value = float(self.function(conversation, row))
+        except Exception:
+            _LOGGER.exception("the reward of a turn failed; its conversation abstains")
+            value = float("nan")
+        if value != value or value in (float("inf"), float("-inf")):
+            self.counts["failed_turns"] += 1
+            return float("nan")
+        return value
+
+    @staticmethod
+    def _set(row: TensorDictBase, rewards: torch.Tensor) -> None:
+        row.set(_NAME, TensorDict._new_unsafe({"full": rewards}, batch_size=torch.Size([])))
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        for row in tensordict_reset.unbind(0):
+            self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
+        return tensordict_reset
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The counter, for ``state_dict``."""
+        return dict(self.counts)
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Restores the counter, in place."""
+        self.counts.clear()
+        self.counts.update(state)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the rewards of the turns so far."""
+        shape = self.parent.batch_size
+        observation_spec[_NAME] = Composite(full=Unbounded(shape=(*shape, -1)), shape=shape)
+        return observation_spec
