@@ -48,7 +48,7 @@ def value_head(tokenizer) -> ValueHead:
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_the_loss_equals_a_slow_loop(clip, mask_truncated: bool, value_head, rows) -> None:
-    total, count, outside = 0.0, 0, 0
+    total, count, outside, pairs = 0.0, 0, 0, []
     for row in rows.unbind(0):
         if mask_truncated and row[keys.TRUNCATED]:
             continue
@@ -61,10 +61,14 @@ def test_the_loss_equals_a_slow_loop(clip, mask_truncated: bool, value_head, row
                 times = int(row[keys.MULTIPLICITY])
                 total += times * max((value - target) ** 2, (near - target) ** 2) / 2
                 count, outside = count + times, outside + times * (near != value)
+                pairs += [(value, target)] * times
     loss = ValueLoss(value_head, clip_epsilon=clip, mask_truncated_completions=mask_truncated)
     out = loss(rows)
     assert out.loss_critic.item() == pytest.approx(total / count, rel=1e-4)
     assert out.value_clip_fraction.item() == pytest.approx(outside / count) and out.num_action_tokens.item() == count
+    estimates, targets = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    explained = 1 - (targets - estimates).var(correction=0) / targets.var(correction=0)
+    assert out.explained_variance.item() == pytest.approx(explained.item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -37,13 +37,14 @@ def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.
     Args:
         values: ``[B, A]``.
         targets: ``[B, A]``.
-        mask: ``[B, A]`` bool, True on the tokens that count.
+        mask: ``[B, A]`` bool, True on the tokens that count; or how often each one does.
 
     Returns:
         A scalar: 1 for a perfect estimate (up to a constant), 0 for a constant one, negative for a worse one; NaN where
         the targets do not vary.
     """
-    targets, errors = targets[mask], (targets - values)[mask]
+    times = mask.flatten().long()
+    targets, errors = (x.flatten().repeat_interleave(times) for x in (targets, targets - values))
     if not len(targets):
         return errors.new_tensor(torch.nan)
     variance = targets.var(correction=0)

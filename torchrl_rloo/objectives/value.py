@@ -95,7 +95,7 @@ class ValueLoss(LossModule):
             outside = (values - old).abs() > (math.inf if self.clip_epsilon is None else self.clip_epsilon)
             return ValueLossOutput(
                 loss_critic=loss,
-                explained_variance=explained_variance(values, targets, mask),
+                explained_variance=explained_variance(values, targets, tokens),
                 value_clip_fraction=masked_mean(outside.float(), tokens),
                 num_action_tokens=tokens.sum(),
             )
