@@ -11,7 +11,9 @@ import copy
 import gc
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -21,6 +23,7 @@ import hydra
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDictBase
 from torch.nn.utils import clip_grad_norm_
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
@@ -184,15 +187,14 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     sampler = make_sampler(model, **cfg["sampler"])
     policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})
     preset, kl_coeff = make_preset(cfg, plan)
-    layout = cfg["train"]["layout"]
-    trainer = policy.get_new_version(model=model, generate=False, layout=layout)
+    trainer = policy.get_new_version(model=model, generate=False, layout=cfg["train"]["layout"])
     loss_fn = RLOOLoss(trainer, **preset.loss)
+    limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg["train"]["micro_batch_tokens"]}
     functions = [load(f) for f in cfg["reward"].pop("functions")]
     rewards, after_rewards = RewardTransform(functions, **cfg["reward"]), []
     if kl_coeff != 0:
         reference = frozen_reference(trainer)
         masked = loss_fn.mask_truncated_completions
-        limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg["train"]["micro_batch_tokens"]}
         after_rewards.append(
             KLRewardTransform(reference, preset.kl_in_reward, mask_truncated_completions=masked, **limits)
         )
@@ -223,30 +225,6 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     stateful = dict(model=model, sampler=sampler, optimizer=optimizer, scheduler=scheduler)
     stateful |= dict(collector=collector, buffer=buffer, logger=logger)
     stateful |= {"kl_coeff": kl_coeff} if hasattr(kl_coeff, "state_dict") else {}
-    train = cfg["train"]
-
-    def record(rows):
-        """The training model's own log-probs and entropies before the first update, where the loss reads them."""
-        if not {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
-            return rows
-        limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": train["micro_batch_tokens"]}
-        return record_log_probs(trainer, rows, entropy=keys.PROXIMAL_ENTROPY, **limits)
-
-    def split(batch):
-        """The rows that have a gradient, in parts that fit one forward and backward pass."""
-        if not loss_fn.needs_zero_advantage:
-            batch = drop_zero_advantage(batch)
-        if train["merge_identical"]:
-            batch = merge_identical(batch)
-        return micro_batches(batch, plan.micro_batch_size, max_tokens=train["micro_batch_tokens"], layout=layout)
-
-    def adapt(metrics, num_rows):
-        """Moves an adaptive KL coefficient; the one that this step had is logged."""
-        before = {"kl_coeff": float(kl_coeff)} if kl_coeff != 0 else {}
-        if hasattr(kl_coeff, "update"):
-            kl_coeff.update(metrics["kl"], num_rows)
-        return before
-
     return SimpleNamespace(
         plan=plan,
         model=model,
@@ -255,9 +233,9 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         collector=collector,
         buffer=buffer,
         loss_fn=loss_fn,
-        record=record,
-        micro_batches=split,
-        adapt=adapt,
+        record=partial(record, trainer, loss_fn, limits),
+        micro_batches=partial(split, loss_fn, cfg["train"], plan.micro_batch_size),
+        adapt=partial(adapt, kl_coeff),
         optimizer=optimizer,
         scheduler=scheduler,
         logger=logger,
@@ -266,6 +244,30 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         counts=(rewards.counts, advantage.counts),
         stateful=stateful,
     )
+
+
+def record(trainer: TransformersWrapper, loss_fn: RLOOLoss, limits: dict, rows: TensorDictBase) -> TensorDictBase:
+    """The training model's own log-probs and entropies before the first update, where the loss reads them."""
+    if not {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
+        return rows
+    return record_log_probs(trainer, rows, entropy=keys.PROXIMAL_ENTROPY, **limits)
+
+
+def split(loss_fn: RLOOLoss, train: dict, size: int | None, batch: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The rows that have a gradient, in parts that fit one forward and backward pass."""
+    if not loss_fn.needs_zero_advantage:
+        batch = drop_zero_advantage(batch)
+    if train["merge_identical"]:
+        batch = merge_identical(batch)
+    return micro_batches(batch, size, max_tokens=train["micro_batch_tokens"], layout=train["layout"])
+
+
+def adapt(kl_coeff: float | AdaptiveKLCoefficient, metrics: dict[str, float], num_rows: int) -> dict[str, float]:
+    """Moves an adaptive KL coefficient; the one that this step had is logged."""
+    before = {"kl_coeff": float(kl_coeff)} if kl_coeff != 0 else {}
+    if hasattr(kl_coeff, "update"):
+        kl_coeff.update(metrics["kl"], num_rows)
+    return before
 
 
 def make_preset(cfg: dict, plan: TrainingPlan) -> tuple[Preset, float | AdaptiveKLCoefficient]:

@@ -103,6 +103,11 @@ def test_a_turn_without_a_reward_costs_its_conversation_alone(collect):
     assert fresh.counts == {"failed_turns": 1}
 
 
-def test_what_is_no_function_is_refused():
+def test_what_cannot_be_rewarded_is_refused(bpe, random_model):
     with pytest.raises(ValueError, match="function=3"):
         TurnRewardTransform(3)
+    policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 2, "seed": 0})
+    prompts = load_prompts([{"query": "plain text"}])
+    env = DatasetChatEnv(prompts, bpe, prompts_per_batch=1, after_rewards=[TurnRewardTransform(length)])
+    with pytest.raises(ValueError, match="chat messages, got 'plain text'"):
+        LLMCollector(env, policy).collect()

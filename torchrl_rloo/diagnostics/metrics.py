@@ -50,6 +50,7 @@ DEFINITIONS = {
     "count/<function>/failed_rows": "rows so far for which a reward function raised; they abstain",
     "count/<groups|rows>": "that have left MCAdvantage with advantages so far",
     "count/expired_<groups|rows>": "that MCAdvantage gave up waiting for so far",
+    "count/failed_turns": "turns so far whose reward function raised or gave no finite number; their rows abstain",
     "count/late_rows": "rows so far that came after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
     "cpu_seconds": "CPU seconds of the run so far, earlier processes included (in timings.jsonl)",

@@ -40,6 +40,11 @@ def row_weights(rows: TensorDictBase) -> torch.Tensor:
     return multiplicity(rows) if given is None else multiplicity(rows) * given.reshape(-1).float()
 
 
+def zero_loss(module: torch.nn.Module) -> torch.Tensor:
+    """The loss of no rows: 0, with a gradient of zeros, so that an optimizer step goes as it would have gone."""
+    return sum((p.sum() * 0.0 for p in module.parameters()), torch.zeros(()))
+
+
 def unbound(rows: TensorDictBase) -> list[TensorDictBase]:
     """The single rows of a batch, which may have none."""
     return list(rows.unbind(0)) if len(rows) else []

@@ -33,7 +33,14 @@ from torchrl_rloo.functional import (
 )
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 from torchrl_rloo.objectives.choices import bound, check_actor, check_combination, epsilons, is_on, named
-from torchrl_rloo.objectives.counts import LossCounts, count_rows, entropy_threshold, multiplicity, row_weights
+from torchrl_rloo.objectives.counts import (
+    LossCounts,
+    count_rows,
+    entropy_threshold,
+    multiplicity,
+    row_weights,
+    zero_loss,
+)
 from torchrl_rloo.objectives.output import LOSS_TERMS, RLOOLossOutput
 
 Coefficient = float | Any  # a number, or an object with __float__ such as an adaptive coefficient
@@ -303,7 +310,7 @@ class RLOOLoss(LossModule):
 
     def _no_rows(self) -> RLOOLossOutput:
         """The output for a batch of no rows: nothing to learn, and nothing to measure."""
-        zero = sum((p.sum() * 0.0 for p in self.actor_network.parameters()), torch.zeros(()))
+        zero = zero_loss(self.actor_network)
         fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.detach().new_tensor(math.nan))
         fields |= dict.fromkeys(LOSS_TERMS) | {
             "loss_objective": zero,

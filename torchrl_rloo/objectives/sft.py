@@ -12,7 +12,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked_mean
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.objectives.choices import check_actor, named
-from torchrl_rloo.objectives.counts import LossCounts, count_rows, multiplicity, row_weights
+from torchrl_rloo.objectives.counts import LossCounts, count_rows, multiplicity, row_weights, zero_loss
 
 
 class SFTLossOutput(TensorClass["nocast"]):
@@ -79,7 +79,7 @@ class SFTLoss(LossModule):
     def forward(self, tensordict: TensorDictBase, counts: LossCounts | None = None) -> SFTLossOutput:
         """The loss of rows of batch size ``[B]``; see the class."""
         if not len(tensordict):
-            zero = sum((p.sum() * 0.0 for p in self.actor_network.parameters()), torch.zeros(()))
+            zero = zero_loss(self.actor_network)
             nan = zero.detach() + math.nan
             return SFTLossOutput(
                 loss_objective=zero, nll=nan, entropy=nan.clone(), num_action_tokens=zero.new_zeros(())

@@ -14,7 +14,7 @@ from torchrl_rloo.functional.aggregation import aggregate
 from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 from torchrl_rloo.modules.value import ValueHead
-from torchrl_rloo.objectives.counts import LossCounts, count_rows, multiplicity, row_weights
+from torchrl_rloo.objectives.counts import LossCounts, count_rows, multiplicity, row_weights, zero_loss
 
 
 class ValueLossOutput(TensorClass["nocast"]):
@@ -75,7 +75,7 @@ class ValueLoss(LossModule):
     def forward(self, tensordict: TensorDictBase, counts: LossCounts | None = None) -> ValueLossOutput:
         """The loss of rows of batch size ``[B]``; see the class."""
         if not len(tensordict):
-            zero = sum((p.sum() * 0.0 for p in self.value_head.parameters()), torch.zeros(()))
+            zero = zero_loss(self.value_head)
             nan = zero.detach() + math.nan
             return ValueLossOutput(zero, nan, nan.clone(), zero.new_zeros(()))
         counts = self.count(tensordict) if counts is None else counts

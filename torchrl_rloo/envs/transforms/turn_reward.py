@@ -12,7 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.templates import Messages, join_conversation
+from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = keys.TOKEN_REWARDS[1]
@@ -33,6 +33,9 @@ class TurnRewardTransform(Transform):
 
     Attributes:
         counts: ``"failed_turns"`` for which the function raised or gave no finite number; their conversation abstains.
+
+    Raises:
+        ValueError: if ``function`` is none; at a step, for a query of plain text, which has no turns.
 
     Example:
         >>> def brief(conversation, row):
@@ -63,6 +66,8 @@ class TurnRewardTransform(Transform):
 
     def _score(self, row: TensorDictBase, next_row: TensorDictBase) -> float:
         """The reward of the turn just taken; NaN if there is none to be had."""
+        if not is_conversation(row[keys.QUERY]):
+            raise ValueError(f"turns are rewarded in queries that are chat messages, got {row[keys.QUERY]!r:.100}")
         conversation = join_conversation(row[keys.QUERY], next_row[keys.COMPLETION])
         while conversation[-1]["role"] != "assistant":  # feedback on the turn has been given already
             conversation = conversation[:-1]
