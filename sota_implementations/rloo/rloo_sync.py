@@ -11,10 +11,11 @@ import copy
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,18 +24,21 @@ import hydra
 import torch
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch.nn.utils import clip_grad_norm_
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys, longest_prompt, merge_identical, micro_batches, tensor_rows
+from torchrl_rloo.data import encode_prompt, keys, longest_prompt, merge_identical, micro_batches, tensor_rows
+from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import (
     DEFINITIONS,
     Evaluation,
+    ParityProbe,
     TrainingPlan,
     completion_metrics,
     completion_table,
+    parity_metrics,
     write_report,
 )
 from torchrl_rloo.embedded import resolve_model, resolve_prompts
@@ -42,20 +46,31 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
 from torchrl_rloo.functional import ESTIMATORS
 from torchrl_rloo.modules import (
+    AdapterReference,
     TransformersWrapper,
+    TurnPolicy,
+    add_adapter,
     context_length,
     frozen_copy,
     frozen_reference,
     load_model,
     parse_dtype,
     record_log_probs,
+    vLLMWrapper,
 )
+from torchrl_rloo.modules.engines import Engine, asleep
 from torchrl_rloo.objectives import PRESETS, AdaptiveKLCoefficient, Preset, RLOOLoss, merge_outputs
 from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
 from torchrl_rloo.run import Checkpointer, RunLogger, StepTimer, StopSignal, cpu_seconds, linear_schedule, run_state
-from torchrl_rloo.weight_update import InProcessWeightUpdater
+from torchrl_rloo.weight_update import (
+    InProcessWeightUpdater,
+    SequentialWeightUpdater,
+    WeightUpdater,
+    self_test,
+)
 
 HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")
+PROBE_PROMPTS = 8
 
 
 def main(cfg: DictConfig) -> None:
@@ -72,6 +87,8 @@ def main(cfg: DictConfig) -> None:
     state = run.checkpoints.load() if cfg.resume == "auto" else run.checkpoints.clear()
     if state is not None:
         start, cpu_before = run_state.restore(state, settings, run.stateful)
+        if run.engine is not None:
+            run.collector.weight_updater.updaters[-1].push_weights(run.collector.policy_version)
         print(f"resumed after step {start} from {run.checkpoints.directory}", flush=True)
 
     def due(step: int, every: int) -> bool:
@@ -83,7 +100,7 @@ def main(cfg: DictConfig) -> None:
         run.logger.log_table(step, "held-out completions", table[: cfg.log.samples])
         return metrics
 
-    with StopSignal() as stop, run.logger:
+    with run.engine or nullcontext(), StopSignal() as stop, run.logger:
         if start == 0:
             run.logger.log(0, evaluate(0), timings=timer.take())
         for step in range(start + 1, run.plan.steps + 1):
@@ -100,8 +117,9 @@ def main(cfg: DictConfig) -> None:
 
             # train: leave-one-out advantages as the rows enter the buffer, then one or more passes over it
             outputs, norms = [], []
-            with timer("train"):
-                run.buffer.extend(run.record(tensor_rows(rows)))
+            with timer("train"), asleep(run.engine if cfg.inference.sleep else None):
+                recorded, parity = run.record(tensor_rows(rows), parity=due(step, cfg.inference.parity_every))
+                run.buffer.extend(recorded)
                 for _ in range(run.plan.passes):
                     for batch in run.buffer:
                         counts = run.loss_fn.count(batch)
@@ -116,7 +134,7 @@ def main(cfg: DictConfig) -> None:
                         run.scheduler.step()
                         run.optimizer.zero_grad()
                 run.buffer.empty()
-            metrics |= merge_outputs(outputs, num_updates=len(norms))
+            metrics |= merge_outputs(outputs, num_updates=len(norms)) | parity
             metrics["grad_norm"] = float(torch.stack(norms).mean())
             metrics |= run.adapt(metrics, len(rows))
             metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
@@ -172,6 +190,8 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     """The parts of the loop, made from the settings."""
     model_name = resolve_model(cfg["model"]["name"], cfg["seed"], log=print)
     model, tokenizer = load_model(**(cfg["model"] | {"name": model_name}))
+    if cfg["lora"] is not None:
+        model = add_adapter(model, cfg["lora"])
     template = cfg["data"].get("template_kwargs") or {}
     train_set, eval_set = resolve_prompts(**cfg["data"], seed=cfg["seed"], tokenizer=tokenizer)
     plan = TrainingPlan(
@@ -185,7 +205,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     print(f"{model_name}: {model.num_parameters():,} parameters\ntraining: {train_set}\nheld out: {eval_set}\n{plan}")
 
     sampler = make_sampler(model, **cfg["sampler"])
-    policy = TransformersWrapper(sampler, tokenizer=tokenizer, generate_kwargs={"seed": cfg["seed"], **cfg["generate"]})
+    policy, engine = make_policy(cfg, model_name, sampler, tokenizer)
     preset, kl_coeff = make_preset(cfg, plan)
     trainer = policy.get_new_version(model=model, generate=False, layout=cfg["train"]["layout"])
     loss_fn = RLOOLoss(trainer, **preset.loss)
@@ -193,7 +213,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     functions = [load(f) for f in cfg["reward"].pop("functions")]
     rewards, after_rewards = RewardTransform(functions, **cfg["reward"]), []
     if kl_coeff != 0:
-        reference = frozen_reference(trainer)
+        reference = frozen_reference(trainer) if cfg["lora"] is None else AdapterReference(trainer)
         masked = loss_fn.mask_truncated_completions
         after_rewards.append(
             KLRewardTransform(reference, preset.kl_in_reward, mask_truncated_completions=masked, **limits)
@@ -209,7 +229,10 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         template_kwargs=template,
     )
     evaluation = {"batch_size": cfg["eval"]["batch_size"], "env_kwargs": {"template_kwargs": template}}
-    collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, sampler))
+    collector = LLMCollector(env, policy, weight_updater=make_updater(cfg, model, sampler, policy, engine))
+    if engine is not None:
+        queries = [row["query"] for row in islice(eval_set, PROBE_PROMPTS)]
+        probe(cfg, policy, trainer, [torch.tensor(encode_prompt(tokenizer, q, **template)) for q in queries])
     advantage = MCAdvantage(plan.num_generations, **preset.advantage)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(plan.rows_per_step),
@@ -239,6 +262,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         optimizer=optimizer,
         scheduler=scheduler,
         logger=logger,
+        engine=engine,
         evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), **evaluation),
         checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
         counts=(rewards.counts, advantage.counts),
@@ -246,11 +270,49 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     )
 
 
-def record(trainer: TransformersWrapper, loss_fn: RLOOLoss, limits: dict, rows: TensorDictBase) -> TensorDictBase:
-    """The training model's own log-probs and entropies before the first update, where the loss reads them."""
-    if not {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
-        return rows
-    return record_log_probs(trainer, rows, entropy=keys.PROXIMAL_ENTROPY, **limits)
+def make_policy(cfg: dict, model_name: str, sampler: torch.nn.Module, tokenizer) -> tuple[TurnPolicy, Engine | None]:
+    """What samples, and the engine behind it if it is not the sampler itself."""
+    settings = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg["seed"], **cfg["generate"]}}
+    arguments = cfg["inference"]["engine"]
+    if arguments is None:
+        return TransformersWrapper(sampler, **settings), None
+    if "model" in arguments:
+        arguments = arguments | {"model": arguments["model"] or model_name}
+    engine = instantiate(arguments)
+    return vLLMWrapper(engine, **settings), engine
+
+
+def make_updater(
+    cfg: dict, model: torch.nn.Module, sampler: torch.nn.Module, policy: TurnPolicy, engine: Engine | None
+) -> WeightUpdater:
+    """What brings the trained weights to what samples."""
+    to_sampler = InProcessWeightUpdater(model, sampler)
+    if engine is None:
+        return to_sampler
+    to_engine = instantiate(cfg["inference"]["updater"], sampler, engine)
+    policy.recover = to_engine.restart
+    if cfg["inference"]["self_test"]:
+        print(self_test(to_engine, sampler, policy.tokenizer, engine), flush=True)
+    return SequentialWeightUpdater(to_sampler, to_engine)
+
+
+def probe(cfg: dict, policy: TurnPolicy, trainer: TransformersWrapper, prompts: Sequence[torch.Tensor]) -> None:
+    """Prints how far an engine's log-probs are from the trainer's, and what to do about it."""
+    dtypes = {"sampler_dtype": cfg["inference"]["engine"].get("dtype"), "trainer_dtype": cfg["model"]["dtype"]}
+    rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in prompts])
+    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=cfg["generate"]["max_new_tokens"], **dtypes)()
+    print(
+        f"sampler against trainer: {gap.mean:.2g} nats a token, at most {gap.max:.2g}", *advice, sep="\n- ", flush=True
+    )
+
+
+def record(
+    trainer: TransformersWrapper, loss_fn: RLOOLoss, limits: dict, rows: TensorDictBase, parity: bool
+) -> tuple[TensorDictBase, dict[str, float]]:
+    """The training model's own log-probs before the first update, where the loss or the parity metrics read them."""
+    if parity or {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
+        rows = record_log_probs(trainer, rows, entropy=keys.PROXIMAL_ENTROPY, **limits)
+    return rows, parity_metrics(rows) if parity else {}
 
 
 def split(loss_fn: RLOOLoss, train: dict, size: int | None, batch: TensorDictBase) -> Iterator[TensorDictBase]:

@@ -54,6 +54,8 @@ class LLMCollector(BaseCollector):
             delivers each batch of the environment.
         total_dialog_turns: stop after this many turns; -1 goes on until the dataset's epochs end.
         weight_updater: brings new weights to the policy on :meth:`update_policy_weights_`.
+        sync_every: batches from one weight update to the next, taken before a batch is collected; None leaves updates
+            to whoever calls :meth:`update_policy_weights_`.
         replay_buffer: if given, each batch is also written there, without its text.
         postproc: applied to each batch before it is delivered.
         progress: called with a :class:`CollectionProgress` after every turn of the batch.
@@ -85,6 +87,7 @@ class LLMCollector(BaseCollector):
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
         weight_updater: WeightUpdater | None = None,
+        sync_every: int | None = None,
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         progress: Callable[[CollectionProgress], None] | None = None,
@@ -94,11 +97,14 @@ class LLMCollector(BaseCollector):
             raise ValueError(f"dialog_turns_per_batch={dialog_turns_per_batch} must be None or at least 1")
         if total_dialog_turns != -1 and total_dialog_turns < 1:
             raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
+        if sync_every is not None and (sync_every < 1 or weight_updater is None):
+            raise ValueError(f"sync_every={sync_every} must be None or at least 1, and needs a weight_updater")
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress = postproc, progress
-        self._weight_updater = weight_updater
+        self._weight_updater, self.sync_every = weight_updater, sync_every
         self.policy_version = 0
+        self.batches = 0
         self.dialog_turns = 0
         self.num_tokens = 0
         self.closed = False
@@ -136,6 +142,8 @@ class LLMCollector(BaseCollector):
         Raises:
             DatasetExhaustedError: if the dataset's epochs do not give another batch.
         """
+        if self.sync_every is not None and self.batches and self.batches % self.sync_every == 0:
+            self.update_policy_weights_()
         batches, turns = [], 0
         while not batches or turns < (self.dialog_turns_per_batch or 0):
             try:
@@ -146,6 +154,7 @@ class LLMCollector(BaseCollector):
                 break
             batches.append(batch)
             turns += int(batch[keys.NUM_TURNS].sum())
+        self.batches += 1
         self.dialog_turns += turns
         rows = batches[0] if len(batches) == 1 else concatenate(batches)
         self.num_tokens += sum(map(len, ragged(rows, keys.TOKENS)))
@@ -188,6 +197,7 @@ class LLMCollector(BaseCollector):
         sampler = self.policy.sampler_state() if hasattr(self.policy, "sampler_state") else {}
         return {
             "policy_version": self.policy_version,
+            "batches": self.batches,
             "dialog_turns": self.dialog_turns,
             "num_tokens": self.num_tokens,
             "env": self.env.state_dict(),
@@ -196,7 +206,7 @@ class LLMCollector(BaseCollector):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`state_dict`; the policy's weights are restored by whoever holds them."""
-        for name in ("policy_version", "dialog_turns", "num_tokens"):
+        for name in ("policy_version", "batches", "dialog_turns", "num_tokens"):
             setattr(self, name, state_dict[name])
         self.env.load_state_dict(state_dict["env"])
         if state_dict["sampler"]:
@@ -232,8 +242,9 @@ def _finish(row: TensorDictBase, reward: torch.Tensor, version: int) -> TensorDi
     outcome["reward"] = reward
     out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome and k != keys.MAX_NEW_TOKENS}
     out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS)}
+    versions = out.get(keys.ACTION_VERSIONS)
     out |= {
-        keys.POLICY_VERSION: torch.tensor(version),
+        keys.POLICY_VERSION: torch.tensor(version) if versions is None else versions.min(),
         "tokens": collection(Tokens, full=tokens, prompt=tokens[:first_action]),
         "masks": collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
         "log_probs": collection(LogProbs, full=log_probs),

@@ -33,6 +33,7 @@ Optional entries, each written by the part that has a use for it:
                                                     except on action tokens
 ``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation left, of all action tokens
 ``SUPPORT_SIZES``             ``[A]``      int32    how many of those each action token has; ``K`` is their sum
+``ACTION_VERSIONS``           ``[A]``      int64    policy version that sampled each action token
 ``STATE_VALUE``               ``[T, 1]``   float32  value estimate before each action token, 0 elsewhere
 ``VALUE_TARGET``              ``[T, 1]``   float32  the return that the value estimate should have had
 ``SAMPLE_WEIGHT``             ``[]``       float32  multiplies the row's loss
@@ -69,6 +70,7 @@ PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")
 PROXIMAL_ENTROPY = ("proximal_entropy", "full")
 SUPPORT_IDS = ("support", "ids")
 SUPPORT_SIZES = ("support", "sizes")
+ACTION_VERSIONS = "action_versions"
 STATE_VALUE = "state_value"
 VALUE_TARGET = "value_target"
 SAMPLE_WEIGHT = "sample_weight"
@@ -84,6 +86,7 @@ RESERVED = frozenset(
         "support",
         "proximal_log_probs",
         "proximal_entropy",
+        ACTION_VERSIONS,
         STATE_VALUE,
         VALUE_TARGET,
         SAMPLE_WEIGHT,

@@ -14,7 +14,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import RewardTransform
-from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards.protocol import RewardFunction
 
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     def __init__(
         self,
-        policy: TransformersWrapper,
+        policy: TurnPolicy,
         dataset: PromptDataset,
         scorer: RewardFunction,
         *,
@@ -67,7 +67,7 @@ class Evaluation:
         n = len(self.dataset)
         return [self.dataset.select(range(i, min(i + self.batch_size, n))) for i in range(0, n, self.batch_size)]
 
-    def _collect(self, part: PromptDataset, policy: TransformersWrapper) -> TensorDictBase:
+    def _collect(self, part: PromptDataset, policy: TurnPolicy) -> TensorDictBase:
         env = DatasetChatEnv(
             part,
             self.policy.tokenizer,

@@ -91,6 +91,7 @@ def warm_start(
     return target
 
 
+@torch.enable_grad()
 def _train(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,

@@ -2,13 +2,15 @@
 
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import Head, find_head, score_positions
-from torchrl_rloo.modules.loading import context_length, load_model, parse_dtype
+from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, parse_dtype
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_copy, frozen_reference
 from torchrl_rloo.modules.scoring import ScoredActions
+from torchrl_rloo.modules.turns import TurnPolicy
 from torchrl_rloo.modules.value import ValueHead
+from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
 __all__ = [
     "AdapterReference",
@@ -19,8 +21,10 @@ __all__ = [
     "ScoredActions",
     "Scorer",
     "TransformersWrapper",
+    "TurnPolicy",
     "ValueHead",
     "action_hidden",
+    "add_adapter",
     "context_length",
     "end_of_sequence_ids",
     "find_head",
@@ -32,4 +36,5 @@ __all__ = [
     "record_log_probs",
     "score_positions",
     "supports_packing",
+    "vLLMWrapper",
 ]

@@ -89,12 +89,14 @@ class Generated(NamedTuple):
         log_probs: ``[n]`` float32, in nats, under the distribution sampled.
         truncated: the token limit ended the turn.
         support: the ids that top-k, top-p and min-p left at each token, int32 like their sizes; None if not asked for.
+        versions: ``[n]`` int64, policy version that sampled each token; None if the sampler does not keep count.
     """
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
     truncated: bool
     support: Support | None = None
+    versions: torch.Tensor | None = None
 
 
 def end_of_sequence_ids(tokenizer, model=None) -> tuple[int, ...]:

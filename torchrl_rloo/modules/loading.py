@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ def load_model(
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked by length, so sharing the id does no harm
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs)
     return model.to(device).eval(), tokenizer
+
+
+def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.Module:
+    """The model with a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) on it; the adapter alone is trained.
+
+    Args:
+        model: the base model; its weights are frozen.
+        config: arguments of ``peft.LoraConfig``, ``r`` and ``target_modules`` among them.
+
+    Raises:
+        ImportError: if peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("an adapter needs peft: pip install 'torchrl_rloo[peft]'") from error
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
 
 
 def parse_dtype(name: str) -> torch.dtype:

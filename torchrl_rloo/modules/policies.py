@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.rows import (
     LAYOUTS,
     ActionTokens,
@@ -25,28 +24,16 @@ from torchrl_rloo.data.rows import (
     place_actions,
     ragged,
     spread_actions,
-    stack_rows,
 )
-from torchrl_rloo.data.templates import (
-    decode_response,
-    encode_conversation,
-    encode_prompt,
-    from_history,
-    to_history,
-)
+from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.modules.packing import action_hidden, check_packing
-from torchrl_rloo.modules.scoring import (
-    ScoredActions,
-    batch_support,
-    check_has_router,
-    extend_support,
-    load_balancing_loss,
-)
+from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
+from torchrl_rloo.modules.turns import TurnPolicy, actions_before
 
 
-class TransformersWrapper(LLMWrapperBase):
+class TransformersWrapper(TurnPolicy):
     """Generates turns with a Hugging Face model, or scores the action tokens of rows.
 
     With ``generate=True`` it continues each row's ``("tokens", "prompt")`` and writes ``tokens``, ``masks`` and
@@ -105,37 +92,26 @@ class TransformersWrapper(LLMWrapperBase):
         record_support: bool = False,
         layout: Literal["padded", "packed", "shared_prefix"] = "padded",
     ):
-        super().__init__()
-        if input_mode not in INPUT_MODES:
-            raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
-        if num_samples is not None and (num_samples < 1 or not generate):
-            raise ValueError(f"num_samples={num_samples} must be at least 1, and needs generate=True")
-        self.model, self.tokenizer = model, tokenizer
-        self.input_mode, self.generate, self.num_samples = input_mode, generate, num_samples
-        self.generate_kwargs = dict(generate_kwargs or {})
-        self.config = GenerationConfig.from_kwargs(generate_kwargs)
+        super().__init__(
+            tokenizer=tokenizer,
+            input_mode=input_mode,
+            generate_kwargs=generate_kwargs,
+            num_samples=num_samples,
+            stop_ids=end_of_sequence_ids(tokenizer, model),
+        )
+        if num_samples is not None and not generate:
+            raise ValueError(f"num_samples={num_samples} needs generate=True")
+        self.model, self.generate = model, generate
         self.record_support = record_support
         if record_support:
             self._check_records_support()
+            self.out_keys.append(keys.SUPPORT_IDS[0])
         self.head = find_head(model, warn=not generate)
         self.layout = layout
         if layout != "padded":
             self._check_layout()
-        own = () if self.config.ignore_eos else end_of_sequence_ids(tokenizer, model)
-        self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
-        self.generator = None
-        if self.config.seed is not None:
-            self.generator = torch.Generator().manual_seed(self.config.seed)
-        self.pad_output = False
-        self._min_batch_size = self._max_batch_size = None
-        self.in_keys = [keys.PROMPT_TOKENS if input_mode == "tokens" else (input_mode, "prompt")]
-        self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED] if generate else ["log_probs"]
-        if generate and input_mode != "tokens":
-            self.out_keys.append(input_mode)
-        if record_support:
-            self.out_keys.append(keys.SUPPORT_IDS[0])
         if not generate:
-            self.in_keys = [keys.TOKENS, keys.ACTION_MASK]
+            self.in_keys, self.out_keys = [keys.TOKENS, keys.ACTION_MASK], ["log_probs"]
 
     def _check_records_support(self) -> None:
         distribution = self.config.distribution
@@ -156,11 +132,6 @@ class TransformersWrapper(LLMWrapperBase):
             raise NotImplementedError(f"layout={self.layout!r} needs a model whose output head is found; use 'padded'")
         check_packing(self.head.decoder)
 
-    @property
-    def distribution(self):
-        """The distribution that is sampled, and that log-probs are of."""
-        return self.config.distribution
-
     def get_new_version(self, **kwargs) -> TransformersWrapper:
         """The same model and tokenizer with other settings, e.g. ``generate=False`` to score.
 
@@ -180,15 +151,6 @@ class TransformersWrapper(LLMWrapperBase):
         }
         return type(self)(kwargs.pop("model", self.model), **(settings | kwargs))
 
-    def sampler_state(self) -> dict[str, torch.Tensor]:
-        """State of the policy's own random stream; empty when it draws from torch's global one."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
-
-    def load_sampler_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores :meth:`sampler_state`."""
-        if self.generator is not None:
-            self.generator.set_state(state["generator"])
-
     def forward(
         self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None, logits_only: bool = False
     ) -> TensorDictBase:
@@ -200,44 +162,13 @@ class TransformersWrapper(LLMWrapperBase):
             logits_only: with ``generate=False``, write ``"logits"`` ``[T, V]`` of each row instead: what TorchRL's
                 ``get_dist`` builds on. Position ``t`` holds the sampled distribution's logits of token ``t``.
         """
-        rows = as_lazy(tensordict)
-        if rows.ndim != 1:
-            raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}: flatten them first")
-        if not self.generate:
-            return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
-        prompts = self._prompts(rows)
-        if self.num_samples is None:
-            out = self._write(rows, prompts, self._sample(rows, prompts))
-            return out if tensordict_out is None else tensordict_out.update(out)
-        n = self.num_samples
-        repeated = stack_rows([_sample_of(row, i) for row in rows.unbind(0) for i in range(n)])
-        prompts = [p for p in prompts for _ in range(n)]
-        flat = self._write(repeated, prompts, self._sample(repeated, prompts)).unbind(0)
-        return stack_rows([stack_rows(flat[i : i + n]) for i in range(0, len(flat), n)])
-
-    def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
-        """Ids to continue: those the row brings, else the encoded text or conversation."""
-        if rows.get(keys.PROMPT_TOKENS, None, as_list=True) is not None:
-            prompts = [p.cpu() for p in ragged(rows, keys.PROMPT_TOKENS)]
-        elif self.input_mode == "text":
-            prompts = [torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"])) for row in rows.unbind(0)]
-        elif self.input_mode == "history":
-            queries = [from_history(row["history", "prompt"]) for row in rows.unbind(0)]
-            prompts = [torch.tensor(encode_prompt(self.tokenizer, q)) for q in queries]
-        else:
-            raise KeyError(f"input_mode='tokens' needs {keys.PROMPT_TOKENS}; the rows have {list(rows.keys())}")
-        if empty := [i for i, p in enumerate(prompts) if p.numel() == 0]:
-            raise ValueError(
-                f"the prompts of rows {empty[:5]} are empty; a policy needs at least one token to continue"
-            )
-        return prompts
+        if self.generate:
+            return super().forward(tensordict, tensordict_out=tensordict_out)
+        rows = self._rows(tensordict)
+        return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        limits = torch.full((len(prompts),), self.config.max_new_tokens)
-        if (own := rows.get(keys.MAX_NEW_TOKENS, None)) is not None:
-            if int(own.min()) < 1:
-                raise ValueError(f"max_new_tokens of a row is {int(own.min())}, must be at least 1")
-            limits = torch.minimum(limits, own.reshape(-1).cpu())
+        limits = self._limits(rows)
         length = int(limits.max())
         if rows.get(keys.SEED, None) is None:
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
@@ -254,42 +185,6 @@ class TransformersWrapper(LLMWrapperBase):
             head=self.head,
             record_support=self.record_support,
         )
-
-    def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
-        for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):
-            sampled, n = torch.ones_like(turn.tokens, dtype=torch.bool), len(prompt)
-            mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
-            if mask is None or log_probs is None or len(mask) != n:
-                mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
-            mask, log_probs = mask.cpu(), log_probs.cpu()
-            if turn.support is not None:
-                extend_support(row, int(mask.sum()), turn.support)
-            full = torch.cat([prompt, turn.tokens])
-            row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
-            row.set(
-                "masks",
-                collection(
-                    Masks,
-                    all_attention_mask=torch.ones_like(full, dtype=torch.bool),
-                    all_assistant_mask=torch.cat([mask, sampled]),
-                ),
-            )
-            row.set("log_probs", collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])))
-            row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
-            if self.input_mode == "text":
-                prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
-                row.set("text", Text(prompt=prompt_text, response=response, full=prompt_text + response))
-            elif self.input_mode == "history":
-                row.set("history", self._history(row["history", "prompt"], turn))
-        return rows
-
-    def _history(self, prompt, turn: Generated) -> ChatHistory:
-        messages = from_history(prompt)
-        text = decode_response(self.tokenizer, turn.tokens)
-        if messages[-1]["role"] == "assistant":  # an unfinished turn was continued
-            text = messages.pop()["content"] + text
-        answer = {"role": "assistant", "content": text}
-        return ChatHistory(prompt=prompt, response=to_history([[answer]])[0], full=to_history([[*messages, answer]])[0])
 
     def _with_actions(self, rows: TensorDictBase) -> TensorDictBase:
         """The rows with ids and action masks: their own, or those of a finished conversation that somebody wrote."""
@@ -378,14 +273,5 @@ class TransformersWrapper(LLMWrapperBase):
 
 def _own_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
     """Numbers of the row's own stream, from where its earlier action tokens left it."""
-    mask = row.get(keys.ACTION_MASK, None)
-    used = 0 if mask is None else int(mask.sum())
+    used = actions_before(row)
     return torch.rand(used + length, generator=torch.Generator().manual_seed(int(row[keys.SEED])))[used:]
-
-
-def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
-    """A copy of a row for one of its samples, with a stream of its own if the row has a seed."""
-    row = row.copy()
-    if (seed := row.get(keys.SEED, None)) is not None:
-        row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))
-    return row

@@ -217,7 +217,7 @@ class RLOOLoss(LossModule):
             mask = mask & ~rows[keys.TRUNCATED].reshape(-1, 1).to(mask.device)
 
         def gathered(key):
-            return gather_actions(ragged(rows, key), actions)
+            return gather_actions(ragged(rows, key), actions).detach()  # rows may have been scored with gradient
 
         behaviour = gathered(keys.LOG_PROBS)
         proximal = self.old_log_probs == "proximal"

@@ -5,6 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 
+class WeightSyncError(RuntimeError):
+    """Weights did not arrive everywhere. It names the peer, the tensors, the version, the cause and what to do."""
+
+
 class WeightUpdater(ABC):
     """One way for weights to reach a sampler; a subclass per transport."""
 
@@ -16,5 +20,6 @@ class WeightUpdater(ABC):
             version: the policy version that these weights are.
 
         Raises:
-            RuntimeError: if the weights did not arrive. The sampler then still has its old ones.
+            RuntimeError: if the weights did not arrive. The sampler then still has its old ones, or refuses to sample
+                until it has new ones.
         """

@@ -1,0 +1,97 @@
+"""Weight updates of a collector over an engine: when they happen, and when the version counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.modules.engines import EngineError, ScriptedEngine, ScriptedTurn
+from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater, vLLMUpdater
+
+
+@pytest.fixture
+def make_collector(tokenizer, prompts) -> Callable:
+    def make(fail: list | None = None, **kwargs) -> tuple[LLMCollector, ScriptedEngine]:
+        turn = ScriptedTurn([7, tokenizer.eos_token_id])
+        engine = ScriptedEngine(lambda request, index: turn, fail_updates={"finish": list(fail or [])})
+        env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
+        policy = vLLMWrapper(engine, tokenizer=tokenizer)
+        updater = vLLMUpdater(build_model(tokenizer, seed=0), engine)
+        return LLMCollector(env, policy, weight_updater=updater, **kwargs), engine
+
+    return make
+
+
+def zero(prompts, completions, **_) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def test_a_version_counts_once_it_is_confirmed(make_collector) -> None:
+    collector, engine = make_collector(fail=[None, EngineError("lost"), None])
+    collector.update_policy_weights_()
+    assert collector.policy_version == engine.version == 1
+    with pytest.raises(WeightSyncError, match="version 2 .*lost"):
+        collector.update_policy_weights_()
+    assert collector.policy_version == 1
+    collector.update_policy_weights_()
+    assert collector.policy_version == engine.version == 2
+    rows = collector.collect()
+    assert rows[keys.POLICY_VERSION].tolist() == [2] * 4
+    assert rows[0][keys.ACTION_VERSIONS].tolist() == [2, 2]
+
+
+def test_a_schedule_updates_before_every_nth_batch(make_collector) -> None:
+    collector, engine = make_collector(sync_every=2)
+    versions = [collector.collect()[keys.POLICY_VERSION].tolist()[0] for _ in range(5)]
+    assert versions == [0, 0, 1, 1, 2]
+    state = collector.state_dict()
+    resumed, _ = make_collector(sync_every=2)
+    resumed.load_state_dict(state)
+    resumed.collect()
+    assert resumed.policy_version == 2
+    resumed.collect()
+    assert resumed.policy_version == 3 and engine.version == 2
+
+
+def test_without_a_schedule_nothing_is_sent(make_collector) -> None:
+    collector, engine = make_collector()
+    for _ in range(3):
+        collector.collect()
+    assert not engine.updates and collector.policy_version == 0
+
+
+@pytest.mark.parametrize("sync_every", [0, -1])
+def test_a_schedule_is_at_least_every_batch(make_collector, sync_every: int) -> None:
+    with pytest.raises(ValueError, match=f"sync_every={sync_every} must be None or at least 1"):
+        make_collector(sync_every=sync_every)
+
+
+def test_a_schedule_needs_an_updater(tokenizer, prompts) -> None:
+    env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
+    engine = ScriptedEngine([])
+    with pytest.raises(ValueError, match="needs a weight_updater"):
+        LLMCollector(env, vLLMWrapper(engine, tokenizer=tokenizer), sync_every=1)
+
+
+class _Counting(WeightUpdater):
+    def __init__(self):
+        self.versions: list[int] = []
+
+    def push_weights(self, version: int) -> None:
+        self.versions.append(version)
+
+
+def test_updaters_in_sequence() -> None:
+    from torchrl_rloo.weight_update import SequentialWeightUpdater
+
+    first, second = _Counting(), _Counting()
+    SequentialWeightUpdater(first, second).push_weights(3)
+    assert first.versions == second.versions == [3]
+    with pytest.raises(ValueError, match="at least one"):
+        SequentialWeightUpdater()

@@ -1,0 +1,248 @@
+"""VLLMServer: a real vLLM server, started once with the command of the toolkit, and killed at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from torchrl_rloo.functional.sampling import SamplingDistribution
+from torchrl_rloo.modules.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
+from torchrl_rloo.modules.engines.vllm_server import VLLMServer, server_command, server_environment
+from torchrl_rloo.weight_update import LoRAUpdater, WeightSyncError, vLLMUpdater
+
+pytestmark = pytest.mark.slow  # a server takes 20 s and more to start
+
+PROMPTS = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)], [5, 6]]
+REQUESTS = [Request(p, 12, seed) for seed, p in enumerate(PROMPTS)]
+LONG = [Request(p, 800, seed) for seed, p in enumerate(PROMPTS)]
+EXACT = 1e-5  # float32; other weights are off by more than 0.3
+STALE = 0.1
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(vllm, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A server's url and process; the process leads a group of its own."""
+    port = free_port()
+    command = server_command(
+        checkpoint,
+        port=port,
+        dtype="float32",
+        max_model_len=2048,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=1,
+        max_cpu_loras=1,
+    )
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=server_environment(), stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def started(server: tuple[str, subprocess.Popen]) -> Iterator[VLLMServer]:
+    with VLLMServer(server[0], request_timeout=60.0, connect_timeout=180.0) as engine:
+        engine.connect_timeout = 2.0
+        yield engine
+
+
+@pytest.fixture
+def engine(started: VLLMServer, models: list[PreTrainedModel]) -> VLLMServer:
+    """The module's engine, with the weights of the first model again."""
+    if started.version or started._adapter:
+        vLLMUpdater(models[0], started).push_weights(0)
+    return started
+
+
+def test_samples_are_of_the_model_whatever_else_runs(engine: VLLMServer, models: list[PreTrainedModel], deviation):
+    samples = engine.generate(REQUESTS)
+    assert deviation(models[0], REQUESTS, samples) < EXACT
+    assert deviation(models[1], REQUESTS, samples) > STALE
+    assert all(len(s.tokens) == 12 and s.finish == "length" and s.versions == [0] * 12 for s in samples)
+    many = REQUESTS + [Request([seed % 300 + 1], 20, seed) for seed in range(100)]
+    assert engine.generate(many)[:4] == samples
+    assert (engine.version, engine.incarnation, engine.world_size) == (0, 0, 1)
+    engine.check_health()
+
+
+def test_distributions_limits_and_stops(
+    engine: VLLMServer, models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, deviation
+):
+    distribution = SamplingDistribution(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1)
+    requests = [Request(p, 12, seed, distribution) for seed, p in enumerate(PROMPTS)]
+    samples = engine.generate(requests)
+    assert deviation(models[0], requests, samples) < EXACT
+    (greedy, free) = engine.generate(
+        [Request([7], 3, 0, SamplingDistribution(temperature=0)), Request(PROMPTS[1], 12, 3)]
+    )
+    assert greedy.log_probs == [0.0] * 3
+    stop = next(t for t in free.tokens[3:] if t not in free.tokens[:3])
+    text = tokenizer.decode([stop])
+    by_id, by_string = engine.generate(
+        [Request(PROMPTS[1], 12, 3, stop_ids=(stop,)), Request(PROMPTS[1], 12, 3, stop_strings=(text,))]
+    )
+    assert by_id.finish == "stop" and by_id.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert by_string.finish == "stop" and text in tokenizer.decode(by_string.tokens)
+
+
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (Request([1] * 3000, 4, 0), "400 Bad Request: .*3000"),
+        (Request([999_999], 4, 0), "400 Bad Request: .*999999"),
+        (Request([], 4, 0), "400 Bad Request: .*token_ids"),
+        (Request([1], 4, 0, SamplingDistribution(min_p=0.1, top_p=0.9)), "min_p=0.1 before top_p=0.9"),
+    ],
+    ids=["too long", "no token", "empty", "min-p with top-p"],
+)
+def test_a_refusal_comes_in_the_servers_words(engine: VLLMServer, request_: Request, words: str):
+    with pytest.raises(EngineError, match=f"(?s){words}") as caught:
+        engine.generate([*REQUESTS, request_])
+    assert not isinstance(caught.value, EngineDeadError)
+
+
+def test_errors_of_workers_come_with_their_words_and_time_outs_with_the_method(engine: VLLMServer, server):
+    with pytest.raises(EngineError, match="500 .*'no_such_method' is not implemented"):
+        engine._rpc("no_such_method", timeout=5.0)
+    os.killpg(server[1].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineTimeoutError, match="0.2 s"):
+            engine._rpc("weight_report", timeout=0.2)
+    finally:
+        os.killpg(server[1].pid, signal.SIGCONT)
+    assert engine._rpc("weight_report", timeout=10.0)[0]["rank"] == 0
+
+
+def test_updates_arrive_amidst_running_requests(engine: VLLMServer, models: list[PreTrainedModel], deviation):
+    for version, in_flight in ((1, "continue"), (2, "abort")):
+        before, after = models[version - 1], models[version]
+        futures = [engine.submit(request) for request in LONG]
+        time.sleep(0.2)
+        vLLMUpdater(after, engine, in_flight=in_flight).push_weights(version)
+        for request, future in zip(LONG, futures, strict=True):
+            sample = future.result(30.0)
+            switch = sample.versions.count(version - 1)
+            assert 0 < switch < 800 and set(sample.versions[switch:]) <= {version}
+            assert sample.finish == ("length" if in_flight == "continue" else "abort")
+            assert (len(sample.tokens) == 800) == (in_flight == "continue")
+            assert deviation(before, [request], [sample], slice(0, switch)) < 10 * EXACT
+            if in_flight == "continue":
+                assert deviation(after, [request], [sample], slice(switch, None)) < 10 * EXACT
+        samples = engine.generate(REQUESTS)
+        assert deviation(after, REQUESTS, samples) < EXACT and all(s.versions == [version] * 12 for s in samples)
+
+
+def test_adapters_replace_each_other_and_an_update_drops_them(
+    engine: VLLMServer, models: list[PreTrainedModel], make_adapted, deviation, tmp_path: Path
+):
+    for version in (1, 2):
+        adapted = make_adapted(version)
+        updater = LoRAUpdater(adapted, engine, directory=tmp_path)
+        updater.push_weights(version)
+        samples = engine.generate(REQUESTS)
+        assert deviation(adapted, REQUESTS, samples) < EXACT
+        assert all(s.versions == [version] * 12 for s in samples)
+        updater.close()
+    futures = [engine.submit(request) for request in LONG]
+    time.sleep(0.2)
+    with pytest.raises(WeightSyncError, match=r"4 requests were frozen by pause\('continue'\)"):
+        LoRAUpdater(make_adapted(3), engine, directory=tmp_path, in_flight="continue").push_weights(3)
+    assert deviation(adapted, LONG, [f.result(30.0) for f in futures]) < 10 * EXACT
+    vLLMUpdater(models[1], engine).push_weights(4)
+    assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
+
+
+def test_a_cancelled_request_is_given_up(engine: VLLMServer):
+    futures = [engine.submit(Request([seed + 1], 1900, seed)) for seed in range(100)]
+    time.sleep(0.5)
+    for future in futures:
+        assert future.cancel()
+    engine.pause("finish", timeout=5.0)  # else it would wait for far longer
+    engine.resume()
+
+
+def test_sleep_and_wake(engine: VLLMServer):
+    engine.sleep()
+    with pytest.raises(EngineError, match="asleep"):
+        engine.generate(REQUESTS)
+    engine.wake()
+    assert len(engine.generate(REQUESTS)) == 4
+
+
+def test_another_trainer_takes_over(engine: VLLMServer, server, models: list[PreTrainedModel], deviation):
+    vLLMUpdater(models[1], engine).push_weights(6)
+    engine.pause()  # as a trainer that died in an update leaves it
+    with VLLMServer(server[0], request_timeout=30.0) as other:
+        assert other.version == 6
+        samples = other.generate(REQUESTS)
+        assert deviation(models[1], REQUESTS, samples) < EXACT and samples[0].versions == [6] * 12
+    engine.resume()
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
+def test_urls_that_are_none_are_refused(url: str):
+    with pytest.raises(ValueError, match="must be like 'http://127.0.0.1:8000'"):
+        VLLMServer(url)
+
+
+def test_where_nobody_listens_it_says_so():
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="no server answers at http://127.0.0.1:.*refused|Connect call failed"):
+        VLLMServer(f"http://127.0.0.1:{free_port()}", connect_timeout=1.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_server_of_something_else_is_told_from_one_of_vllm(tmp_path: Path):
+    port = free_port()
+    (tmp_path / "health").write_text("")
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        with pytest.raises(EngineError, match="(?s)/weight_info: 404 .*VLLM_SERVER_DEV_MODE=1"):
+            VLLMServer(f"http://127.0.0.1:{port}", connect_timeout=10.0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_command_refuses_what_the_toolkit_sets():
+    with pytest.raises(ValueError, match="logprobs_mode is set by the toolkit"):
+        server_command("model", logprobs_mode="raw_logprobs")
+
+
+def test_a_killed_server_fails_everything(engine: VLLMServer, server):  # the last test: the server is the module's
+    futures = [engine.submit(request) for request in LONG]
+    time.sleep(0.2)
+    os.killpg(server[1].pid, signal.SIGKILL)
+    for future in futures:
+        with pytest.raises(EngineDeadError, match="no server answers"):
+            future.result(10.0)
+    calls = (lambda: engine.generate(REQUESTS), engine.check_health, engine.pause, engine.restart)
+    for call in (*calls, lambda: engine._rpc("weight_report", timeout=5.0)):
+        with pytest.raises(EngineDeadError, match="no server answers|not started yet"):
+            call()
+    with pytest.raises(EngineDeadError):  # so that a further restart may follow
+        engine.check_health()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(REQUESTS)

@@ -1,0 +1,347 @@
+"""vLLMWrapper's own: turns that a pause cut off, engines that die, and the version that sampled each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import encode_prompt, keys
+from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.functional.sampling import SamplingDistribution
+from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
+from torchrl_rloo.modules.engines.base import Engine, EngineDeadError, EngineError, Request, Sample
+from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
+from torchrl_rloo.modules.engines.weight_protocol import TensorInfo, checksum
+
+LIMIT = 12
+IDS = [[5, 6, 7], [40], [30, 31, 32, 33, 34], [8, 9]]
+
+
+class CuttingEngine(TransformersEngine):
+    """Cuts real turns off as a pause would, and has a new version after every call.
+
+    Args:
+        cuts: for each call, how many tokens are left of each request's turn; None leaves a turn whole.
+    """
+
+    def __init__(self, model, tokenizer, cuts: Sequence[Sequence[int | None]] = ()):
+        super().__init__(model, tokenizer)
+        self.cuts, self.calls = list(cuts), []
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        samples = super().generate(requests)
+        cuts = self.cuts[len(self.calls)] if len(self.calls) < len(self.cuts) else [None] * len(samples)
+        self.calls.append(list(requests))
+        self.version += 1
+        return [
+            s if n is None else Sample(s.tokens[:n], s.log_probs[:n], "abort", s.versions[:n])
+            for s, n in zip(samples, cuts, strict=True)
+        ]
+
+
+@pytest.fixture
+def make_policy(tokenizer) -> Callable[..., vLLMWrapper]:
+    def make(engine: Engine, *, num_samples: int | None = None, recover=None, **kwargs) -> vLLMWrapper:
+        kwargs = {"max_new_tokens": LIMIT, "seed": 0, **kwargs}
+        return vLLMWrapper(
+            engine, tokenizer=tokenizer, generate_kwargs=kwargs, num_samples=num_samples, recover=recover
+        )
+
+    return make
+
+
+def responses(rows: TensorDictBase) -> list[list[int]]:
+    return [r.tolist() for r in ragged(rows, keys.RESPONSE_TOKENS)]
+
+
+def versions(rows: TensorDictBase) -> list[list[int]]:
+    return [v.tolist() for v in ragged(rows, keys.ACTION_VERSIONS)]
+
+
+# requests
+
+
+def test_a_request_says_all_that_there_is_to_a_turn(make_policy: Callable, tokenizer, prompt_rows: Callable) -> None:
+    with ScriptedEngine(lambda request, index: ScriptedTurn([3, 4])) as engine:
+        engine.stop_ids = (77,)
+        kwargs = {"temperature": 0.5, "top_k": 9, "stop_token_ids": [50], "stop_strings": ["x"]}
+        policy = make_policy(engine, num_samples=2, **kwargs)
+        policy(prompt_rows(IDS[0], IDS[1], max_new_tokens=[5, 40]))
+        seeds = {request.seed for request in engine.requests}
+        assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
+        expected = [(IDS[0], 5)] * 2 + [(IDS[1], LIMIT)] * 2
+        assert [(r.prompt, r.limit) for r in engine.requests] == expected
+        for request in engine.requests:
+            assert request.distribution == SamplingDistribution(temperature=0.5, top_k=9)
+            assert set(request.stop_ids) == {50, 77, tokenizer.eos_token_id} and request.stop_strings == ("x",)
+        make_policy(engine, ignore_eos=True, stop_token_ids=[50])(prompt_rows(IDS[0], seed=[-3]))
+        assert engine.requests[-1].stop_ids == (50,) and engine.requests[-1].seed >= 0
+
+
+def test_a_sample_becomes_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
+    turns = [ScriptedTurn([3, 4], [-0.5, -1.5]), ScriptedTurn(range(20, 60)), ScriptedTurn([9], finish="length")]
+    with ScriptedEngine(turns) as engine:
+        out = make_policy(engine)(prompt_rows(*IDS[:3]))
+        assert responses(out) == [[3, 4], list(range(20, 20 + LIMIT)), [9]]
+        assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [False, True, True]
+        assert out[0][keys.LOG_PROBS].tolist() == [0, 0, 0, -0.5, -1.5]
+        assert versions(out) == [[0] * 2, [0] * LIMIT, [0]] and out[0][keys.ACTION_VERSIONS].dtype == torch.int64
+
+
+# turns that a pause cut off
+
+
+def test_a_turn_that_was_cut_off_is_continued(make_policy: Callable, model, tokenizer, prompt_rows: Callable) -> None:
+    """Twice, not at all, before its first token, and at its very end: then there is nothing to continue."""
+    engine = CuttingEngine(model, tokenizer, [[3, None, 0, LIMIT], [2, None], [None]])
+    policy = make_policy(engine, ignore_eos=True, temperature=0.7, stop_strings=["never said"])
+    out = policy(prompt_rows(*IDS, seed=[10, 11, 12, 13]))
+    assert [len(r) for r in responses(out)] == [LIMIT] * 4 and out[keys.RESPONSE_TRUNCATED].all()
+    assert versions(out) == [[0] * 3 + [1] * 2 + [2] * 7, [0] * LIMIT, [1] * LIMIT, [0] * LIMIT]
+    first, second, third = engine.calls
+    said = responses(out)[0]
+    assert [(r.prompt, r.limit) for r in second] == [([*IDS[0], *said[:3]], LIMIT - 3), (IDS[2], LIMIT)]
+    assert [(r.prompt, r.limit) for r in third] == [([*IDS[0], *said[:5]], LIMIT - 5)]
+    assert second[1] == first[2], "nothing was sampled, so nothing changes"
+    assert len({first[0].seed, second[0].seed, third[0].seed}) == 3, "numbers are not used twice"
+    for request in (*second, *third):
+        assert (request.distribution, request.stop_strings) == (first[0].distribution, first[0].stop_strings)
+    behaviour = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in out.unbind(0)])
+    scored = policy.get_new_version(generate=False, model=model).score(out)
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
+    again = make_policy(CuttingEngine(model, tokenizer, engine.cuts), ignore_eos=True, temperature=0.7)
+    assert responses(again(prompt_rows(*IDS, seed=[10, 11, 12, 13]))) == responses(out)
+
+
+def test_what_ends_a_continued_turn(make_policy: Callable, model, tokenizer, prompt_rows: Callable) -> None:
+    stops = list(range(0, 320, 4))
+    engine = CuttingEngine(model, tokenizer, [[1] * 32])
+    out = make_policy(engine, stop_token_ids=stops, ignore_eos=True)(prompt_rows(*IDS * 8, seed=list(range(32))))
+    cut = [r for r in responses(out) if len(r) > 1]
+    assert any(r[-1] in stops for r in cut) and not any(set(r[1:-1]) & set(stops) for r in cut)
+    for row in out.unbind(0):
+        end = row[keys.RESPONSE_TOKENS][-1].item()
+        if len(row[keys.RESPONSE_TOKENS]) > 1:
+            assert bool(row[keys.RESPONSE_TRUNCATED]) == (end not in stops)
+
+
+def test_a_stop_string_may_be_cut_in_two(make_policy: Callable, tokenizer, prompt_rows: Callable) -> None:
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    now = [0.0]
+
+    def script(request: Request, index: int) -> ScriptedTurn:
+        if index == 1:  # cuts the first turn off after its first token
+            now[0] += 1
+            engine.pause("abort")
+            engine.resume()
+        return ScriptedTurn([a, b], latency=2.0) if index == 0 else ScriptedTurn([b, a, a], finish="length")
+
+    with ScriptedEngine(script, clock=lambda: now[0]) as engine:
+        out = make_policy(engine, stop_strings=["ab"])(prompt_rows(IDS[0], IDS[1]))
+    assert responses(out)[0] == [a, b] and not out[0][keys.RESPONSE_TRUNCATED].item()
+
+
+def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
+    """A real pause, which the second request's script makes when the first has three of its ten tokens."""
+    now = [0.0]
+
+    def script(request: Request, index: int) -> ScriptedTurn:
+        if index == 1:
+            now[0] += 3
+            engine.pause("abort")
+            engine.update_weights("adapter", {"version": 4, "checksum": "", "path": ""}, timeout=1.0)
+            engine.resume()
+        turns = ([20] * 10, 10.0), ([30] * 2, 0.0), ([40] * 5, 0.0)
+        return ScriptedTurn(turns[index][0], [-1.0 - index] * len(turns[index][0]), latency=turns[index][1])
+
+    with ScriptedEngine(script, clock=lambda: now[0]) as engine:
+        out = make_policy(engine)(prompt_rows(*IDS[:2]))
+        assert responses(out) == [[20] * 3 + [40] * 5, [30] * 2]
+        assert versions(out) == [[0] * 3 + [4] * 5, [4] * 2]
+        assert out[0][keys.LOG_PROBS].tolist() == [0] * 3 + [-1] * 3 + [-3] * 5
+        assert engine.requests[2].prompt == [*IDS[0], 20, 20, 20] and engine.requests[2].limit == LIMIT - 3
+        assert not out[keys.RESPONSE_TRUNCATED].any()
+
+
+# engines that die
+
+
+def test_a_dead_engine_is_brought_back_once(make_policy: Callable, prompt_rows: Callable, caplog) -> None:
+    """The same requests are sampled again; that is logged. A second death passes, as does one without ``recover``."""
+    deaths, calls = {2}, []
+
+    def script(request: Request, index: int) -> ScriptedTurn:
+        if index in deaths:
+            engine.kill(RuntimeError("out of memory"))
+        return ScriptedTurn([request.seed % 300])
+
+    def recover() -> None:
+        calls.append(len(engine.requests))
+        engine.restart()
+
+    with ScriptedEngine(script) as engine:
+        out = make_policy(engine, recover=recover)(prompt_rows(*IDS))
+        assert calls == [3] and "out of memory" in caplog.text
+        before, after = engine.requests[:3], engine.requests[3:]
+        assert after[:3] == before and [r.prompt for r in after] == IDS
+        assert responses(out) == [[request.seed % 300] for request in after]
+        deaths |= {8, 9}
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            make_policy(engine, recover=recover)(prompt_rows(*IDS))
+        assert calls == [3, 9] and len(engine.requests) == 10
+        engine.restart()
+        deaths.add(11)
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            make_policy(engine)(prompt_rows(*IDS))
+        assert len(calls) == 2
+
+
+def test_what_an_engine_refuses_is_no_death(make_policy: Callable, prompt_rows: Callable) -> None:
+    calls = []
+    with ScriptedEngine([ScriptedTurn([3], error=EngineError("no such id"))]) as engine:
+        with pytest.raises(EngineError, match="no such id"):
+            make_policy(engine, recover=lambda: calls.append(1))(prompt_rows(IDS[0]))
+    assert calls == []
+
+
+# versions of rows
+
+
+def collect(policy: vLLMWrapper, prompts, tokenizer, respond: Callable, size: int = 4) -> TensorDictBase:
+    env = DatasetChatEnv(
+        prompts,
+        tokenizer,
+        prompts_per_batch=size,
+        num_generations=2,
+        shuffle=False,
+        transforms=[FeedbackTransform(respond, max_turns=4)],
+    )
+    return LLMCollector(env, policy).collect()
+
+
+def turn_lengths(row: TensorDictBase) -> list[int]:
+    """How many action tokens each turn of a finished row has: the runs of its action mask."""
+    runs, lengths = row[keys.ACTION_MASK].int().unique_consecutive(return_counts=True)
+    return lengths[runs.bool()].tolist()
+
+
+def test_versions_of_several_turns(make_policy: Callable, model, tokenizer, prompts) -> None:
+    """The engine's version is 3 and grows with every call: once a turn, and once where all first turns are cut off."""
+
+    def respond(conversation, row):
+        turns = sum(message["role"] == "assistant" for message in conversation)
+        return [{"role": "user", "content": "again"}] if turns < row["turns"] else None
+
+    engine = CuttingEngine(model, tokenizer, [[None] * 4 + [0] * 4])
+    engine.version = 3
+    policy = make_policy(engine, stop_token_ids=list(range(0, 320, 2)), max_new_tokens=60)
+    rows = collect(policy, prompts, tokenizer, respond)
+    assert set(rows[keys.NUM_TURNS].tolist()) == {1, 2, 3}
+    for number, row in enumerate(rows.unbind(0)):
+        oldest = 3 if number < 4 else 4
+        of_turns = [oldest, 5, 6]
+        expected = [v for v, n in zip(of_turns, turn_lengths(row), strict=False) for _ in range(n)]
+        assert row[keys.ACTION_VERSIONS].tolist() == expected
+        assert int(row[keys.POLICY_VERSION]) == oldest
+    assert len(engine.calls) == 4
+
+
+@pytest.mark.parametrize("recorded", [None, 2, 4])
+def test_versions_that_do_not_fit_a_row_are_refused(
+    recorded: int | None, make_policy: Callable, model, tokenizer
+) -> None:
+    row = TensorDict({"tokens": Tokens(prompt=torch.tensor([5, 6, 7, 8, 9]))}, [])
+    row.update({"masks": Masks(all_assistant_mask=torch.tensor([False, False, True, True, True]))})
+    row.update({"log_probs": LogProbs(full=torch.zeros(5))})
+    if recorded is not None:
+        row[keys.ACTION_VERSIONS] = torch.zeros(recorded, dtype=torch.long)
+    with pytest.raises(ValueError, match=rf"3 action tokens, but 'action_versions' of {recorded or 0}"):
+        make_policy(TransformersEngine(model, tokenizer))(stack_rows([row]))
+
+
+# other versions of the wrapper
+
+
+def test_a_new_version_keeps_the_settings(make_policy: Callable, model, tokenizer) -> None:
+    engine, recover = TransformersEngine(model, tokenizer), lambda: None
+    kwargs = {"max_new_tokens": 7, "seed": 3, "temperature": 0.5, "top_k": 9}
+    policy = vLLMWrapper(
+        engine,
+        tokenizer=tokenizer,
+        input_mode="history",
+        generate_kwargs=kwargs,
+        num_samples=3,
+        recover=recover,
+    )
+    new = policy.get_new_version()
+    assert type(new) is vLLMWrapper and new.engine is engine and new.tokenizer is tokenizer and new.recover is recover
+    assert (new.input_mode, new.num_samples, new.config) == ("history", 3, policy.config)
+    other = TransformersEngine(model, tokenizer)
+    changed = policy.get_new_version(engine=other, num_samples=None, generate_kwargs={"temperature": 0}, generate=True)
+    assert changed.engine is other and changed.num_samples is None and changed.distribution.temperature == 0
+    assert changed.recover is recover and changed.input_mode == "history"
+    scorer = policy.get_new_version(generate=False, model=model)
+    assert type(scorer) is TransformersWrapper and not scorer.generate and scorer.model is model
+    assert scorer.distribution == policy.distribution and scorer.input_mode == "history"
+    packed = policy.get_new_version(generate=False, model=model, layout="packed", generate_kwargs={"temperature": 2.0})
+    assert packed.layout == "packed" and packed.distribution == SamplingDistribution(temperature=2.0)
+    with pytest.raises(ValueError, match="pass model="):
+        policy.get_new_version(generate=False)
+
+
+# vLLM itself
+
+
+def send_weights(engine: Engine, model, version: int) -> None:
+    named = dict(model.named_parameters())
+    manifest = [TensorInfo.of(name, tensor) for name, tensor in named.items()]
+    tensors = [tensor.detach() for tensor in named.values()]
+    bucket = {"version": version, "bucket": 0, "first": 0, "last": len(tensors), "checksum": checksum(tensors)}
+    steps = (
+        ("connect", {"transport": "direct", "options": {}, "manifest": [list(i) for i in manifest], "staged": True}),
+        ("start", {"version": version}),
+        ("bucket", bucket | {"payload": {"tensors": tensors}}),
+        ("finish", {"version": version, "buckets": 1}),
+    )
+    for step, info in steps:
+        engine.update_weights(step, info, timeout=60.0)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_gets_new_weights_between_two_turns(make_policy: Callable, model, tokenizer, prompts, tmp_path) -> None:
+    """Each turn has the log-probs of the weights that its versions name, and the row is of the older ones."""
+    new, updated = build_model(tokenizer, seed=1).eval(), []
+
+    def respond(conversation, row):
+        if not updated:
+            updated.append(send_weights(engine, new, version=1))
+        turns = sum(message["role"] == "assistant" for message in conversation)
+        return [{"role": "user", "content": "again"}] if turns < 2 else None
+
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with VLLMEngine(tmp_path, dtype="float32", max_model_len=256) as engine:
+        policy = make_policy(engine, stop_token_ids=list(range(0, 320, 2)), max_new_tokens=60)
+        rows = collect(policy, prompts, tokenizer, respond, size=2)
+    by_model = [policy.get_new_version(generate=False, model=m)(rows.clone()) for m in (model, new)]
+    for number, row in enumerate(rows.unbind(0)):
+        first, second = turn_lengths(row)
+        assert row[keys.ACTION_VERSIONS].tolist() == [0] * first + [1] * second
+        assert int(row[keys.POLICY_VERSION]) == 0
+        assert row[keys.PROMPT_TOKENS].tolist() == encode_prompt(tokenizer, row[keys.QUERY])
+        behaviour = row[keys.LOG_PROBS][row[keys.ACTION_MASK]]
+        old, fresh = (scored[number][keys.LOG_PROBS][row[keys.ACTION_MASK]] for scored in by_model)
+        torch.testing.assert_close(behaviour[:first], old[:first], rtol=0, atol=1e-5)
+        torch.testing.assert_close(behaviour[first:], fresh[first:], rtol=0, atol=1e-5)
+        assert (old[first:] - fresh[first:]).abs().max() > 0.1

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from time import monotonic
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.modules.engines.base import Engine, EngineError, Request
+from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.modules.policies import TransformersWrapper
+from torchrl_rloo.modules.reference import AdapterReference
+from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.lora import LoRAUpdater
+from torchrl_rloo.weight_update.vllm import vLLMUpdater
+
+peft = pytest.importorskip("peft")
+
+TOKENIZER = build_tokenizer()
+REQUESTS = [Request(prompt=tuple(range(5, 85)), limit=12, seed=seed) for seed in range(3)]
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SETTINGS = {
+    "attention": {"target_modules": LINEAR[:4]},
+    "rank_stabilised": {"target_modules": LINEAR, "use_rslora": True},
+    "patterns": {"target_modules": LINEAR, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"up_proj": 3}},
+}
+
+
+def adapted(name: str = "attention", seed: int = 0, **settings) -> nn.Module:
+    config = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | SETTINGS[name] | settings
+    return randomize(peft.get_peft_model(build_model(TOKENIZER, 0), peft.LoraConfig(**config)).eval(), seed)
+
+
+def randomize(model: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = 0.12 * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def rows_of(samples: list) -> TensorDict:
+    rows = []
+    for request, sample in zip(REQUESTS, samples, strict=True):
+        tokens = torch.tensor([*request.prompt, *sample.tokens])
+        rows.append(TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: torch.arange(len(tokens)) >= 80}, []))
+    return stack_rows(rows)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """vLLM with the base model; ``spoil`` is called with what its next adapter update is told."""
+    pytest.importorskip("vllm")
+    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
+
+    class SpoiltEngine(VLLMEngine):
+        spoil: Callable[[dict], list[dict] | None] | None = None
+
+        def update_weights(self, step, info=None, *, timeout):
+            if step == "adapter" and self.spoil is not None:
+                spoil, self.spoil = self.spoil, None
+                if (reports := spoil(info)) is not None:
+                    return reports
+            return super().update_weights(step, info, timeout=timeout)
+
+    directory = tmp_path_factory.mktemp("model")
+    build_model(TOKENIZER, 0).save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    settings = {"dtype": "float32", "max_model_len": 256, "enable_lora": True, "max_lora_rank": 8}
+    with SpoiltEngine(directory, **settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+def base_engine(engine: Engine) -> Engine:
+    """The engine with the base model's weights and no adapter."""
+    engine.spoil = None
+    vLLMUpdater(build_model(TOKENIZER, 0), engine).push_weights(engine.version + 1)
+    return engine
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_engine_follows_the_adapter_and_the_reference_is_the_base(
+    base_engine: Engine, log_prob_error: Callable[..., float], tmp_path: Path, name: str
+):
+    engine, base = base_engine, build_model(TOKENIZER, 0).eval()
+    model = adapted(name)
+    policy = TransformersWrapper(model, tokenizer=TOKENIZER)
+    reference = AdapterReference(policy)
+    base_scorer = TransformersWrapper(base, tokenizer=TOKENIZER, generate=False)
+    updater = LoRAUpdater(model, engine, directory=tmp_path / "adapters")
+    assert log_prob_error(engine, base) < 1e-5 and log_prob_error(engine, model) > 0.1
+    without = engine.generate(REQUESTS)
+    rows = rows_of(without)
+    for step in range(5):
+        randomize(model, seed=step + 1)
+        assert log_prob_error(engine, model) > 0.1
+        updater.push_weights(engine.version + 1)
+        assert log_prob_error(engine, model) < 1e-5
+        assert [p.name for p in (tmp_path / "adapters").glob("*/*")] == [f"version-{engine.version}-push-{step + 1}"]
+        of_reference = reference.score(rows).log_probs
+        assert torch.equal(of_reference, base_scorer.score(rows).log_probs)
+        of_engine = torch.stack([torch.tensor(sample.log_probs) for sample in without])
+        torch.testing.assert_close(of_reference, of_engine, rtol=0, atol=1e-5)
+    updater.close()
+    assert list((tmp_path / "adapters").iterdir()) == []
+    assert log_prob_error(engine, model) < 1e-5
+
+
+def test_nothing_of_the_training_model_changes(base_engine: Engine):
+    model = adapted().train()
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    before = copy.deepcopy(model)
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    config = copy.deepcopy(model.peft_config)
+    LoRAUpdater(model, base_engine).push_weights(base_engine.version + 1)
+    for (n, p), q, gradient in zip(model.named_parameters(), before.parameters(), gradients, strict=True):
+        same = torch.equal(p, q) and p.requires_grad == q.requires_grad
+        assert same and (p.grad is gradient is None or torch.equal(p.grad, gradient)), n
+    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+    assert model.peft_config == config
+    assert torch.equal(model.eval()(input_ids=ids).logits, before.eval()(input_ids=ids).logits)
+
+
+def test_merged_weights_sample_as_the_adapter_does(base_engine: Engine):
+    model = adapted("patterns", seed=3)
+    updater = LoRAUpdater(model, base_engine)
+    updater.push_weights(base_engine.version + 1)
+    of_adapter = base_engine.generate(REQUESTS)
+    vLLMUpdater(model, base_engine).push_weights(base_engine.version + 1)
+    of_merged = base_engine.generate(REQUESTS)
+    for a, b in zip(of_adapter, of_merged, strict=True):
+        assert a.tokens == b.tokens and set(b.versions) == {a.versions[0] + 1}
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
+
+
+def test_the_same_version_again_brings_the_new_adapter(base_engine: Engine, log_prob_error: Callable[..., float]):
+    model, version = adapted(), base_engine.version
+    updater = LoRAUpdater(model, base_engine)
+    for seed in (1, 2):
+        randomize(model, seed)
+        updater.push_weights(version)
+        assert base_engine.version == version and log_prob_error(base_engine, model) < 1e-5
+
+
+def corrupt(info: dict) -> None:
+    file = Path(info["path"]) / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(info: dict) -> None:
+    file = Path(info["path"]) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (corrupt, "corrupt: its checksum is"),
+        (truncate, "check_adapter failed"),
+        (lambda info: [], r"its workers report .*\[\], not"),
+        (lambda info: [{"version": info["version"] - 1, "checksums": [info["checksum"]]}], "its workers report"),
+    ],
+    ids=["corrupt", "truncated", "silent", "older"],
+)
+def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
+    base_engine: Engine, log_prob_error: Callable[..., float], tmp_path: Path, spoil: Callable, reason: str
+):
+    model = adapted()
+    updater = LoRAUpdater(model, base_engine, directory=tmp_path)
+    version = base_engine.version + 1
+    updater.push_weights(version)
+    old = copy.deepcopy(model)
+    randomize(model, seed=5)
+    base_engine.spoil = spoil
+    with pytest.raises(WeightSyncError, match=rf"engine 0 \(SpoiltEngine\).*version {version + 1}.*{reason}"):
+        updater.push_weights(version + 1)
+    assert base_engine.version == version
+    assert log_prob_error(base_engine, old) < 1e-5
+    updater.push_weights(version + 1)
+    assert base_engine.version == version + 1 and log_prob_error(base_engine, model) < 1e-5
+    assert len(list(tmp_path.glob("*/*"))) == 1
+
+
+def test_one_of_several_engines_fails(base_engine: Engine, log_prob_error: Callable[..., float]):
+    model, version = adapted(), base_engine.version + 1
+    other = TransformersEngine(build_model(TOKENIZER, 0).eval(), TOKENIZER, request_timeout=5)
+    updater = LoRAUpdater(model, [base_engine, other])
+    with pytest.raises(WeightSyncError, match=r"engine 1 \(TransformersEngine\).*loads no adapters"):
+        updater.push_weights(version)
+    assert log_prob_error(other, build_model(TOKENIZER, 0)) < 1e-5  # not left paused
+    LoRAUpdater(model, [base_engine, base_engine]).push_weights(version)
+    assert log_prob_error(base_engine, model) < 1e-5
+
+
+def test_an_engine_that_hangs_is_given_up_in_time(tmp_path: Path):
+    class Stuck(TransformersEngine):
+        def pause(self, in_flight="finish", *, timeout=600.0):
+            released.wait(20)
+
+    released = Event()
+    updater = LoRAUpdater(adapted(), Stuck(build_model(TOKENIZER, 0)), directory=tmp_path, timeout=0.2)
+    began = monotonic()
+    with pytest.raises(WeightSyncError, match=r"engine 0 \(Stuck\).*timeout=0.2"):
+        updater.push_weights(1)
+    assert monotonic() - began < 10
+    released.set()
+
+
+def test_an_engine_without_adapters_says_so(base_engine: Engine):
+    model = adapted(r=16)
+    with pytest.raises(WeightSyncError, match=r"version 9.*rank"):
+        LoRAUpdater(model, base_engine).push_weights(9)
+
+
+def test_files_go_with_the_updater(tmp_path: Path):
+    class Deaf(TransformersEngine):
+        def update_weights(self, step, info=None, *, timeout):
+            assert (Path(info["path"]) / "adapter_config.json").is_file()
+            return [{"version": info["version"], "checksums": [info["checksum"]]}]
+
+    updater = LoRAUpdater(adapted(), Deaf(build_model(TOKENIZER, 0)), directory=tmp_path)
+    updater.push_weights(1)
+    updater.push_weights(2)
+    assert [p.name for p in tmp_path.glob("*/*")] == ["version-2-push-2"]
+    del updater
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    updater = LoRAUpdater(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path / "file")
+    with pytest.raises(WeightSyncError, match="version 1 could not be written"):
+        updater.push_weights(1)
+
+
+def with_unfrozen_norm() -> nn.Module:
+    model = adapted()
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+def with_two_active() -> nn.Module:
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "reason"),
+    [
+        (lambda: build_model(TOKENIZER, 0), TypeError, "Qwen2ForCausalLM, not a peft PeftModel"),
+        (lambda: adapted(use_dora=True), ValueError, "use_dora"),
+        (lambda: adapted(modules_to_save=["norm"]), ValueError, "modules_to_save"),
+        (lambda: adapted(target_modules=["q_proj"], lora_bias=True), ValueError, "lora_bias"),
+        (with_unfrozen_norm, ValueError, "norm.weight is trained but not of the adapter"),
+        (with_two_active, ValueError, r"active adapters are \['default', 'second'\]"),
+    ],
+    ids=["base", "dora", "modules_to_save", "lora_bias", "unfrozen", "two"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_engines_cannot_add_is_refused(make: Callable[[], nn.Module], error: type[Exception], reason: str):
+    with pytest.raises(error, match=reason):
+        LoRAUpdater(make(), TransformersEngine(build_model(TOKENIZER, 0)))
+
+
+def test_arguments_out_of_range_are_refused():
+    engine = TransformersEngine(build_model(TOKENIZER, 0))
+    for arguments, reason in [({"timeout": 0}, "timeout=0"), ({"in_flight": "drop"}, "in_flight='drop'")]:
+        with pytest.raises(ValueError, match=reason):
+            LoRAUpdater(adapted(), engine, **arguments)
+    with pytest.raises(ValueError, match="engines is empty"):
+        LoRAUpdater(adapted(), [])
+    assert LoRAUpdater(torch.compile(adapted()), engine).adapter == "default"
+
+
+def test_an_engine_error_is_the_cause(tmp_path: Path):
+    updater = LoRAUpdater(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path)
+    with pytest.raises(WeightSyncError) as caught:
+        updater.push_weights(1)
+    assert isinstance(caught.value.__cause__, EngineError)

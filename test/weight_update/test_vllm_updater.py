@@ -1,0 +1,350 @@
+"""vLLMUpdater: what the engine samples with is what the training model has, for every transport and kind of model.
+
+Run as a script this file is one of two ranks: ``test_vllm_updater.py RANK FOLDER``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.modules.engines.base import Engine, Request
+from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.collective import Collective
+from torchrl_rloo.weight_update.direct import Direct
+from torchrl_rloo.weight_update.files import Files
+from torchrl_rloo.weight_update.shared_memory import SharedMemory
+from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.transports import Transport
+from torchrl_rloo.weight_update.vllm import vLLMUpdater
+
+BUCKET = 100_000  # bytes: the tiny models go in several
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def make_trained(tokenizer) -> Callable[[str], nn.Module]:
+    """``make_trained(kind)``: a tiny model of one of the kinds that vLLM loads in its own way each."""
+
+    def make(kind: str) -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "tied":
+            return build_model(tokenizer, seed=0).eval()
+        if kind == "untied":
+            config = build_model(tokenizer, seed=0).config
+            config.tie_word_embeddings = False
+            return Qwen2ForCausalLM(config).eval()
+        if kind == "llama":
+            return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=96, tie_word_embeddings=False)).eval()
+        sizes = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, intermediate_size=96, norm_topk_prob=True)).eval()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_engine(tokenizer, tmp_path_factory) -> Iterator[Callable[..., Engine]]:
+    """``make_engine(model, **arguments)``: a vLLM engine of that model; the one before is closed."""
+    pytest.importorskip("vllm")
+    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
+
+    engines: list[Engine] = []
+
+    def make(model: nn.Module, **arguments) -> Engine:
+        for engine in engines:
+            engine.close()
+        directory = tmp_path_factory.mktemp("model")
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        engines.append(VLLMEngine(directory, **{"dtype": "float32", "max_model_len": 256} | arguments))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def own_process(tokenizer, model, tmp_path_factory) -> Iterator[Engine]:
+    """An engine in a process of its own, of the embedded model."""
+    pytest.importorskip("vllm")
+    from torchrl_rloo.modules.engines.vllm_async import AsyncVLLMEngine
+
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    with AsyncVLLMEngine(directory, dtype="float32", max_model_len=256) as engine:
+        yield engine
+
+
+@pytest.fixture
+def make_transport(tmp_path) -> Callable[[str], Transport]:
+    def make(name: str) -> Transport:
+        return {"shared_memory": SharedMemory, "collective": Collective, "files": lambda: Files(tmp_path)}[name]()
+
+    return make
+
+
+def per_expert(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """The names that checkpoints have: transformers keeps the experts of a layer in one tensor."""
+    prefix, fused, kind = name.partition("experts.")
+    if not fused:
+        yield name, tensor
+    elif kind == "down_proj":
+        yield from ((f"{prefix}experts.{i}.down_proj.weight", t) for i, t in enumerate(tensor))
+    else:
+        for i, t in enumerate(tensor):
+            gate, up = t.chunk(2)
+            yield f"{prefix}experts.{i}.gate_proj.weight", gate
+            yield f"{prefix}experts.{i}.up_proj.weight", up
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
+@pytest.mark.parametrize("name", ["shared_memory", "collective", "files"])
+def test_five_updates_of_another_process(
+    name, staged, own_process, make_transport, make_trained, change, log_prob_error, assert_greedy_tokens_equal
+):
+    trained = make_trained("tied")
+    updater = vLLMUpdater(
+        trained, own_process, transport=make_transport(name), bucket_bytes=BUCKET, staged=staged, timeout=30
+    )
+    for version in range(1, 6):
+        change(trained, version)
+        assert log_prob_error(own_process, trained) > 0.1
+        updater.push_weights(version)
+        assert own_process.version == version
+        assert log_prob_error(own_process, trained) < 1e-5
+    assert_greedy_tokens_equal(own_process, trained)
+    updater.close()
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama", "moe"])
+def test_five_updates_by_reference(kind, make_engine, make_trained, change, log_prob_error, assert_greedy_tokens_equal):
+    trained = make_trained(kind)
+    engine = make_engine(trained)
+    converts = [None, per_expert] if kind == "moe" else [None]
+    version = 0
+    for convert in converts:
+        source = WeightSource(trained, convert=convert)
+        for staged in (True, False):
+            updater = vLLMUpdater(source, engine, transport=Direct(), bucket_bytes=BUCKET, staged=staged, timeout=30)
+            for _ in range(5):
+                version += 1
+                change(trained, version)
+                assert log_prob_error(engine, trained) > 0.1
+                updater.push_weights(version)
+                assert log_prob_error(engine, trained) < 1e-5
+            assert updater.last_push.buckets > 1
+    assert_greedy_tokens_equal(engine, trained)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["cast by the engine", "cast by the source"])
+def test_an_engine_in_bfloat16_is_as_if_started_with_the_new_weights(dtype, make_engine, make_trained, change):
+    trained = make_trained("tied")
+    requests = [Request(prompt=range(5, 50), limit=12, seed=seed) for seed in range(3)]
+    engine = make_engine(trained, dtype="bfloat16")
+    old = engine.generate(requests)
+    change(trained, 1)
+    vLLMUpdater(WeightSource(trained, dtype=dtype), engine, transport=Direct(), bucket_bytes=BUCKET).push_weights(1)
+    new = engine.generate(requests)
+    started = make_engine(trained, dtype="bfloat16").generate(requests)
+    assert [s.tokens for s in new] == [s.tokens for s in started] != [s.tokens for s in old]
+    assert [s.log_probs for s in new] == [s.log_probs for s in started]
+
+
+def test_nothing_cached_of_old_weights_is_used(make_engine, make_trained, change, log_prob_error, monkeypatch):
+    trained = make_trained("tied")
+    engine = make_engine(trained)
+    updater = vLLMUpdater(trained, engine)
+    assert isinstance(updater.transport, Direct)
+    assert log_prob_error(engine, trained) < 1e-5  # its prompt fills two blocks of the cache
+    change(trained, 1)
+    updater.push_weights(1)
+    assert log_prob_error(engine, trained) < 1e-5
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda **_: True)
+    change(trained, 2)
+    updater.push_weights(2)
+    assert log_prob_error(engine, trained) > 0.01  # so the above would have told
+
+
+def test_several_engines_at_once(make_engine, make_trained, change, log_prob_error):
+    trained = make_trained("tied")
+    engines = [make_engine(trained), TransformersEngine(copy.deepcopy(trained))]
+    updater = vLLMUpdater(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=30)
+    for version in (1, 2):
+        change(trained, version)
+        updater.push_weights(version)
+        assert [engine.version for engine in engines] == [version, version]
+        assert max(log_prob_error(engine, trained) for engine in engines) < 1e-5
+    updater.close()
+
+
+class Watched(ScriptedEngine):
+    """Counts pauses and resumes."""
+
+    def __init__(self):
+        super().__init__(lambda request, index: ScriptedTurn(tokens=[7]))
+        self.pauses: list[str] = []
+        self.resumes = 0
+
+    def pause(self, in_flight="finish", *, timeout=600.0):
+        self.pauses.append(in_flight)
+        super().pause(in_flight, timeout=timeout)
+
+    def resume(self):
+        self.resumes += 1
+        super().resume()
+
+    def steps(self) -> list[str]:
+        """Of the updates that came since the last call."""
+        steps = [record.step for record in self.updates]
+        self.updates.clear()
+        return steps
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with Watched() as engine:
+        yield engine
+
+
+UPDATE = ["start", "bucket", "bucket", "finish"]
+FIRST = ["abort", "connect", *UPDATE]
+
+
+def test_it_connects_once_and_anew_for_another_engine_or_other_tensors(watched):
+    source = WeightSource(nn.Linear(100, 100))
+    updater = vLLMUpdater(source, watched, bucket_bytes=40_000)
+    updater.push_weights(1)
+    assert all(record.paused for record in watched.updates)
+    assert watched.steps() == FIRST
+    updater.push_weights(2)
+    assert watched.steps() == UPDATE
+    watched.restart()
+    updater.push_weights(3)
+    assert watched.steps() == FIRST
+    updater.source = WeightSource(nn.Linear(100, 100), dtype=torch.float64)
+    updater.bucket_bytes = 80_000
+    updater.push_weights(4)
+    assert watched.steps() == FIRST
+    updater.close()
+    updater.push_weights(5)
+    assert watched.steps() == FIRST
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
+def test_engines_are_paused_and_resumed_once(watched, in_flight):
+    vLLMUpdater(nn.Linear(2, 2), watched, in_flight=in_flight).push_weights(1)
+    assert watched.pauses == [in_flight] and watched.resumes == 1
+    assert watched.generate([Request([1], limit=1, seed=0)])[0].versions == [1]
+
+
+def test_figures_of_the_last_push(watched):
+    updater = vLLMUpdater(nn.Linear(100, 100), watched, bucket_bytes=40_000)
+    assert updater.last_push is None
+    updater.push_weights(3)
+    push = updater.last_push
+    assert push[0] == push.version == 3 and push.buckets == 2 and push.bytes == 4 * (100 * 100 + 100)
+    assert push.bytes_per_second == push.bytes / push.seconds > 0
+
+
+def test_dead_engines_are_restarted_and_get_the_present_weights(watched):
+    with Watched() as other:
+        updater = vLLMUpdater(nn.Linear(2, 2), [watched, other])
+        updater.push_weights(4)
+        watched.kill()
+        with pytest.raises(WeightSyncError, match=r"engine 0 \(Watched\).*EngineDeadError.*restart\(\)"):
+            updater.push_weights(5)
+        assert updater.restart() == 1
+        assert [watched.version, other.version] == [5, 5] and [watched.incarnation, other.incarnation] == [1, 0]
+        assert updater.restart() == 0
+
+
+def test_auto_is_by_reference_only_within_one_process(watched):
+    class Elsewhere(Watched):
+        in_process = False
+
+    with Elsewhere() as elsewhere:
+        assert isinstance(vLLMUpdater(nn.Linear(2, 2), watched).transport, Direct)
+        assert isinstance(vLLMUpdater(nn.Linear(2, 2), [watched, elsewhere]).transport, SharedMemory)
+        with pytest.raises(ValueError, match="Direct.*Elsewhere"):
+            vLLMUpdater(nn.Linear(2, 2), [watched, elsewhere], transport=Direct())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engines": []}, "engines is empty"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"in_flight": "keep"}, "in_flight='keep'"),
+        ({"transport": "nccl"}, "transport='nccl'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(watched, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        vLLMUpdater(nn.Linear(2, 2), **{"engines": watched} | arguments)
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """One of two ranks that a model is sharded over; the engine is rank 0's."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    tokenizer = build_tokenizer()
+    trained, expected = build_model(tokenizer, seed=1), build_model(tokenizer, seed=1)
+    fully_shard(trained, mesh=mesh)
+    engines = [TransformersEngine(build_model(tokenizer, seed=0))] if rank == 0 else []
+    updater = vLLMUpdater(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET)
+    updater.push_weights(1)
+    if rank == 0:
+        for name, tensor in engines[0].model.state_dict().items():
+            assert torch.equal(tensor, expected.state_dict()[name]), name
+        engines[0].close()
+    with pytest.raises(WeightSyncError, match="is closed" if rank == 0 else "rank 0 could not send.*is closed"):
+        updater.push_weights(2)
+    total = torch.ones(())
+    torch.distributed.all_reduce(total)  # the ranks are still in step
+    assert total == 2
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_of_a_sharded_model_push_together(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

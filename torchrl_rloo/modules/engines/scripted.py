@@ -1,0 +1,388 @@
+"""An engine that plays a script: declared turns, times and failures, for tests of loops and for ideal throughput."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from threading import TIMEOUT_MAX, Condition, RLock, Thread, local
+from typing import Any, Literal, NamedTuple
+
+from torchrl_rloo.modules.engines import base
+from torchrl_rloo.modules.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.modules.engines.base import WeightStep as Step
+from torchrl_rloo.modules.engines.open_update import OpenUpdate, read_manifest
+from torchrl_rloo.modules.engines.receivers import DirectReceiver
+
+
+@dataclass(frozen=True)
+class ScriptedTurn:
+    """What a request will come to.
+
+    Args:
+        tokens: ids to "sample"; those beyond the request's limit are left out.
+        log_probs: of the tokens, in nats; None means 0.
+        latency: seconds of the engine's clock from start to end; tokens come evenly in that time.
+        finish: why the turn ends.
+        error: raised at the end instead.
+    """
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    latency: float = 0.0
+    finish: Literal["stop", "length"] = "stop"
+    error: Exception | None = None
+
+    def __post_init__(self):
+        if self.log_probs is not None and len(self.log_probs) != len(self.tokens):
+            raise ValueError(f"log_probs has {len(self.log_probs)} entries for {len(self.tokens)} tokens")
+        if not self.latency >= 0:
+            raise ValueError(f"latency={self.latency} must be at least 0 seconds")
+
+
+class UpdateRecord(NamedTuple):
+    """A step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
+
+    step: Step
+    info: dict[str, Any]
+    paused: bool
+
+
+@dataclass
+class _Run:
+    index: int
+    turn: ScriptedTurn
+    limit: int
+    future: Future[Sample]
+    start: float = inf
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def due(self) -> float:
+        return self.start + self.turn.latency
+
+    def receive(self, now: float, version: int) -> None:
+        """The tokens that came up to now are of this version, unless they came before."""
+        n = min(len(self.turn.tokens), self.limit)
+        if now < self.due:
+            n = int(n * (now - self.start) / self.turn.latency + 1e-9)  # 28.999... is 29
+        self.versions += [version] * (n - len(self.versions))
+
+    def sample(self, finish: Literal["stop", "length", "abort"]) -> Sample:
+        n = len(self.versions)
+        log_probs = self.turn.log_probs or [0.0] * n
+        return Sample(list(self.turn.tokens[:n]), list(log_probs[:n]), finish, self.versions)
+
+
+class ScriptedEngine(base.AsyncEngine):
+    """Plays a script instead of a model, on one thread whatever the number of requests.
+
+    A turn without latency is done when :meth:`submit` returns, so such scripts are deterministic; so are all others
+    with a clock that the test moves itself, and :meth:`tick`. Turns begin and end when the script says by the clock,
+    however late the thread wakes up: ``busy_seconds`` are those of an ideal engine.
+
+    Args:
+        script: gives the turn of a request and its number from 0, or raises what the request raises; or turns in order.
+        clock: seconds.
+        max_concurrency: requests that run at a time, others wait; None is no limit.
+        request_timeout: seconds that a request of :meth:`generate` may take, by the real clock.
+        update_latency: seconds by step of an update, by the engine's clock; infinity hangs until the time-out.
+        fail_updates: an error by step, raised whenever it comes; or a list of errors and None, one per occurrence.
+
+    Attributes:
+        requests: all that were submitted.
+        updates: all steps of updates that came, as :class:`UpdateRecord`.
+        busy_seconds: time up to the last event or :meth:`tick` in which requests were running, and not frozen.
+        request_seconds: integral of their number over that time; over ``busy_seconds`` it is the mean batch size.
+
+    Example:
+        >>> engine = ScriptedEngine(lambda request, index: ScriptedTurn(tokens=[7, index]))
+        >>> [sample.tokens for sample in engine.generate([Request([1], limit=8, seed=0)] * 2)]
+        [[7, 0], [7, 1]]
+        >>> engine.close()
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        script: Callable[[Request, int], ScriptedTurn] | Sequence[ScriptedTurn],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_concurrency: int | None = None,
+        request_timeout: float = 600.0,
+        update_latency: Mapping[Step, float] | None = None,
+        fail_updates: Mapping[Step, Exception | list[Exception | None]] | None = None,
+    ):
+        super().__init__(request_timeout)
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ValueError(f"max_concurrency={max_concurrency} must be None or at least 1")
+        self._script, self.clock, self._places = script, clock, max_concurrency or inf
+        self.update_latency, self.fail_updates = dict(update_latency or {}), dict(fail_updates or {})
+        self.requests: list[Request] = []
+        self.updates: list[UpdateRecord] = []
+        self._dead, self._paused, self._frozen_at = None, False, None
+        self._waiting: deque[_Run] = deque()
+        self._running: dict[int, _Run] = {}
+        self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until due
+        self._results: deque[tuple[Future[Sample], Sample | Exception]] = deque()
+        self._delivering = local()
+        self._connection = self._update = None
+        self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
+        lock = RLock()
+        self._wake, self._waiters = Condition(lock), Condition(lock)  # the thread; callers of pause and update_weights
+        Thread(target=self._run, name="scripted-engine", daemon=True).start()
+
+    def submit(self, request: Request) -> Future[Sample]:
+        with self._now():
+            self._check(ready=True)
+            index = len(self.requests)
+            self.requests.append(request)
+        future = Future()
+        future.add_done_callback(lambda f: self._drop(index) if f.cancelled() else None)
+        try:
+            turn = self._turn(request, index)
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        with self._now():
+            self._check(ready=True)  # the script may have done anything
+            self._waiting.append(_Run(index, turn, request.limit, future))
+        return future
+
+    def _turn(self, request: Request, index: int) -> ScriptedTurn:
+        if callable(self._script):
+            return self._script(request, index)
+        if index >= len(self._script):
+            raise EngineError(f"the script has {len(self._script)} turns, so there is none for request {index}")
+        return self._script[index]
+
+    def tick(self) -> None:
+        """Does all that is due by the clock; call it when you have moved a clock by hand."""
+        with self._now():
+            pass
+
+    def _run(self) -> None:
+        while not self.closed:
+            self.tick()
+            with self._wake:
+                due = self._due[0][0] if self._due and self._frozen_at is None else inf
+                if not self.closed and (seconds := due - self.clock()) > 0:
+                    self._wake.wait(min(seconds, TIMEOUT_MAX))
+
+    @contextmanager
+    def _now(self) -> Iterator[float]:
+        """The lock, with all done that is due before and after. Results are delivered at the end: no waiting within."""
+        try:
+            with self._wake:
+                now = self.clock()
+                self._advance(now)
+                try:
+                    yield now
+                finally:
+                    self._advance(self.clock())
+                    self._waiters.notify_all()
+        finally:
+            self._deliver()
+
+    def _advance(self, now: float) -> None:
+        """Ends what is due by now, in the order of time; each free place goes to a waiting request at once."""
+        self._end_due(now)
+        self._count(now)
+        self._begin(now)
+        self._end_due(now)  # those without latency
+
+    def _end_due(self, now: float) -> None:
+        while self._due and self._frozen_at is None and self._due[0][0] <= now:
+            due, index = heappop(self._due)
+            if index in self._running:
+                self._count(due)
+                run = self._running.pop(index)
+                run.receive(due, self.version)
+                finish = run.turn.finish if len(run.turn.tokens) <= run.limit else "length"
+                self._results.append((run.future, run.turn.error or run.sample(finish)))
+                self._begin(due)
+
+    def _begin(self, now: float) -> None:
+        while self._waiting and len(self._running) < self._places and not self._paused and self.torn is None:
+            run = self._waiting.popleft()
+            if not run.future.cancelled():
+                self._count(now)
+                run.start, self._running[run.index] = now, run
+                heappush(self._due, (run.due, run.index))
+                if run.turn.latency > 0 and self._due[0][1] == run.index:
+                    self._wake.notify()
+
+    def _count(self, now: float) -> None:
+        """Adds the time since the last change of the running requests; called before each."""
+        running = len(self._running) if self._frozen_at is None else 0
+        self.busy_seconds += (now - self._counted_to) * (running > 0)
+        self.request_seconds += (now - self._counted_to) * running
+        self._counted_to = now
+
+    def _deliver(self) -> None:
+        """Hands results out, without the lock; what a callback submits is delivered after it, not within."""
+        if getattr(self._delivering, "now", False):
+            return
+        self._delivering.now = True
+        with suppress(IndexError):  # nothing is left, be it by this thread or another
+            while True:
+                future, result = self._results.popleft()
+                if future.set_running_or_notify_cancel():
+                    (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
+        self._delivering.now = False
+
+    def _receive(self, now: float) -> None:
+        """Stamps the tokens that came so far; those to come may be of another version."""
+        for run in self._running.values():
+            run.receive(now if self._frozen_at is None else self._frozen_at, self.version)
+
+    def _drop(self, index: int) -> None:
+        with self._now():
+            self._running.pop(index, None)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._results += [(run.future, error) for run in (*self._running.values(), *self._waiting)]
+        self._running.clear()
+        self._waiting.clear()
+
+    def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
+        """See :meth:`Engine.pause`. Requests over ``max_concurrency`` keep waiting; a time-out takes the pause back."""
+        if in_flight not in base.IN_FLIGHT:
+            raise ValueError(f"in_flight={in_flight!r} must be one of {base.IN_FLIGHT}")
+        with self._now() as now:
+            self._check()
+            self._thaw(now)
+            self._receive(now)
+            self._paused = True
+            if in_flight == "continue":
+                self._frozen_at = now
+            elif in_flight == "abort":
+                self._results += [(run.future, run.sample("abort")) for run in self._running.values()]
+                self._running.clear()
+        with self._waiters:
+            paused = in_flight == "continue" or self._waiters.wait_for(lambda: not self._running, timeout)
+        with self._now():
+            self._check()
+            if not paused:
+                self._paused = False
+                raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s: not paused")
+
+    def resume(self) -> None:
+        """See :meth:`Engine.resume`. If the engine is torn or asleep, all requests fail."""
+        with self._now() as now:
+            self._check()
+            self._thaw(now)
+            self._paused = False
+            if error := self._refusal(ready=True):
+                self._fail_all(error)
+
+    def _thaw(self, now: float) -> None:
+        if self._frozen_at is not None:
+            for run in self._running.values():
+                run.start += now - self._frozen_at
+            self._due = sorted((run.due, run.index) for run in self._running.values())
+            self._frozen_at = None
+            self._wake.notify()
+
+    def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        """See :meth:`Engine.update_weights`. Checksums are compared with transport ``"direct"``, else trusted."""
+        info = dict(info or {})
+        with self._now():
+            self._check()
+            self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
+            if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
+                self.torn = info["version"]  # until finish succeeds, as in an engine with a model
+        try:
+            self._play(step, timeout)
+            with self._now() as now:
+                self._check()
+                return [{"rank": 0, **self._take(step, info, now)}]
+        except BaseException:
+            self._update = None
+            raise
+
+    def _play(self, step: Step, timeout: float) -> None:
+        """Waits and fails as told."""
+        deadline, due = time.monotonic() + timeout, self.clock() + self.update_latency.get(step, 0.0)
+        with self._waiters:
+            while (left := due - self.clock()) > 0 and self._refusal() is None:
+                if (patience := deadline - time.monotonic()) <= 0:
+                    raise EngineTimeoutError(f"{step} was not done after timeout={timeout} s")
+                self._waiters.wait(min(left, patience))
+        failure = self.fail_updates.get(step)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if failure is not None:
+            raise failure
+
+    def _take(self, step: Step, info: dict[str, Any], now: float) -> dict[str, Any]:
+        if step in ("bucket", "finish") and self._update is None:
+            raise EngineError("no update is open: start one first")
+        if step == "bucket":
+            direct = self._connection["transport"] == "direct"
+            self._update.take(info, DirectReceiver({}, None, 0) if direct else None)
+            return {}
+        if step == "finish":
+            self._update.complete(info["version"])
+        if step in ("finish", "adapter"):
+            checksums = self._update.checksums if step == "finish" else [info["checksum"]]
+            self._receive(now)
+            self.version, self.torn, self._update = info["version"], None, None
+            return {"version": self.version, "checksums": checksums}
+        self._update = None
+        if step == "connect":
+            self._connection = info | {"manifest": read_manifest(info)}
+        elif step == "start" and self._connection is None:
+            raise EngineError("no transport is connected: connect before start")
+        elif step == "start":
+            self._update = OpenUpdate(self._connection["manifest"])
+        return {}
+
+    def sleep(self) -> None:
+        """See :meth:`Engine.sleep`; refused while requests are running."""
+        with self._now():
+            self._check()
+            if self._running:
+                raise EngineError(f"{len(self._running)} requests are running: pause before sleep")
+            self.asleep = True
+
+    def wake(self) -> None:
+        self._check()
+        self.asleep = False
+
+    def kill(self, error: Exception | None = None) -> None:
+        """Kills the engine: all requests and calls raise EngineDeadError, with this error as cause, until a restart."""
+        with self._now():
+            self._dead = error or RuntimeError("kill() was called")
+            self._fail_all(self._refusal())
+
+    def restart(self) -> None:
+        """See :meth:`Engine.restart`; a living engine dies before."""
+        self.kill()
+        with self._now():
+            self._dead = self._frozen_at = self._connection = self._update = self.torn = None
+            self._paused = self.asleep = False
+            self._check()
+            self.version, self.incarnation = 0, self.incarnation + 1
+
+    def check_health(self) -> None:
+        self._check()
+
+    def close(self) -> None:
+        with self._now():
+            self.closed = True
+            self._fail_all(self._refusal())
+            self._wake.notify()
+
+    def _refusal(self, ready: bool = False) -> EngineError | None:
+        if self._dead is not None and not self.closed:
+            death = EngineDeadError(f"this {type(self).__name__} is dead: {type(self._dead).__name__}: {self._dead}")
+            death.__cause__ = self._dead
+            return death
+        return super()._refusal(ready)

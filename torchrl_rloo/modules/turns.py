@@ -1,0 +1,195 @@
+"""TurnPolicy: what every policy of the toolkit does around its sampler.
+
+Prompts in, from ids, text or messages; turns out, onto the rows. Ids that a row brings along are never encoded again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.keys import INPUT_MODES
+from torchrl_rloo.data.rows import as_lazy, collection, ragged, stack_rows
+from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
+from torchrl_rloo.functional.sampling import SamplingDistribution
+from torchrl_rloo.modules.generation import Generated, GenerationConfig
+from torchrl_rloo.modules.scoring import extend_support
+
+
+class TurnPolicy(LLMWrapperBase):
+    """Continues each row by one turn. A subclass says how turns are sampled, in :meth:`_sample`.
+
+    Args:
+        tokenizer: encodes prompts without ids and decodes turns.
+        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: where a prompt without ids comes from.
+        generate_kwargs: see :class:`~torchrl_rloo.modules.generation.GenerationConfig`; unknown names are refused.
+        num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
+        stop_ids: ids that end a turn by the model's and the tokenizer's account, unless ``ignore_eos`` is set.
+    """
+
+    generate = True
+
+    def __init__(
+        self,
+        *,
+        tokenizer,
+        input_mode: Literal["tokens", "text", "history"],
+        generate_kwargs: Mapping[str, Any] | None,
+        num_samples: int | None,
+        stop_ids: Sequence[int],
+    ):
+        super().__init__()
+        if input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} must be None or at least 1")
+        self.tokenizer, self.input_mode, self.num_samples = tokenizer, input_mode, num_samples
+        self.generate_kwargs = dict(generate_kwargs or {})
+        self.config = GenerationConfig.from_kwargs(generate_kwargs)
+        own = () if self.config.ignore_eos else stop_ids
+        self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
+        self.generator = None
+        if self.config.seed is not None:
+            self.generator = torch.Generator().manual_seed(self.config.seed)
+        self.pad_output = False
+        self._min_batch_size = self._max_batch_size = None
+        self.in_keys = [keys.PROMPT_TOKENS if input_mode == "tokens" else (input_mode, "prompt")]
+        self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED]
+        if input_mode != "tokens":
+            self.out_keys.append(input_mode)
+
+    @property
+    def distribution(self) -> SamplingDistribution:
+        """The distribution that is sampled, and that log-probs are of."""
+        return self.config.distribution
+
+    def sampler_state(self) -> dict[str, torch.Tensor]:
+        """State of the policy's own random stream; empty when it draws from torch's global one."""
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_sampler_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores :meth:`sampler_state`."""
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
+
+    def forward(self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None) -> TensorDictBase:
+        """Samples a turn for each row, and returns the rows with the outputs set (as a lazy stack: rows are ragged).
+
+        Args:
+            tensordict: rows, batch size ``[B]``.
+            tensordict_out: where to write; default the rows themselves.
+        """
+        rows = self._rows(tensordict)
+        prompts = self._prompts(rows)
+        if self.num_samples is None:
+            out = self._write(rows, prompts, self._sample(rows, prompts))
+            return out if tensordict_out is None else tensordict_out.update(out)
+        n = self.num_samples
+        repeated = stack_rows([_sample_of(row, i) for row in rows.unbind(0) for i in range(n)])
+        prompts = [p for p in prompts for _ in range(n)]
+        flat = self._write(repeated, prompts, self._sample(repeated, prompts)).unbind(0)
+        return stack_rows([stack_rows(flat[i : i + n]) for i in range(0, len(flat), n)])
+
+    @staticmethod
+    def _rows(tensordict: TensorDictBase) -> TensorDictBase:
+        rows = as_lazy(tensordict)
+        if rows.ndim != 1:
+            raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}: flatten them first")
+        return rows
+
+    @abstractmethod
+    def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
+        """One turn after each of the ``B`` prompts, ids ``[P_i]`` on the CPU."""
+
+    def _limits(self, rows: TensorDictBase) -> torch.Tensor:
+        """``[B]``: the most tokens that each row's turn may have."""
+        limits = torch.full((len(rows),), self.config.max_new_tokens)
+        if (own := rows.get(keys.MAX_NEW_TOKENS, None)) is not None:
+            if int(own.min()) < 1:
+                raise ValueError(f"max_new_tokens of a row is {int(own.min())}, must be at least 1")
+            limits = torch.minimum(limits, own.reshape(-1).cpu())
+        return limits
+
+    def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
+        """Ids to continue: those the row brings, else the encoded text or conversation."""
+        if rows.get(keys.PROMPT_TOKENS, None, as_list=True) is not None:
+            prompts = [p.cpu() for p in ragged(rows, keys.PROMPT_TOKENS)]
+        elif self.input_mode == "text":
+            prompts = [torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"])) for row in rows.unbind(0)]
+        elif self.input_mode == "history":
+            queries = [from_history(row["history", "prompt"]) for row in rows.unbind(0)]
+            prompts = [torch.tensor(encode_prompt(self.tokenizer, q)) for q in queries]
+        else:
+            raise KeyError(f"input_mode='tokens' needs {keys.PROMPT_TOKENS}; the rows have {list(rows.keys())}")
+        if empty := [i for i, p in enumerate(prompts) if p.numel() == 0]:
+            raise ValueError(
+                f"the prompts of rows {empty[:5]} are empty; a policy needs at least one token to continue"
+            )
+        return prompts
+
+    def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
+        for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):
+            sampled, n = torch.ones_like(turn.tokens, dtype=torch.bool), len(prompt)
+            mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+            if mask is None or log_probs is None or len(mask) != n:
+                mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
+            mask, log_probs = mask.cpu(), log_probs.cpu()
+            if turn.support is not None:
+                extend_support(row, int(mask.sum()), turn.support)
+            if turn.versions is not None:
+                _extend_versions(row, int(mask.sum()), turn.versions)
+            full = torch.cat([prompt, turn.tokens])
+            row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
+            row.set(
+                "masks",
+                collection(
+                    Masks,
+                    all_attention_mask=torch.ones_like(full, dtype=torch.bool),
+                    all_assistant_mask=torch.cat([mask, sampled]),
+                ),
+            )
+            row.set("log_probs", collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])))
+            row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
+            if self.input_mode == "text":
+                prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
+                row.set("text", Text(prompt=prompt_text, response=response, full=prompt_text + response))
+            elif self.input_mode == "history":
+                row.set("history", self._history(row["history", "prompt"], turn))
+        return rows
+
+    def _history(self, prompt, turn: Generated) -> ChatHistory:
+        messages = from_history(prompt)
+        text = decode_response(self.tokenizer, turn.tokens)
+        if messages[-1]["role"] == "assistant":  # an unfinished turn was continued
+            text = messages.pop()["content"] + text
+        answer = {"role": "assistant", "content": text}
+        return ChatHistory(prompt=prompt, response=to_history([[answer]])[0], full=to_history([[*messages, answer]])[0])
+
+
+def actions_before(row: TensorDictBase) -> int:
+    """How many action tokens a row has from earlier turns."""
+    mask = row.get(keys.ACTION_MASK, None)
+    return 0 if mask is None else int(mask.sum())
+
+
+def _extend_versions(row: TensorDictBase, before: int, versions: torch.Tensor) -> None:
+    earlier = row.get(keys.ACTION_VERSIONS, versions[:0])
+    if len(earlier) != before:
+        raise ValueError(
+            f"a row has {before} action tokens, but {keys.ACTION_VERSIONS!r} of {len(earlier)}: keep the two together"
+        )
+    row.set(keys.ACTION_VERSIONS, torch.cat([earlier.cpu(), versions]))
+
+
+def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
+    """A copy of a row for one of its samples, with a stream of its own if the row has a seed."""
+    row = row.copy()
+    if (seed := row.get(keys.SEED, None)) is not None:
+        row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))
+    return row
