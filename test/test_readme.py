@@ -19,6 +19,22 @@ def test_readme_shows_the_tutorial():
 
 
 @pytest.mark.slow
+def test_the_loop_runs_with_vllm(tmp_path):
+    """As the README says: with the lines of its section on vLLM in place of the tutorial's policy and collector."""
+    pytest.importorskip("vllm")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (lines,) = [block for block in blocks if "VLLMEngine(" in block]
+    before, collector = lines.rstrip().rsplit("\n", 1)
+    loop = re.sub(r"^policy = .*$", lambda _: before, TUTORIAL.read_text(), flags=re.MULTILINE)
+    loop = re.sub(r"^collector = .*$", lambda _: collector, loop, flags=re.MULTILINE)
+    loop = loop.replace("get_new_version(generate", "get_new_version(model=model, generate").replace("== 25", "== 3")
+    (tmp_path / "loop.py").write_text(loop)
+    done = subprocess.run([sys.executable, str(tmp_path / "loop.py")], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(re.findall(r"reward (\d\.\d\d)", done.stdout)) == 4
+
+
+@pytest.mark.slow
 def test_tutorial_learns():
     done = subprocess.run([sys.executable, str(TUTORIAL)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

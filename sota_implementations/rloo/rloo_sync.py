@@ -204,10 +204,11 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     )
     print(f"{model_name}: {model.num_parameters():,} parameters\ntraining: {train_set}\nheld out: {eval_set}\n{plan}")
 
+    check_engine(cfg, plan)
     sampler = make_sampler(model, **cfg["sampler"])
-    policy, engine = make_policy(cfg, model_name, sampler, tokenizer)
     preset, kl_coeff = make_preset(cfg, plan)
-    trainer = policy.get_new_version(model=model, generate=False, layout=cfg["train"]["layout"])
+    turns = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg["seed"], **cfg["generate"]}}
+    trainer = TransformersWrapper(model, generate=False, layout=cfg["train"]["layout"], **turns)
     loss_fn = RLOOLoss(trainer, **preset.loss)
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg["train"]["micro_batch_tokens"]}
     functions = [load(f) for f in cfg["reward"].pop("functions")]
@@ -228,11 +229,8 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         seed=cfg["seed"],
         template_kwargs=template,
     )
+    scorer = load(cfg["eval"]["scorer"])
     evaluation = {"batch_size": cfg["eval"]["batch_size"], "env_kwargs": {"template_kwargs": template}}
-    collector = LLMCollector(env, policy, weight_updater=make_updater(cfg, model, sampler, policy, engine))
-    if engine is not None:
-        queries = [row["query"] for row in islice(eval_set, PROBE_PROMPTS)]
-        probe(cfg, policy, trainer, [torch.tensor(encode_prompt(tokenizer, q, **template)) for q in queries])
     advantage = MCAdvantage(plan.num_generations, **preset.advantage)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(plan.rows_per_step),
@@ -243,6 +241,12 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
     )
     optimizer = torch.optim.AdamW(model.parameters(), **cfg["optimizer"])
     scheduler = linear_schedule(optimizer, plan.optimizer_steps, **cfg["schedule"])
+    # last, since an engine takes its time to start: what is wrong with the other settings has shown by now
+    policy, engine = make_policy(cfg, model_name, sampler, turns)
+    collector = LLMCollector(env, policy, weight_updater=make_updater(cfg, model, sampler, policy, engine))
+    if engine is not None:
+        queries = [row["query"] for row in islice(eval_set, PROBE_PROMPTS)]
+        probe(cfg, policy, trainer, [torch.tensor(encode_prompt(tokenizer, q, **template)) for q in queries])
     log = {"loggers": cfg["log"]["loggers"], "logger_kwargs": cfg["log"]["logger_kwargs"]}
     logger = RunLogger(output, total_steps=plan.steps, headline=HEADLINE, **log)
     stateful = dict(model=model, sampler=sampler, optimizer=optimizer, scheduler=scheduler)
@@ -263,23 +267,47 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         scheduler=scheduler,
         logger=logger,
         engine=engine,
-        evaluate=Evaluation(policy, eval_set, load(cfg["eval"]["scorer"]), **evaluation),
+        evaluate=Evaluation(policy, eval_set, scorer, **evaluation),
         checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
         counts=(rewards.counts, advantage.counts),
         stateful=stateful,
     )
 
 
-def make_policy(cfg: dict, model_name: str, sampler: torch.nn.Module, tokenizer) -> tuple[TurnPolicy, Engine | None]:
+def check_engine(cfg: dict, plan: TrainingPlan) -> None:
+    """Refuses what an engine would fail at only when it samples or gets its first weights, or not at all."""
+    arguments, lora = cfg["inference"]["engine"] or {}, cfg["lora"]
+    longest, limit = plan.max_prompt_tokens + plan.max_new_tokens, arguments.get("max_model_len")
+    if isinstance(limit, int) and 0 < limit < longest:
+        raise ValueError(
+            f"inference.engine.max_model_len={limit} would cut completions off: prompts have up to "
+            f"{plan.max_prompt_tokens} tokens and generate.max_new_tokens={plan.max_new_tokens}; set at least {longest}"
+        )
+    if not arguments.get("enable_lora"):
+        return
+    if lora is None:
+        raise ValueError(
+            "this inference sends engines an adapter alone, and lora=null has none: set lora={r: 16, target_modules: "
+            "all-linear}, or inference=vllm"
+        )
+    if (dtype := cfg["sampler"]["dtype"]) is not None:
+        raise ValueError(
+            f"sampler.dtype={dtype} rounds what is sent, but only an adapter is: set inference.engine.dtype={dtype}"
+        )
+    rank, most = lora.get("r", 8), arguments.get("max_lora_rank", 16)  # the defaults of peft and vLLM
+    if rank > most:
+        raise ValueError(f"lora.r={rank} is more than inference.engine.max_lora_rank={most}: raise that")
+
+
+def make_policy(cfg: dict, model_name: str, sampler: torch.nn.Module, turns: dict) -> tuple[TurnPolicy, Engine | None]:
     """What samples, and the engine behind it if it is not the sampler itself."""
-    settings = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg["seed"], **cfg["generate"]}}
     arguments = cfg["inference"]["engine"]
     if arguments is None:
-        return TransformersWrapper(sampler, **settings), None
+        return TransformersWrapper(sampler, **turns), None
     if "model" in arguments:
         arguments = arguments | {"model": arguments["model"] or model_name}
     engine = instantiate(arguments)
-    return vLLMWrapper(engine, **settings), engine
+    return vLLMWrapper(engine, **turns), engine
 
 
 def make_updater(
@@ -292,13 +320,19 @@ def make_updater(
     to_engine = instantiate(cfg["inference"]["updater"], sampler, engine)
     policy.recover = to_engine.restart
     if cfg["inference"]["self_test"]:
-        print(self_test(to_engine, sampler, policy.tokenizer, engine), flush=True)
+        found = self_test(to_engine, sampler, policy.tokenizer, engine)
+        print(
+            f"weight updates arrive: others moved the model's log-probs by {found.movement:.2g} nats, and the engine's "
+            f"to within {found.gap_changed:.2g} of them",
+            flush=True,
+        )
     return SequentialWeightUpdater(to_sampler, to_engine)
 
 
 def probe(cfg: dict, policy: TurnPolicy, trainer: TransformersWrapper, prompts: Sequence[torch.Tensor]) -> None:
     """Prints how far an engine's log-probs are from the trainer's, and what to do about it."""
-    dtypes = {"sampler_dtype": cfg["inference"]["engine"].get("dtype"), "trainer_dtype": cfg["model"]["dtype"]}
+    sent, computed = cfg["sampler"]["dtype"] or cfg["model"]["dtype"], cfg["inference"]["engine"].get("dtype")
+    dtypes = {"sampler_dtype": sent if computed == "float32" else computed, "trainer_dtype": cfg["model"]["dtype"]}
     rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in prompts])
     gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=cfg["generate"]["max_new_tokens"], **dtypes)()
     print(
@@ -363,7 +397,12 @@ def make_sampler(model: torch.nn.Module, share_weights: bool, dtype: str | None,
             f"sampler.share_weights=true samples with the training model as it is, so sampler.dtype={dtype} and "
             f"sampler.sync_every={sync_every} cannot be had: set sampler.share_weights=false"
         )
-    return model if share_weights else frozen_copy(model, parse_dtype(dtype) if dtype else None)
+    if share_weights:
+        return model
+    sampler = frozen_copy(model, parse_dtype(dtype) if dtype else None)
+    for copied, own in zip(sampler.parameters(), model.parameters(), strict=True):
+        copied.requires_grad_(own.requires_grad)  # tells the self-test what will change: of an adapter, it alone
+    return sampler
 
 
 def load(function: str | dict):

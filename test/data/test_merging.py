@@ -44,6 +44,8 @@ def test_equal_rows_become_one_in_order_of_first_appearance() -> None:
 def test_where_a_row_came_from_does_not_matter() -> None:
     first = make_row(group=4, POLICY_VERSION=torch.tensor(7), SEED=torch.tensor(1), PROMPT_ID=torch.tensor(3))
     second = make_row(group=5, POLICY_VERSION=torch.tensor(8), SEED=torch.tensor(2), PROMPT_ID=torch.tensor(9))
+    for row, versions in ((first, [7, 7]), (second, [8, 9])):
+        row.set(keys.ACTION_VERSIONS, torch.tensor(versions))
     first.set("query", NonTensorData("a"))
     second.set("query", NonTensorData("b"))
     merged = merge_identical(stack_rows([first, second]))

@@ -89,6 +89,19 @@ def test_a_request_says_all_that_there_is_to_a_turn(make_policy: Callable, token
         assert engine.requests[-1].stop_ids == (50,) and engine.requests[-1].seed >= 0
 
 
+def test_no_two_samples_share_a_seed_at_any_turn(make_policy: Callable, prompt_rows: Callable) -> None:
+    """The samples of a row with a seed, at second turns after first ones of neighbouring lengths."""
+    with ScriptedEngine(lambda request, index: ScriptedTurn([3])) as engine:
+        policy = make_policy(engine, num_samples=4)
+        samples = policy(prompt_rows(IDS[0], seed=[5]))[0].unbind(0)
+        for n in range(1, 9):
+            turn = {keys.PROMPT_TOKENS: torch.full((n + 1,), 3), keys.ACTION_MASK: torch.arange(n + 1) > 0}
+            turn |= {keys.LOG_PROBS: torch.zeros(n + 1), keys.ACTION_VERSIONS: torch.zeros(n, dtype=torch.long)}
+            make_policy(engine)(stack_rows([row.select(keys.SEED).update(turn) for row in samples]))
+        seeds = [request.seed for request in engine.requests]
+        assert len(set(seeds)) == len(seeds) == 4 * 9
+
+
 def test_a_sample_becomes_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
     turns = [ScriptedTurn([3, 4], [-0.5, -1.5]), ScriptedTurn(range(20, 60)), ScriptedTurn([9], finish="length")]
     with ScriptedEngine(turns) as engine:

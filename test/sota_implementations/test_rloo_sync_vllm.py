@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
 
 from torchrl_rloo.embedded import warm_start
 from torchrl_rloo.modules.engines import VLLMServer
@@ -77,7 +81,7 @@ def finished(overrides, tmp_path_factory) -> Path:
 
 def test_sampler_and_trainer_agree_at_each_sync(finished: Path) -> None:
     out = (finished / "stdout").read_text()
-    assert "SelfTest(" in out and "sampler against trainer: " in out
+    assert "weight updates arrive: " in out and "sampler against trainer: " in out
     lines = metrics(finished)
     assert [line["staleness"] for line in lines[1:]] == [0.0] * STEPS
     compared = [line for line in lines if "parity/max" in line]
@@ -131,13 +135,40 @@ def engine_of(pid: int) -> int:
 
 
 def test_an_adapter_is_trained_and_sent_alone(overrides, tmp_path) -> None:
-    adapter = ["lora={r: 4, lora_alpha: 8, target_modules: all-linear}", "sampler.share_weights=true"]
-    more = ["sampler.sync_every=1", "kl_to_ref_coeff=0.01", "optimizer.lr=3e-3", "inference.parity_every=1"]
+    """From a copy that samples, which an updater of adapters and its self-test have to take for one too."""
+    adapter = ["lora={r: 4, lora_alpha: 8, target_modules: all-linear}", "sampler.sync_every=1"]
+    more = ["kl_to_ref_coeff=0.01", "optimizer.lr=3e-3", "inference.parity_every=1"]
     run(["inference=vllm_lora", *overrides, *adapter, *more], tmp_path)
     lines = metrics(tmp_path)[1:]
     assert max(line["parity/max"] for line in lines) < 1e-4
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] != 0
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+
+
+def test_rounded_weights_are_no_wrong_weights(overrides, tmp_path) -> None:
+    """The parity probe takes a float32 engine that is sent bfloat16 weights for what it is."""
+    out = run(["inference=vllm", *overrides, "plan.steps=5", "sampler.dtype=bfloat16"], tmp_path)
+    assert "sampler against trainer: " in out and "more than rounding explains" not in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["inference=vllm", "inference.engine.max_model_len=50"], r"max_model_len=50 would cut .* at least 52"),
+        (["inference=vllm_lora"], r"set lora=\{r: 16, target_modules: all-linear\}, or inference=vllm"),
+        (["inference=vllm_lora", "lora={r: 128}"], r"lora.r=128 is more than inference.engine.max_lora_rank=64"),
+        (["inference=vllm_lora", "lora={r: 4}", "sampler.dtype=bfloat16"], "set inference.engine.dtype=bfloat16"),
+        (["inference=vllm_lora", "lora={r: 64}", "inference.engine.max_model_len=52"], None),
+        (["inference=transformers"], None),
+    ],
+)
+def test_what_an_engine_would_fail_at_is_refused_before_it_starts(settings: list[str], message: str | None) -> None:
+    check_engine = runpy.run_path(str(SCRIPT))["check_engine"]
+    with initialize_config_dir(str(CONFIG), version_base="1.3"):
+        cfg = OmegaConf.to_container(compose("rloo_sync", settings))
+    plan = SimpleNamespace(max_prompt_tokens=40, max_new_tokens=12)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_engine(cfg, plan)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONFIG / "inference").glob("vllm*.yaml")))

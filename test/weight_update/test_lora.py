@@ -267,10 +267,11 @@ def with_two_active() -> nn.Module:
         (lambda: adapted(use_dora=True), ValueError, "use_dora"),
         (lambda: adapted(modules_to_save=["norm"]), ValueError, "modules_to_save"),
         (lambda: adapted(target_modules=["q_proj"], lora_bias=True), ValueError, "lora_bias"),
+        (lambda: adapted(init_lora_weights="pissa"), ValueError, "'pissa', which changes the base weights too"),
         (with_unfrozen_norm, ValueError, "norm.weight is trained but not of the adapter"),
         (with_two_active, ValueError, r"active adapters are \['default', 'second'\]"),
     ],
-    ids=["base", "dora", "modules_to_save", "lora_bias", "unfrozen", "two"],
+    ids=["base", "dora", "modules_to_save", "lora_bias", "pissa", "unfrozen", "two"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_engines_cannot_add_is_refused(make: Callable[[], nn.Module], error: type[Exception], reason: str):

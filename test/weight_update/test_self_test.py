@@ -140,6 +140,20 @@ def test_weights_that_do_not_come_back_are_noticed():
         self_test(Twice(model, engine), model, TOKENIZER, engine)
 
 
+def test_a_failure_leaves_no_changed_weights_in_the_engine():
+    model, engine = copies()
+
+    class Failing(Copy):
+        def push_weights(self, version: int) -> None:
+            super().push_weights(version)
+            if len(self.pushes) == 2:
+                raise EngineError("one engine has it, another one not")
+
+    with pytest.raises(WeightSyncError, match="pushing changed weights failed"):
+        self_test(Failing(model, engine), model, TOKENIZER, engine)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), engine.model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_push_that_fails_leaves_the_model_as_it_was(number: int):
     model, engine = copies()

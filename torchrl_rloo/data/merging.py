@@ -10,7 +10,8 @@ from torchrl_rloo.data.rows import ragged, stack_rows
 
 # Where a row comes from, which no loss reads. Everything else is compared, entries of the user's own included.
 BOOKKEEPING: frozenset[NestedKey] = frozenset(
-    {keys.GROUP_ID, keys.GROUP_SIZE, keys.PROMPT_ID, keys.POLICY_VERSION, keys.SEED, keys.MAX_NEW_TOKENS}
+    {keys.GROUP_ID, keys.GROUP_SIZE, keys.PROMPT_ID, keys.SEED, keys.MAX_NEW_TOKENS}
+    | {keys.POLICY_VERSION, keys.ACTION_VERSIONS}
 )
 
 

@@ -164,7 +164,8 @@ def _joined(first: Sample, rest: Sample) -> Sample:
 
 def _mix(seed: int, position: int) -> int:
     """A seed for what follows ``position`` tokens of a stream; at 0 the stream's own."""
-    return (seed + position * 0x9E3779B97F4A7C1) % 2**62
+    step = 0x2545F4914F6CDD1D  # not the step from sample to sample of a row, else two of them could share a seed
+    return (seed + position * step) % 2**62
 
 
 def _generated(sample: Sample) -> Generated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
@@ -57,6 +58,7 @@ class Collective(Transport):
         self._sender = _Sender(
             self.backend, dist.PrefixStore(group, store), self.host, world_size, timeout=timeout, device=device
         )
+        self._stop = weakref.finalize(self, self._sender.stop)  # its thread would wait for ever
         options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
         options |= {"world_size": world_size, "timeout": timeout}
         offsets = accumulate(workers, initial=1)
@@ -77,7 +79,7 @@ class Collective(Transport):
 
     def close(self) -> None:
         if self._sender is not None:
-            self._sender.stop()
+            self._stop()
         self._sender, self._buffers = None, []
 
 

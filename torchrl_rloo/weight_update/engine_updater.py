@@ -17,6 +17,7 @@ class EngineUpdater(WeightUpdater):
     Args:
         engines: one or several. Ranks that do not send need none.
         sends: whether this rank sends.
+        sharded: whether the model's ranks push together: then all of them fail if one does.
         in_flight: what becomes of running requests; see :meth:`Engine.pause`.
         timeout: in seconds.
         max_restarts: how many calls of :meth:`restart` are granted; None is no limit.
@@ -30,6 +31,7 @@ class EngineUpdater(WeightUpdater):
         engines: Engine | Sequence[Engine],
         *,
         sends: bool,
+        sharded: bool,
         in_flight: InFlight,
         timeout: float,
         max_restarts: int | None,
@@ -44,7 +46,7 @@ class EngineUpdater(WeightUpdater):
         if max_restarts is not None and max_restarts < 0:
             raise ValueError(f"max_restarts={max_restarts} must be None or at least 0")
         self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
-        self.restarts = 0
+        self.sharded, self.restarts = sharded, 0
         self._version = 0  # last pushed, or tried to
         self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
 
@@ -55,17 +57,32 @@ class EngineUpdater(WeightUpdater):
             How many engines were dead.
 
         Raises:
-            EngineError: if an engine does not start, or ``max_restarts`` is used up.
-            WeightSyncError: if the weights did not arrive.
+            EngineError: if ``max_restarts`` is used up.
+            WeightSyncError: if an engine does not start, or the weights did not arrive.
         """
         if self.max_restarts is not None and self.restarts >= self.max_restarts:
             raise EngineError(f"engines died more than max_restarts={self.max_restarts} times: see why, or raise it")
         self.restarts += 1
-        dead = [engine for engine in self.engines if is_dead(engine)]
-        for engine in dead:
-            engine.restart()
+        dead, failure = [engine for engine in self.engines if is_dead(engine)], None
+        try:
+            for engine in dead:
+                engine.restart()
+        except EngineError as error:
+            failure = WeightSyncError(f"an engine that died does not start again: {error}")
+            failure.__cause__ = error
+        self._agree(failure)
         self.push_weights(self._version)
         return len(dead)
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raises what the sending rank failed with; on all ranks, where they push together."""
+        if self.sharded:
+            message = [str(failure) if failure else None]
+            torch.distributed.broadcast_object_list(message, src=0)
+            if message[0] is not None and failure is None:
+                failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
+        if failure is not None:
+            raise failure
 
 
 def is_dead(engine: Engine) -> bool:
@@ -77,14 +94,3 @@ def is_dead(engine: Engine) -> bool:
     except EngineError:  # closed, say
         return False
     return False
-
-
-def agree(failure: WeightSyncError | None, is_sharded: bool) -> None:
-    """Raises what the sending rank failed with; on all ranks, where the model is sharded and they push together."""
-    if is_sharded:
-        message = [str(failure) if failure else None]
-        torch.distributed.broadcast_object_list(message, src=0)
-        if message[0] is not None and failure is None:
-            failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
-    if failure is not None:
-        raise failure

@@ -19,10 +19,12 @@ from torch import nn
 from torchrl_rloo.modules.engines.base import Engine, EngineError, EngineTimeoutError, InFlight
 from torchrl_rloo.modules.engines.weight_protocol import ADAPTER_FILE, checksum
 from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater, agree
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.peers import PeerError, Round
 from torchrl_rloo.weight_update.shared_memory import MEMORY
-from torchrl_rloo.weight_update.source import gather, is_sender, reshard
+from torchrl_rloo.weight_update.source import gather, is_sender, is_sharded, reshard
+
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways of peft to begin an adapter
 
 
 class LoRAUpdater(EngineUpdater):
@@ -59,7 +61,14 @@ class LoRAUpdater(EngineUpdater):
         max_restarts: int | None = None,
     ):
         self.sends = is_sender()
-        super().__init__(engines, sends=self.sends, in_flight=in_flight, timeout=timeout, max_restarts=max_restarts)
+        super().__init__(
+            engines,
+            sends=self.sends,
+            sharded=is_sharded(model),
+            in_flight=in_flight,
+            timeout=timeout,
+            max_restarts=max_restarts,
+        )
         self.model = _peft_model(model)
         self.adapter = _plain_adapter(self.model)
         self._directory = directory
@@ -71,18 +80,19 @@ class LoRAUpdater(EngineUpdater):
         """Sends the present adapter to all engines.
 
         Raises:
-            WeightSyncError: if an engine did not confirm it. That engine samples with its adapter of before; the others
-                may have the new one. A further push, of the same version too, brings all of them up to date.
+            WeightSyncError: if an engine did not confirm it. That engine samples with its adapter of before or, where
+                the new one may yet come, refuses to sample; the others may have the new one. A further push, of the
+                same version too, brings all of them up to date.
         """
         self._version = version
-        tensors, is_sharded = self._tensors()
+        tensors = self._tensors()
         failure = None
         if self.sends:
             try:
                 self._push(tensors, version)
-            except WeightSyncError as error:
+            except Exception as error:  # the other ranks hear of it before it is raised
                 failure = error
-        agree(failure, is_sharded)
+        self._agree(failure)
 
     def close(self) -> None:
         """Removes the files. Engines may keep the adapter that they have loaded, but no longer load it again."""
@@ -90,14 +100,13 @@ class LoRAUpdater(EngineUpdater):
             self._finalizer()
             self._root = None
 
-    def _tensors(self) -> tuple[dict[str, torch.Tensor], bool]:
-        """The adapter's tensors on the CPU, under peft's names, and whether they had to be gathered."""
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter's tensors on the CPU, under peft's names."""
         from peft import get_peft_model_state_dict
 
         reshard(self.model)
         state = get_peft_model_state_dict(self.model, adapter_name=self.adapter, save_embedding_layers=False)
-        is_sharded = any(hasattr(tensor, "full_tensor") for tensor in state.values())
-        return {name: gather(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}, is_sharded
+        return {name: gather(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
 
     def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         try:
@@ -115,7 +124,7 @@ class LoRAUpdater(EngineUpdater):
             cause = error.__cause__
             raise WeightSyncError(
                 f"{error.peer} has no adapter of version {version}: {error.doing} failed with {type(cause).__name__}: "
-                f"{cause}. Its adapter of before stays in force; push again"
+                f"{cause}. It samples with its adapter of before, or not at all; push again"
             ) from cause
         for other in self._root.iterdir():
             if other != folder:
@@ -178,6 +187,11 @@ def _plain_adapter(model: Any) -> str:
     unlike = {"use_dora": False, "lora_bias": False, "bias": "none"}
     wrong = {n: getattr(config, n) for n, plain in unlike.items() if getattr(config, n, plain) != plain}
     wrong |= {n: v for n in ("modules_to_save", "trainable_token_indices") if (v := getattr(config, n, None))}
+    if isinstance(start := config.init_lora_weights, str) and start.startswith(_CHANGE_THE_BASE):
+        raise ValueError(
+            f"adapter {active[0]!r} has init_lora_weights={start!r}, which changes the base weights too, so engines "
+            "would add it to others: send merged weights with vLLMUpdater"
+        )
     if wrong:
         raise ValueError(f"adapter {active[0]!r} has {wrong}, which engines do not take: leave that out")
     if beside := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:

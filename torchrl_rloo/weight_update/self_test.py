@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -98,10 +98,15 @@ def self_test(
     with _evaluation(model):
         _push(updater, version, "the present weights")
         before = probe.gap(probe.sample())
-        with _changed(model):
-            _push(updater, version, "changed weights")
-            sampled = probe.sample()
-            changed, moved = probe.gap(sampled), probe.score(sampled)
+        try:
+            with _changed(model):
+                _push(updater, version, "changed weights")
+                sampled = probe.sample()
+                changed, moved = probe.gap(sampled), probe.score(sampled)
+        except BaseException:
+            with suppress(WeightSyncError):  # what matters is the first failure
+                _push(updater, version, "the present weights again")
+            raise
         _push(updater, version, "the present weights again")
         movement = float((moved - probe.score(sampled)).abs().max())
         after = probe.gap(probe.sample())
@@ -148,8 +153,10 @@ class _Probe:
             raise ValueError("prompts is empty: give at least one")
         self.scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
         self.engines = engines
-        ids = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in prompts]
-        self.requests = [Request(prompt, limit=NEW_TOKENS, seed=i) for i, prompt in enumerate(ids)]
+        context = min([e.context_length for e in engines if e.context_length] or [PROMPT_TOKENS + NEW_TOKENS])
+        new = min(NEW_TOKENS, context // 2)
+        ids = [tokenizer(text)["input_ids"][: min(PROMPT_TOKENS, context - new)] for text in prompts]
+        self.requests = [Request(prompt, limit=new, seed=i) for i, prompt in enumerate(ids)]
 
     def sample(self) -> TensorDict:
         """A row for each engine and request, with the engine's log-probs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class WeightSource:
         self._parts = _parts(model)
         self._layout = [[TensorInfo.of(*out) for out in self._convert(p, self._meta(p))] for p in self._parts]
         names = [info.name for info in self.manifest()]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
             raise ValueError(f"tensor {twice[0]} would be sent twice: convert must give each name once")
 
     def manifest(self) -> list[TensorInfo]:
@@ -120,6 +121,11 @@ def is_sender(rank: int | None = None) -> bool:
     if rank is None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
     return not rank
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model's parameters are spread over ranks."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

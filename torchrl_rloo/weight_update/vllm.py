@@ -21,10 +21,10 @@ from torchrl_rloo.modules.engines.base import (
 from torchrl_rloo.modules.engines.weight_protocol import TensorInfo, checksum, packed_size, plan_buckets
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.direct import Direct
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater, agree, is_dead
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater, is_dead
 from torchrl_rloo.weight_update.peers import PeerError, Round
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
-from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.source import WeightSource, is_sharded
 from torchrl_rloo.weight_update.transports import Transport
 
 CLEAN_UP_SECONDS = 10.0  # at most, for engines to leave a failed update
@@ -109,7 +109,12 @@ class vLLMUpdater(EngineUpdater):
     ):
         self.source = WeightSource(source) if isinstance(source, nn.Module) else source
         super().__init__(
-            engines, sends=self.source.sends, in_flight=in_flight, timeout=timeout, max_restarts=max_restarts
+            engines,
+            sends=self.source.sends,
+            sharded=is_sharded(self.source.model),
+            in_flight=in_flight,
+            timeout=timeout,
+            max_restarts=max_restarts,
         )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
@@ -140,11 +145,11 @@ class vLLMUpdater(EngineUpdater):
         if self.source.sends:
             try:
                 self._push(version, manifest, buckets, gathered)
-            except WeightSyncError as error:
+            except Exception as error:  # the other ranks hear of it before it is raised
                 failure = error
         for _ in gathered:  # the other ranks gather all buckets, whatever has happened
             pass
-        agree(failure, _is_sharded(self.source))
+        self._agree(failure)
 
     def close(self) -> None:
         """Frees what the transport holds. The engines stay open, and a push opens it again."""
@@ -267,7 +272,3 @@ class vLLMUpdater(EngineUpdater):
         if isinstance(cause, EngineTimeoutError):
             return f"Push again; if the engine is alive but slow, raise timeout={self.timeout:g}"
         return "Push again once the cause is mended: everything is sent anew"
-
-
-def _is_sharded(source: WeightSource) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in source.model.parameters())

@@ -403,6 +403,16 @@ def test_death_is_everywhere_until_a_restart(play, clock: Clock) -> None:
     assert at(engine, 1.0) and future.result(1).versions == [0] * 10
 
 
+def test_a_pause_outlives_a_restart(play) -> None:
+    engine = play(0.0)
+    engine.pause()
+    engine.restart()
+    future = engine.submit(REQUEST)
+    assert not future.done()
+    engine.resume()
+    assert future.done()
+
+
 def test_death_ends_calls_that_wait(play) -> None:
     engine = play(inf, update_latency={"bucket": inf})
     engine.submit(REQUEST)
@@ -442,6 +452,8 @@ def test_a_sleeping_engine_refuses_requests(play) -> None:
     engine.sleep()
     with pytest.raises(EngineError, match="wake"):
         engine.submit(REQUEST)
+    with pytest.raises(EngineError, match="wake"):
+        update(engine, 1)
     engine.wake()
     assert engine.submit(REQUEST).done()
 
@@ -569,8 +581,7 @@ def test_a_torn_engine_samples_nothing_until_it_is_mended(play, clock: Clock, st
     with pytest.raises(EngineError, match="to version 1 failed half-way"):
         engine.submit(REQUEST)
     engine.resume()
-    with pytest.raises(EngineError, match="to version 1 failed half-way"):
-        frozen.result(1)
+    assert frozen.result(1).finish == "abort" and frozen.result(1).versions == [0] * 5
     update(engine, 2, staged=staged)
     future = engine.submit(REQUEST)
     assert at(engine, 2.0) and future.result(1).versions == [2] * 10

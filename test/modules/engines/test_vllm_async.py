@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.modules.engines.vllm_async import AsyncVLLMEngine
-from torchrl_rloo.weight_update import LoRAUpdater, vLLMUpdater
+from torchrl_rloo.weight_update import LoRAUpdater, WeightSyncError, vLLMUpdater
 
 PROMPTS = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)], [5, 6]]
 REQUESTS = [Request(p, 12, seed) for seed, p in enumerate(PROMPTS)]
@@ -205,6 +205,39 @@ def test_frozen_requests_go_on_with_the_new_adapter(engine: AsyncVLLMEngine, mak
         assert deviation(adapted[0], [request], [sample], slice(first, None)) > STALE
 
 
+def test_an_adapter_that_comes_late_is_not_sampled_from(
+    engine: AsyncVLLMEngine, make_adapted, deviation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    adapted = [make_adapted(1), make_adapted(2)]
+    LoRAUpdater(adapted[0], engine, directory=tmp_path / "1").push_weights(1)
+    (child,) = engine._core._processes
+    load = engine._load
+
+    async def stop_and_load(path: str) -> None:
+        os.kill(child.pid, signal.SIGSTOP)
+        await load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_load", stop_and_load)
+        with pytest.raises(WeightSyncError, match="no adapter of version 2"):
+            LoRAUpdater(adapted[1], engine, directory=tmp_path / "2", timeout=1.0).push_weights(2)
+    os.kill(child.pid, signal.SIGCONT)  # now it takes the place of the first, which the engine cannot know
+    with pytest.raises(EngineError, match="version 2 failed half-way"):
+        engine.generate(REQUESTS)
+    wait_until(engine._open.is_set)  # the late update resumes as well
+    LoRAUpdater(adapted[0], engine, directory=tmp_path / "3").push_weights(3)
+    assert engine.torn is None and deviation(adapted[0], REQUESTS, engine.generate(REQUESTS)) < EXACT
+
+
+def test_no_adapter_mends_torn_weights(engine: AsyncVLLMEngine, make_adapted, models, deviation, tmp_path: Path):
+    engine.torn = 9  # as after an update that failed half-way
+    with pytest.raises(WeightSyncError, match="version 9 failed half-way"):
+        LoRAUpdater(make_adapted(1), engine, directory=tmp_path).push_weights(10)
+    assert engine.torn == 9
+    vLLMUpdater(models[0], engine).push_weights(10)
+    assert engine.torn is None and deviation(models[0], REQUESTS, engine.generate(REQUESTS)) < EXACT
+
+
 def test_weights_are_not_loaded_while_it_samples(engine: AsyncVLLMEngine):
     with pytest.raises(EngineError, match="loaded at 'finish': pause the engine"):
         engine.update_weights("finish", {"version": 1, "buckets": 1}, timeout=5.0)
@@ -248,6 +281,8 @@ def test_generate_gives_up_after_its_time(engine: AsyncVLLMEngine, monkeypatch: 
 
 def test_a_sleeping_engine_refuses_until_it_wakes(engine: AsyncVLLMEngine):
     engine.sleep()
+    with pytest.raises(EngineError, match="asleep"):
+        engine.update_weights("start", {"version": 1}, timeout=5.0)
     with pytest.raises(EngineError, match="asleep"):
         engine.generate(REQUESTS)
     engine.wake()

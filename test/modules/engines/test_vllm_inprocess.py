@@ -115,6 +115,12 @@ def test_a_request_is_a_function_of_its_seed_alone(engine: VLLMEngine):
     assert len({tuple(s.tokens) for s in group}) == 8
 
 
+def test_more_prompt_tokens_than_a_step_takes(engine: VLLMEngine, models: list[PreTrainedModel], deviation):
+    """vLLM would read a part of a prompt in one step and the rest in the next, which ends it on CPU if it is seeded."""
+    requests = [Request([(7 * i + j) % 200 for j in range(230)], 4, i) for i in range(60)]
+    assert deviation(models[0], requests[-4:], engine.generate(requests)[-4:]) < EXACT
+
+
 def test_limits_and_stops(engine: VLLMEngine, tokenizer: PreTrainedTokenizerFast):
     (free,) = engine.generate([Request(PROMPTS[1], 12, 3)])
     stop = next(t for t in free.tokens[3:] if t not in free.tokens[:3])

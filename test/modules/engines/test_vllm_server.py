@@ -199,6 +199,19 @@ def test_another_trainer_takes_over(engine: VLLMServer, server, models: list[Pre
     engine.resume()
 
 
+def test_a_server_that_lives_on_keeps_what_it_has(engine: VLLMServer, make_adapted, deviation, tmp_path: Path):
+    adapted = make_adapted(1)
+    LoRAUpdater(adapted, engine, directory=tmp_path).push_weights(5)
+    engine.restart()
+    samples = engine.generate(REQUESTS)
+    assert deviation(adapted, REQUESTS, samples) < EXACT and samples[0].versions[0] == engine.version == 5
+    engine.torn = 6
+    engine.restart()
+    with pytest.raises(EngineError, match="version 6 failed half-way"):
+        engine.generate(REQUESTS)
+    engine.torn = None
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
 def test_urls_that_are_none_are_refused(url: str):
     with pytest.raises(ValueError, match="must be like 'http://127.0.0.1:8000'"):

@@ -80,6 +80,7 @@ class Engine(ABC):
         asleep: whether it sleeps.
         torn: the version whose update failed half-way, None if there is none. A torn engine samples nothing until an
             update succeeds.
+        context_length: most tokens of a prompt and its continuation; None if the engine does not say.
         stop_ids: ids that end a turn by the model's own account, beside the tokenizer's.
     """
 
@@ -89,6 +90,7 @@ class Engine(ABC):
     closed: bool = False
     asleep: bool = False
     torn: int | None = None
+    context_length: int | None = None
     stop_ids: tuple[int, ...] = ()
 
     @abstractmethod
@@ -140,7 +142,10 @@ class Engine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the engine's memory on the device as far as it can, for training on the same one."""
+        """Frees the engine's memory on the device as far as it can, for training on the same one.
+
+        Weights may be refused meanwhile: wake it before an update.
+        """
 
     @abstractmethod
     def wake(self) -> None:

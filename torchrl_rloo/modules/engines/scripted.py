@@ -263,8 +263,7 @@ class ScriptedEngine(base.AsyncEngine):
             if in_flight == "continue":
                 self._frozen_at = now
             elif in_flight == "abort":
-                self._results += [(run.future, run.sample("abort")) for run in self._running.values()]
-                self._running.clear()
+                self._abort_running()
         with self._waiters:
             paused = in_flight == "continue" or self._waiters.wait_for(lambda: not self._running, timeout)
         with self._now():
@@ -274,13 +273,22 @@ class ScriptedEngine(base.AsyncEngine):
                 raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s: not paused")
 
     def resume(self) -> None:
-        """See :meth:`Engine.resume`. If the engine is torn or asleep, all requests fail."""
+        """See :meth:`Engine.resume`. If the engine is torn, frozen requests end as they are; waiting ones fail.
+
+        If it is asleep, the waiting ones fail too.
+        """
         with self._now() as now:
             self._check()
             self._thaw(now)
             self._paused = False
+            if self.torn is not None:
+                self._abort_running()
             if error := self._refusal(ready=True):
                 self._fail_all(error)
+
+    def _abort_running(self) -> None:
+        self._results += [(run.future, run.sample("abort")) for run in self._running.values()]
+        self._running.clear()
 
     def _thaw(self, now: float) -> None:
         if self._frozen_at is not None:
@@ -295,6 +303,8 @@ class ScriptedEngine(base.AsyncEngine):
         info = dict(info or {})
         with self._now():
             self._check()
+            if self.asleep and step != "abort":
+                raise self._refusal(ready=True)
             self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
             if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
                 self.torn = info["version"]  # until finish succeeds, as in an engine with a model
@@ -363,11 +373,11 @@ class ScriptedEngine(base.AsyncEngine):
             self._fail_all(self._refusal())
 
     def restart(self) -> None:
-        """See :meth:`Engine.restart`; a living engine dies before."""
+        """See :meth:`Engine.restart`; a living engine dies before. A pause goes on."""
         self.kill()
         with self._now():
             self._dead = self._frozen_at = self._connection = self._update = self.torn = None
-            self._paused = self.asleep = False
+            self.asleep = False
             self._check()
             self.version, self.incarnation = 0, self.incarnation + 1
 

@@ -18,6 +18,7 @@ from torchrl_rloo.modules.engines.base import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineTimeoutError,
     InFlight,
     Request,
     Sample,
@@ -140,7 +141,12 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if not torch.cuda.is_available():
-        defaults |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 256 << 20}
+        defaults |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 256 << 20,
+            "enable_chunked_prefill": False,  # of a seeded request it ends the engine: a CPU's generator cannot go back
+        }
     return defaults | dict(arguments)
 
 
@@ -247,6 +253,7 @@ class VLLMEngineBase(Engine):
     """What vLLM engines share, wherever they run: readiness, and weight updates as calls of their workers."""
 
     _staged = True
+    _torn_by_adapter = False  # if it is torn: whether its weights are whole, and the adapter is one or the other
     _adapter: Any = None  # what requests name to be sampled with the adapter; None samples with the weights alone
 
     @property
@@ -268,29 +275,43 @@ class VLLMEngineBase(Engine):
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         info = dict(info or {})
+        if self.asleep and step != "abort":  # a GPU's memory is gone then, and writing to it ends the process
+            raise self._refusal(ready=True)
         if step == "connect":
             self._staged = info["staged"]
             return self._rpc("init_weight_transfer_engine", info, timeout=timeout)
         if step == "start":
             if not self._staged:
-                self.torn = info["version"]
+                self.torn, self._torn_by_adapter = info["version"], False
             return self._rpc("start_weight_update", timeout=timeout)
         if step == "bucket":
             return self._rpc("update_weights", info, timeout=timeout)
         if step == "abort":
             return self._rpc("abort_weight_update", timeout=timeout)
         if step == "adapter":
-            self._rpc("check_adapter", info["path"], info["checksum"], timeout=timeout)
-            self._load_adapter(info["path"], info["version"], timeout)
-            self._stamp(info["version"], timeout)
-            self.version = info["version"]
+            self._take_adapter(info, timeout)
             return [{"version": self.version, "checksums": [info["checksum"]]}]
-        self.torn = info["version"]
+        self.torn, self._torn_by_adapter = info["version"], False
         self._rpc("finish_weight_update", timeout=timeout)
         self._adapter = None  # a reload of the weights drops all adapters
         self._stamp(info["version"], timeout)
         self.version, self.torn = info["version"], None
         return [report | {"version": self.version} for report in self._rpc("weight_report", timeout=timeout)]
+
+    def _take_adapter(self, info: Mapping[str, Any], timeout: float) -> None:
+        if self.torn is not None and not self._torn_by_adapter:  # no adapter mends the weights
+            raise self._refusal(ready=True)
+        self._rpc("check_adapter", info["path"], info["checksum"], timeout=timeout)
+        before = self.torn
+        self.torn, self._torn_by_adapter = info["version"], True
+        try:
+            self._load_adapter(info["path"], info["version"], timeout)
+        except EngineError as error:
+            if not isinstance(error, EngineTimeoutError):  # one that is late may yet come, in place of the old one
+                self.torn = before
+            raise
+        self._stamp(info["version"], timeout)
+        self.version, self.torn = info["version"], None
 
     def _started_anew(self) -> None:
         """Forgets what an engine before had been given."""

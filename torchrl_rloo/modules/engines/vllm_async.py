@@ -92,6 +92,7 @@ class AsyncVLLMEngine(LoopEngine):
         self._loop = self._core.loop
         self._finalizer = weakref.finalize(self, self._core.close, CLOSED)  # at the exit of the process too
         self.stop_ids = stop_ids_of(self._core.llm.model_config)
+        self.context_length = self._core.llm.model_config.max_model_len
         self._stamp(0, timeout=60.0)
 
     @property

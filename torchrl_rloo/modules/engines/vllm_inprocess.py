@@ -79,6 +79,7 @@ class VLLMEngine(VLLMEngineBase):
                 torch.set_num_threads = set_num_threads  # vLLM's CPU worker makes it do nothing, for the trainer too
         self._death: str | None = None
         self.stop_ids = stop_ids_of(self.llm.model_config)
+        self.context_length = self.llm.model_config.max_model_len
         self._stamp(0, timeout=60.0)
 
     @property

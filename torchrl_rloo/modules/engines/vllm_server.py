@@ -125,7 +125,8 @@ class VLLMServer(LoopEngine):
                     raise
                 await asyncio.sleep(_POLL)
         name = (await self._http.get("/weight_info", self.connect_timeout))["weight_version"]
-        self.version = int(name) if name.isdecimal() else 0  # a trainer before may have sent it
+        self._lives_on = name.isdecimal()  # a new server's weights have another name
+        self.version = int(name) if self._lives_on else 0  # a trainer before may have sent it
         await self._collective("abort_weight_update", (), self.request_timeout)
         await self._name_weights(self.version)
         await self._resume_engine()
@@ -160,12 +161,12 @@ class VLLMServer(LoopEngine):
         self._finalizer()
 
     def restart(self) -> None:
-        """Connects to the server anew, once somebody has started it again."""
+        """Connects to the server anew, once somebody has started it again; one that lives on keeps what it has."""
         _close(self._loop, self._http, NOT_RESTARTED)
         self._connect()
-        version = self.version
+        kept = (self.version, self.torn, self._adapter) if self._lives_on else (0, None, None)
         self._start_again()
-        self.version = version
+        self.version, self.torn, self._adapter = kept
 
     async def _sample(self, request: Request) -> Sample:
         body = {"token_ids": list(request.prompt), "sampling_params": sampling_arguments(request)}

@@ -97,6 +97,8 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Receives, checks, and stages or loads one bucket."""
+        if self.update is None:
+            raise RuntimeError("no update is open: start one first")
         weights = self.update.take(vars(update_info), self.receiver)
         if self.staged:
             self.staging |= {name: tensor.cpu() for name, tensor in weights.items()}
@@ -105,6 +107,8 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
     def finish_weight_update(self) -> None:
         """Puts the new weights in force."""
+        if self.update is None:
+            raise RuntimeError("no update is open: start one first")
         try:
             self.update.complete(self.update.version)
             if self.staged:
@@ -122,7 +126,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
 
     def give_up(self) -> None:
         """Leaves an open update; layers that were not complete keep their old weights."""
-        self.staging = {}
+        self.update, self.staging = None, {}
         if self.loading:
             self._restore_layers()
             self.loading = False
