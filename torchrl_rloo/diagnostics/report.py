@@ -41,6 +41,7 @@ _DEFAULT_PANELS = (
     _Panel("Mean length of a completion", "tokens", ("completions/mean_length",)),
     _Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
     _Panel("Gradients that the clip removed", "share of rows or tokens", ("clip_ratio/*",)),
+    _Panel("Log-probs of sampler against trainer", "nats at a token", ("parity/mean", "parity/max"), points=True),
     _Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
 )
 
