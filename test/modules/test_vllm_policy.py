@@ -325,7 +325,7 @@ def send_weights(engine: Engine, model, version: int) -> None:
         ("connect", {"transport": "direct", "options": {}, "manifest": [list(i) for i in manifest], "staged": True}),
         ("start", {"version": version}),
         ("bucket", bucket | {"payload": {"tensors": tensors}}),
-        ("finish", {"version": version, "buckets": 1}),
+        ("finish", {"version": version}),
     )
     for step, info in steps:
         engine.update_weights(step, info, timeout=60.0)

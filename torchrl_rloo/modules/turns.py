@@ -83,7 +83,7 @@ class TurnPolicy(LLMWrapperBase):
 
         Args:
             tensordict: rows, batch size ``[B]``.
-            tensordict_out: where to write; default the rows themselves.
+            tensordict_out: where to write; default the rows themselves. With ``num_samples`` the output is always new.
         """
         rows = self._rows(tensordict)
         prompts = self._prompts(rows)

@@ -147,8 +147,9 @@ class vLLMUpdater(EngineUpdater):
                 self._push(version, manifest, buckets, gathered)
             except Exception as error:  # the other ranks hear of it before it is raised
                 failure = error
-        for _ in gathered:  # the other ranks gather all buckets, whatever has happened
-            pass
+        if self.sharded:
+            for _ in gathered:  # all ranks gather all buckets, whatever has happened
+                pass
         self._agree(failure)
 
     def close(self) -> None:
@@ -173,7 +174,7 @@ class vLLMUpdater(EngineUpdater):
             self._connect(manifest, buckets)
             self._step("start", {"version": version}, "starting").wait()
             checksums = self._send(version, manifest, gathered)
-            reports = self._step("finish", {"version": version, "buckets": len(buckets)}, "loading the new weights")
+            reports = self._step("finish", {"version": version}, "loading the new weights")
             self._confirm(reports.wait(), version, checksums)
         except BaseException as error:
             failure = error

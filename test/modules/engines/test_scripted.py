@@ -85,7 +85,7 @@ def update_steps(version: int, *, transport: str = "direct", staged: bool = True
         info = {"version": version, "bucket": bucket, "first": first, "last": last}
         info |= {"checksum": checksum(tensors[first:last]), "payload": {"tensors": tensors[first:last]}}
         steps.append(("bucket", info))
-    return [*steps, ("finish", {"version": version, "buckets": 2})]
+    return [*steps, ("finish", {"version": version})]
 
 
 def update(engine: ScriptedEngine, version: int, **kwargs) -> list[dict]:

@@ -228,7 +228,7 @@ class Sender:
                 payload = {"path": str(path)}
             info = {"version": version, "bucket": number, "first": first, "last": last, "checksum": checksum(part)}
             yield "bucket", info | {"payload": payload}
-        yield "finish", {"version": version, "buckets": len(buckets)}
+        yield "finish", {"version": version}
 
     def send(self, engine: TransformersEngine, model: nn.Module, version: int, **settings) -> list[dict]:
         return [

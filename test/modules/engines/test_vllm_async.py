@@ -240,7 +240,7 @@ def test_no_adapter_mends_torn_weights(engine: AsyncVLLMEngine, make_adapted, mo
 
 def test_weights_are_not_loaded_while_it_samples(engine: AsyncVLLMEngine):
     with pytest.raises(EngineError, match="loaded at 'finish': pause the engine"):
-        engine.update_weights("finish", {"version": 1, "buckets": 1}, timeout=5.0)
+        engine.update_weights("finish", {"version": 1}, timeout=5.0)
     assert engine.torn is None and len(engine.generate(REQUESTS)) == 4
 
 

@@ -193,6 +193,23 @@ def test_an_update_that_fails_when_loading_tears_the_engine(
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
+def test_workers_confirm_the_version_that_they_were_sent(
+    engine: VLLMEngine, models: list[PreTrainedModel], deviation, monkeypatch
+):
+    finish = engine.update_weights
+
+    def of_another_version(step: str, info: dict | None = None, *, timeout: float) -> list[dict]:
+        return finish(step, {"version": 8} if step == "finish" else info, timeout=timeout)
+
+    monkeypatch.setattr(engine, "update_weights", of_another_version)
+    with pytest.raises(WeightSyncError, match="was sent version 7, but finish is of 8"):
+        vLLMUpdater(models[1], engine).push_weights(7)
+    monkeypatch.undo()
+    assert engine.torn == 8
+    vLLMUpdater(models[1], engine).push_weights(7)
+    assert engine.version == 7 and deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
+
+
 def test_adapters_replace_each_other_and_an_update_drops_them(
     engine: VLLMEngine, models: list[PreTrainedModel], make_adapted, deviation, tmp_path: Path
 ):

@@ -293,10 +293,13 @@ class VLLMEngineBase(Engine):
             return [{"version": self.version, "checksums": [info["checksum"]]}]
         self.torn, self._torn_by_adapter = info["version"], False
         self._rpc("finish_weight_update", timeout=timeout)
+        reports = self._rpc("weight_report", timeout=timeout)
+        if wrong := [report for report in reports if report["version"] != info["version"]]:
+            raise EngineError(f"a worker was sent version {wrong[0]['version']}, but finish is of {info['version']}")
         self._adapter = None  # a reload of the weights drops all adapters
         self._stamp(info["version"], timeout)
         self.version, self.torn = info["version"], None
-        return [report | {"version": self.version} for report in self._rpc("weight_report", timeout=timeout)]
+        return reports
 
     def _take_adapter(self, info: Mapping[str, Any], timeout: float) -> None:
         if self.torn is not None and not self._torn_by_adapter:  # no adapter mends the weights

@@ -6,7 +6,7 @@ JSON, whatever carries it:
 - connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool}``
 - bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str, "payload": {...}}``: the tensors
   ``first`` to before ``last`` of the manifest
-- finish: ``{"version": int, "buckets": int}``
+- finish: ``{"version": int}``, that of the buckets
 - adapter: ``{"version": int, "path": str, "checksum": str}``: a directory in peft's format, and the checksum of its
   tensors in the order of their names
 """

@@ -213,7 +213,8 @@ class WeightReceiver:
     def weight_report(self) -> dict[str, Any]:
         """Which rank this is, and what the last update brought."""
         update = self.weight_transfer_engine.update
-        return {"rank": self.rank, "checksums": update.checksums if update else []}
+        version, checksums = (update.version, update.checksums) if update else (None, [])
+        return {"rank": self.rank, "version": version, "checksums": checksums}
 
     def check_adapter(self, path: str, expected: str) -> None:
         """Compares the checksum of a LoRA adapter's tensors, in the order of their names, with the sender's."""
