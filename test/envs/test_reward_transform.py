@@ -8,11 +8,15 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts, tensor_rows
+from torchrl_rloo.diagnostics.evaluation import completion_table
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.rewards.protocol import TrainerState
+from torchrl_rloo.rewards.runner import RewardFailureError
 
 NAN = float("nan")
 
@@ -76,8 +80,11 @@ def test_a_function_sees_messages_columns_and_prompts(tokenizer):
     assert seen["prompts"] == [row["query"] for row in rows]
     assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in policy.texts]
     assert seen["completion_ids"] == policy.ids
-    assert seen["columns"] == {"answer": ["0", "2", "4", "6"], "level": [0, 1, 2, 3]}
-    assert all(isinstance(value, int) for value in seen["columns"]["level"])
+    columns = seen["columns"]
+    assert columns["answer"] == ["0", "2", "4", "6"] and columns["level"] == [0, 1, 2, 3]
+    assert all(isinstance(value, int) for value in columns["level"])
+    assert columns["truncated"] == [False] * 4 and columns["trainer_state"] == TrainerState()
+    assert columns.keys() == {"answer", "level", "truncated", "trainer_state", "log_extra", "log_metric"}
 
 
 def test_columns_come_as_the_dataset_had_them(tokenizer):
@@ -97,7 +104,7 @@ def test_columns_come_as_the_dataset_had_them(tokenizer):
 
     prompts = [{"query": q} | {name: values[i] for name, values in columns.items()} for i, q in enumerate("pq")]
     outcome(make_env(tokenizer, spy, prompts), Says(tokenizer, ["x", "y"]))
-    assert seen == columns
+    assert {name: seen[name] for name in columns} == columns
 
 
 def test_text_prompts_give_text_completions(tokenizer):
@@ -163,7 +170,7 @@ def test_weights_abstentions_and_clip(tokenizer):
     each = torch.tensor([[1.0, 2.0], [NAN, 3.0], [NAN, NAN], [5.0, NAN]])
     torch.testing.assert_close(rows[keys.REWARDS], each, equal_nan=True)
     assert transform.counts["b/not_finite"] == 1 and transform.counts["a/not_finite"] == 0
-    assert transform.counts["a/failed_calls"] == transform.counts["b/failed_calls"] == 0
+    assert transform.counts.total() == 1
 
 
 class Flaky:
@@ -180,35 +187,79 @@ class Flaky:
 
 def test_a_function_that_is_down_abstains_is_counted_and_stops_the_run_in_the_end(tokenizer, caplog):
     flaky = Flaky()
-    transform = RewardTransform([flaky, constant("b", [0.5] * 4)], max_failures=3)
-    transform.functions[1] = lambda completions, **_: [0.5] * len(completions)
+
+    def b(completions, **_):
+        return [0.5] * len(completions)
+
+    transform = RewardTransform([flaky, b], max_consecutive_failures=12)
     env, policy, got = make_env(tokenizer, transform), Says(tokenizer, "abcd"), []
     with caplog.at_level(logging.WARNING):
         for flaky.down in (False, True, True, False, True, True):
             got.append(rewards_of(outcome(env, policy)))
     assert got == [[1.5] * 4, [0.5] * 4, [0.5] * 4, [1.5] * 4, [0.5] * 4, [0.5] * 4]
-    assert transform.counts["Flaky/failed_calls"] == 4 and transform.counts["b/failed_calls"] == 0
-    assert transform.counts["Flaky/failed_rows"] == 16 and transform.counts["b/failed_rows"] == 0
-    assert "judge is down" in caplog.text and "Flaky" in caplog.text
-    with pytest.raises(RuntimeError, match=r"Flaky.*3 batches.*OSError: judge is down"):
+    assert transform.counts == {"Flaky/raised": 16, "Flaky/repeated": 16}
+    assert "judge is down" in caplog.text and "Flaky" in caplog.text and len(caplog.records) == 4
+    with pytest.raises(RewardFailureError, match=r"Flaky failed on 12 samples in a row.*OSError: judge is down"):
         outcome(env, policy)
 
 
 def test_one_bad_row_costs_no_other_and_never_stops_the_run(tokenizer):
-    transform = RewardTransform(Flaky(hates="c"), max_failures=1)
+    transform = RewardTransform(Flaky(hates="c"), max_consecutive_failures=2)
     env = make_env(tokenizer, transform)
     for _ in range(3):
         rows = outcome(env, Says(tokenizer, "abcd"))
         assert rows[keys.REWARD].flatten().isnan().tolist() == [False, False, True, False]
         assert rows[keys.REWARD].flatten()[[0, 1, 3]].tolist() == [1.0] * 3 and rows[keys.DONE].all()
-    assert transform.counts["Flaky/failed_rows"] == 3 and transform.counts["Flaky/failed_calls"] == 0
+    assert transform.counts == {"Flaky/raised": 3, "Flaky/repeated": 12}
 
 
-@pytest.mark.parametrize("scores", [[1.0], [1.0] * 5, None, "abcd", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}], ids=str)
-def test_a_malformed_answer_is_a_failure_of_the_call(tokenizer, scores):
+@pytest.mark.parametrize("scores", [[], [1.0] * 5, None, "abcd", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}], ids=str)
+def test_a_malformed_answer_is_a_failure_of_its_rows(tokenizer, scores):
     transform = RewardTransform(constant("odd", scores))
     rows = outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
-    assert rows[keys.REWARD].isnan().all() and transform.counts["odd/failed_calls"] == 1
+    assert rows[keys.REWARD].isnan().all() and transform.counts["odd/malformed"] == 4
+
+
+def test_what_functions_log_comes_with_the_rows(tokenizer):
+    def lengths(completions, log_extra, log_metric, trainer_state, **_):
+        log_extra("length", [len(c[-1]["content"]) for c in completions])
+        log_metric("step", trainer_state.global_step)
+        return [0.0] * len(completions)
+
+    transform = RewardTransform(lengths)
+    env = make_env(tokenizer, transform)
+    for transform.trainer_state.global_step in (3, 4):
+        rows = outcome(env, Says(tokenizer, ["a", "bb", "ccc", ""]))
+    assert [row[keys.LOG_EXTRA] for row in rows.unbind(0)] == [{"length": n} for n in (1, 2, 3, 0)]
+    assert transform.take_metrics() == {"step": 3.5} and transform.take_metrics() == {}
+    assert transform.latency["lengths/call"].n == 2 and transform.latency["lengths/sample"].n == 8
+
+
+def test_what_functions_log_is_collected_and_stays_out_of_the_buffer(tokenizer, model):
+    def ids(completion_ids, log_extra, **_):
+        log_extra("ids", completion_ids)
+        return [0.0] * len(completion_ids)
+
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 3, "seed": 0})
+    rows = LLMCollector(make_env(tokenizer, ids), policy).collect()
+    for row in rows.unbind(0):
+        assert row[keys.LOG_EXTRA] == {"ids": row[keys.TOKENS][row[keys.ACTION_MASK]].tolist()}
+    kept = tensor_rows(rows)
+    assert all(keys.LOG_EXTRA not in row.keys(True) for row in kept.unbind(0))
+    assert torch.equal(kept[keys.REWARDS], rows[keys.REWARDS]) and keys.LOG_EXTRA in rows[0].keys(True)
+    assert [entry["ids"] for entry in completion_table(rows)] == [row[keys.LOG_EXTRA]["ids"] for row in rows.unbind(0)]
+
+
+def test_a_row_that_was_cut_off_is_said_to_be(tokenizer, model):
+    seen = []
+
+    def spy(completions, truncated, **_):
+        seen.extend(truncated)
+        return [0.0] * len(completions)
+
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 2, "seed": 0})
+    rows = outcome(make_env(tokenizer, spy), policy)
+    assert seen == rows[keys.TRUNCATED].flatten().tolist() and any(seen)
 
 
 def test_an_interrupt_is_not_taken_for_a_failure(tokenizer):
@@ -222,12 +273,12 @@ def test_an_interrupt_is_not_taken_for_a_failure(tokenizer):
 def test_counters_survive_a_restart(tokenizer):
     flaky = Flaky()
     flaky.down = True
-    transform = RewardTransform(flaky, max_failures=2)
+    transform = RewardTransform(flaky, max_consecutive_failures=8)
     outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
-    resumed = RewardTransform(flaky, max_failures=2)
+    resumed = RewardTransform(flaky, max_consecutive_failures=8)
     resumed.load_state_dict(transform.state_dict())
-    assert resumed.counts["Flaky/failed_calls"] == 1 and resumed.counts["Flaky/failed_rows"] == 4
-    with pytest.raises(RuntimeError, match="2 batches in a row"):
+    assert resumed.counts["Flaky/raised"] == 4
+    with pytest.raises(RewardFailureError, match="8 samples in a row"):
         outcome(make_env(tokenizer, resumed), Says(tokenizer, "abcd"))
 
 
@@ -242,7 +293,7 @@ def test_counters_survive_a_restart(tokenizer):
         ([constant("a", [])], {"weights": [math.inf]}, "weights"),
         ([constant("a", [])], {"clip_range": (1.0, -1.0)}, r"clip_range=\(1.0, -1.0\)"),
         ([constant("a", [])], {"clip_range": (NAN, 1.0)}, "clip_range"),
-        ([constant("a", [])], {"max_failures": 0}, "max_failures=0"),
+        ([constant("a", [])], {"max_consecutive_failures": 0}, "max_consecutive_failures=0"),
     ],
 )
 def test_bad_arguments_are_refused(functions, settings, message):

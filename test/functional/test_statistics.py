@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_rloo.functional import effective_sample_size, masked_mean, nanstd
+from torchrl_rloo.functional.statistics import wilson_interval
 
 NAN = float("nan")
 
@@ -86,3 +87,12 @@ def test_masked_mean_by_whole_weights_is_that_of_repeated_values():
 def test_masked_mean_does_not_depend_on_the_size_of_the_weights(scale):
     values, weights = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])
     assert masked_mean(values, weights * scale).item() == pytest.approx(3.25, rel=1e-5)
+
+
+def test_wilson_interval():
+    """Against the two solutions of |p - share| = z * sqrt(p (1 - p) / n), which define it."""
+    shares, counts = torch.tensor([0.0, 0.3, 1.0]), torch.tensor([10.0, 50.0, 4.0])
+    for share, n, *ends in zip(shares.tolist(), counts.tolist(), *wilson_interval(shares, counts), strict=True):
+        for end in map(float, ends):
+            assert abs(end - share) == pytest.approx(1.96 * math.sqrt(max(0.0, end * (1 - end)) / n), abs=1e-4)
+    assert torch.stack(wilson_interval(torch.tensor(math.nan), torch.tensor(0.0))).isnan().all()

@@ -15,6 +15,7 @@ import pytest
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.boxed import boxed_accuracy
 from torchrl_rloo.rewards.math_judge import MathJudge
+from torchrl_rloo.rewards.math_worker import as_formula
 
 ENDLESS = r"\boxed{9^{9^{9}}}"  # SymPy multiplies it out, in one operation that no signal interrupts
 
@@ -47,6 +48,70 @@ def test_the_last_box_counts_and_boxes_close_together_are_one_set(accuracy):
 
 def test_a_gold_that_cannot_be_parsed_abstains(accuracy):
     assert score(accuracy, [r"\boxed{7}"] * 4, solution=["no idea", "", None, "7"]) == [None, None, None, 1]
+
+
+FORMULAS = {  # golds as MATH, DeepMath and the like have them, without dollar signs
+    r"2^{10}": ("1024", "2"),
+    r"10^{-3}": ("0.001", "10"),
+    r"3\sqrt{2}": (r"\sqrt{18}", "3"),
+    r"\dfrac{3}{4}": ("0.75", "3"),
+    r"\frac12": ("1/2", "12"),
+    r"1\frac{1}{2}": ("1.5", "1"),
+    "2 1/2": ("2.5", "1"),
+    "1.5e3": ("1500", "1.5"),
+    "(1,2)": ("(1,2)", "(2,1)"),
+    r"\left( 3, \frac{\pi}{2} \right)": (r"(3,\frac{\pi}{2})", "3"),
+    "1, 2, 3": ("1,2,3", "3"),
+    r"[0,\infty)": (r"[0,\infty)", r"(0,\infty)"),
+    "p - q": ("-q+p", "q-p"),
+    r"\text{Evelyn}": (r"\text{Evelyn}", r"\text{Carla}"),
+    r"50\%": (r"50\%", "5"),
+    "50%": (r"50\%", "5"),
+    r"\$1,800.50": ("1800.5", "1"),
+    r"18 \text{ cm}^2": ("18", "2"),
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}": (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"),
+}
+OTHERS = {  # plain numbers, units and whole solutions
+    "1,234": ("1234", "1"),
+    "1 000": ("1000", "0"),
+    "42 apples": ("42", "4"),
+    "$18": ("18", "1"),
+    "\u20ac5": ("5", "4"),
+    "5 m": (r"5\text{ m}", "4"),
+    r"Let $x=2$ and $y=5$, so $\boxed{3}$. Check: $2+2=4$.": ("3", "4"),
+    "48/2 = <<48/2=24>>24, so 48+24 = <<48+24=72>>72.\n#### 1,072": ("1072", "72"),
+}
+
+
+@pytest.mark.parametrize("gold", FORMULAS | OTHERS)
+def test_golds_as_datasets_write_them(accuracy, gold):
+    right, wrong = (FORMULAS | OTHERS)[gold]
+    assert score(accuracy, [rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}", ""], solution=[gold] * 3) == [1, 0, 0]
+
+
+def test_a_gold_that_is_a_percentage(accuracy):
+    assert score(accuracy, [r"\boxed{5\%}", r"\boxed{5}", r"\boxed{0.05}", r"\boxed{0.5}"], solution=["5%"] * 4) == [
+        1,
+        1,
+        1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("gold", FORMULAS)
+def test_formulas_without_dollar_signs_are_as_with_them(gold):
+    assert as_formula(gold) is not None
+
+
+@pytest.mark.parametrize("gold", [*sorted(OTHERS.keys() - {"1,234", "5 m"}), "no idea", "Yes", r"\(x\)", r"\boxed{2}"])
+def test_other_golds_are_left_to_math_verify(gold):
+    assert as_formula(gold) is None
+
+
+def test_only_reasoning(accuracy):
+    texts = [r"<think>\boxed{7}", r"<think>7</think>", "<think>"]
+    assert score(accuracy, texts, solution=["7"] * 3) == [1, 0, 0]
+    assert score(ReasoningAccuracy(), texts, solution=["7"] * 3) == [0, 0, 0]
 
 
 def test_text_that_is_no_ascii(accuracy):

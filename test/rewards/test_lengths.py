@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_rloo.rewards.lengths import SoftOverlong
+from torchrl_rloo.rewards.lengths import Length, LengthBudget, SoftOverlong
 
 
 @given(st.integers(1, 50).flatmap(lambda most: st.tuples(st.just(most), st.integers(0, most))))
@@ -31,3 +32,66 @@ def test_pickles():
 def test_settings_out_of_range(most, cache, named):
     with pytest.raises(ValueError, match=named):
         SoftOverlong(most, cache)
+
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=6)
+
+
+def ids_of(lengths):
+    return [[1] * n for n in lengths]
+
+
+@given(LENGTHS, st.integers(0, 40), st.floats(0, 1), st.booleans())
+def test_length_costs_what_deviates_from_the_target(lengths, target, cost, free):
+    rewards = Length(target, cost, free_if_shorter=free)(["?"] * len(lengths), ["x"] * len(lengths), ids_of(lengths))
+    expected = [-cost * (max(n - target, 0) if free else abs(n - target)) for n in lengths]
+    assert rewards == pytest.approx(expected) and all(reward <= 0 for reward in rewards)
+
+
+def test_length_without_settings_is_linear():
+    assert Length()(["?"] * 2, ["x"] * 2, [[], [1] * 100]) == pytest.approx([0, -0.03])
+
+
+def test_targets_from_a_column():
+    reward = Length("tokens", 0.1)
+    assert reward(["?"] * 3, ["x"] * 3, ids_of([5, 5, 5]), tokens=[5, 8, None]) == [0, pytest.approx(-0.3), None]
+    with pytest.raises(KeyError, match="length needs the column 'tokens'; the rows have \\['a'\\]"):
+        reward(["?"], ["x"], [[1]], a=[1])
+
+
+def right(prompts, completions, completion_ids, **columns):
+    return [None if text == "?" else float(text) for text in completions]
+
+
+@given(LENGTHS, st.integers(0, 40), st.floats(0, 1), st.floats(0, 1))
+def test_length_budget_scales_the_score(lengths, budget, cost, at_budget):
+    reward = LengthBudget(right, budget, cost, at_budget)
+    for text, score in (("1", 1.0), ("0", 0.0), ("0.5", 0.5)):
+        factors = [min(max(cost * (budget - n) + at_budget, 0), 1) for n in lengths]
+        rewards = reward(["?"] * len(lengths), [text] * len(lengths), ids_of(lengths))
+        assert rewards == pytest.approx([score * factor for factor in factors])
+    assert reward(["?"], ["?"], [[1]]) == [None]
+
+
+def test_budgets_from_a_column():
+    reward = LengthBudget(right, "tokens", 0.1)
+    assert reward(["?"] * 2, ["1"] * 2, ids_of([3, 3]), tokens=[5, None]) == [pytest.approx(0.7), None]
+    assert reward.__name__ == "length_budget_right"
+    assert pickle.loads(pickle.dumps(reward))(["?"], ["1"], [[1]], tokens=[1]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        (Length, {"target": -1}, "target=-1"),
+        (Length, {"target": ""}, "target=''"),
+        (Length, {"cost": -0.1}, "cost=-0.1"),
+        (Length, {"cost": math.nan}, "cost=nan"),
+        (LengthBudget, {"function": right, "budget": math.inf}, "budget=inf"),
+        (LengthBudget, {"function": right, "budget": 5, "cost": math.inf}, "cost=inf"),
+        (LengthBudget, {"function": right, "budget": 5, "at_budget": 1.1}, "at_budget=1.1"),
+    ],
+)
+def test_other_settings_out_of_range(kind, settings, named):
+    with pytest.raises(ValueError, match=named):
+        kind(**settings)

@@ -1,56 +1,59 @@
+"""How reward functions are called, and what is made of what they return."""
+
 from __future__ import annotations
 
+import asyncio
 import functools
-import logging
 import math
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.rewards.protocol import call_reward, reward_name
+from torchrl_rloo.rewards.protocol import (
+    RewardBatch,
+    RewardCall,
+    RewardFailure,
+    TrainerState,
+    attempt_reward,
+    call_reward,
+    call_reward_async,
+    is_async,
+    is_finite,
+    reward_name,
+)
 
 
-def call(scores, n: int = 2):
+def batch_of(n: int = 2, **columns: list) -> RewardBatch:
+    return RewardBatch(["p"] * n, ["c"] * n, [[1]] * n, columns)
+
+
+def call(scores: Any, n: int = 2) -> list[float | None]:
     """What the protocol makes of a function that returns ``scores`` for ``n`` trajectories."""
 
     def rewards(prompts, completions, completion_ids, **columns):
         return scores
 
-    return call_reward(rewards, ["p"] * n, ["c"] * n, [[1]] * n, {})
+    return call_reward(rewards, batch_of(n)).scores
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(st.none(), st.floats(width=32), st.integers(-1000, 1000), st.booleans()), max_size=8))
-def test_scores_are_numbers_abstentions_or_counted_failures(scores):
-    values, bad = call(scores, len(scores))
-    assert values.shape == (len(scores),) and values.dtype == torch.float32
-    for score, value in zip(scores, values.tolist(), strict=True):
-        if score is None or not math.isfinite(score):
-            assert math.isnan(value)
-        else:
-            assert value == score
-    assert bad == sum(s is not None and not math.isfinite(s) for s in scores)
-
-
-@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan, 1e39])
-def test_a_score_that_is_not_finite_abstains_is_counted_and_named(score, caplog):
-    with caplog.at_level(logging.WARNING):
-        values, bad = call([1.0, score])
-    assert values[0] == 1 and values[1].isnan() and bad == 1
-    assert "rewards" in caplog.text
-
-
-def test_an_abstention_is_no_failure(caplog):
-    with caplog.at_level(logging.WARNING):
-        values, bad = call([None, None])
-    assert values.isnan().all() and bad == 0 and not caplog.text
+@given(st.lists(st.one_of(st.none(), st.floats(), st.integers(-1000, 1000), st.booleans()), max_size=8))
+def test_scores_come_back_as_floats_and_nones(scores):
+    values = call(scores, len(scores))
+    for score, value in zip(scores, values, strict=True):
+        assert type(value) is (type(None) if score is None else float)
+        assert value == score or math.isnan(value) and math.isnan(score)
+        assert is_finite(value) == (score is None or math.isfinite(score))
 
 
 @pytest.mark.parametrize("scores", [torch.tensor([0.5, 1.0]), (0.5, 1), [torch.tensor(0.5), True]], ids=repr)
 def test_tensors_tuples_and_other_numbers_are_scores(scores):
-    assert call(scores)[0].tolist() == [0.5, 1.0]
+    assert call(scores) == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -89,21 +92,108 @@ def test_a_function_gets_everything_by_name():
         return [0.0, 1.0]
 
     prompts = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
-    call_reward(spy, prompts, ["x", "y"], [[1, 2], []], {"answer": ["1", None]})
+    state = TrainerState(global_step=3, max_steps=9)
+    call_reward(spy, RewardBatch(prompts, ["x", "y"], [[1, 2], []], {"answer": ["1", None]}, [True, False], state))
+    assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
     assert seen == {
         "prompts": prompts,
         "completions": ["x", "y"],
         "completion_ids": [[1, 2], []],
         "answer": ["1", None],
+        "truncated": [True, False],
+        "trainer_state": state,
     }
 
 
-def test_what_a_function_raises_comes_through():
+def test_a_function_without_kwargs_gets_what_it_names():
+    def picky(completions, level):
+        return [float(value) for value in level]
+
+    assert call_reward(picky, batch_of(level=[1, 2], answer=["3", "4"])).scores == [1.0, 2.0]
+    with pytest.raises(TypeError, match="level"):
+        call_reward(picky, batch_of(answer=["3", "4"]))
+
+
+def test_a_function_logs_columns_and_metrics():
+    def logs(completions, log_extra, log_metric, **_):
+        log_extra("length", (len(c) for c in completions))
+        log_metric("mean", 1)
+        log_metric("mean", 3.0)
+        return [0.0] * len(completions)
+
+    called = call_reward(logs, batch_of())
+    assert called.extra == {"length": [1, 1]} and called.metrics == [("mean", 1.0), ("mean", 3.0)]
+
+    def short(completions, log_extra, **_):
+        log_extra("length", [1])
+
+    with pytest.raises(ValueError, match=r"log_extra\('length'\) of reward short got 1 values for 2"):
+        call_reward(short, batch_of())
+
+
+def test_async_functions_are_known_and_awaited():
+    async def plain(completions, **_):
+        await asyncio.sleep(0.01)
+        return [0.5] * len(completions)
+
+    class Judge:
+        async def __call__(self, completions, **_):
+            return [0.5] * len(completions)
+
+    for function in (plain, Judge(), functools.partial(plain)):
+        assert is_async(function)
+        assert asyncio.run(call_reward_async(function, batch_of())).scores == [0.5, 0.5]
+        assert attempt_reward(function, batch_of()).scores == [0.5, 0.5]
+    assert asyncio.run(call_reward_async(plain, batch_of())).seconds >= 0.01
+    assert not is_async(call_reward) and not is_async(call) and not is_async(object())
+
+
+def test_what_a_function_raises_comes_through_or_is_a_failure():
     def broken(**arguments):
         raise KeyError("answer")
 
     with pytest.raises(KeyError, match="answer"):
-        call_reward(broken, ["p"], ["c"], [[1]], {})
+        call_reward(broken, batch_of())
+    failure = attempt_reward(broken, batch_of())
+    assert isinstance(failure, RewardFailure) and failure.kind == "raised" and failure.message == "KeyError: 'answer'"
+    assert "in broken" in failure.traceback
+    assert attempt_reward(lambda **_: [1.0], batch_of()).kind == "malformed"
+    assert isinstance(attempt_reward(lambda **_: [1.0, 2.0], batch_of()), RewardCall)
+
+
+def test_an_exception_that_cannot_be_printed_is_a_failure_still():
+    class Rude(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    def broken(**arguments):
+        raise Rude
+
+    failure = attempt_reward(broken, batch_of())
+    assert failure.kind == "raised" and "Rude" in failure.message
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_exception_is_a_failure_only_on_request(error):
+    def broken(**arguments):
+        raise error
+
+    with pytest.raises(error):
+        attempt_reward(broken, batch_of())
+    assert attempt_reward(broken, batch_of(), BaseException).message == error.__name__
+
+
+def test_a_selection_keeps_rows_together():
+    batch = RewardBatch(["p", "q"], ["a", "b"], [[1], [2]], {"answer": ["x", "y"]}, [False, True], TrainerState(5))
+    assert batch.select([1, 0, 1]) == RewardBatch(
+        ["q", "p", "q"],
+        ["b", "a", "b"],
+        [[2], [1], [2]],
+        {"answer": ["y", "x", "y"]},
+        [True, False, True],
+        TrainerState(5),
+    )
+    assert len(batch.select([])) == 0 and batch_of().select([0]).truncated == ()
 
 
 def test_names():
@@ -116,7 +206,12 @@ def test_names():
 
     assert reward_name(exact) == "exact"
     assert reward_name(Judge()) == "Judge"
-    assert reward_name(functools.partial(exact)) == "partial"
+    assert reward_name(functools.partial(exact)) == "exact"
     named = functools.partial(exact)
     named.__name__ = "half"
     assert reward_name(named) == "half"
+
+
+def test_workers_need_no_torch():
+    code = "import sys, torchrl_rloo.rewards.runner; assert 'torch' not in sys.modules, sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -178,7 +178,7 @@ def test_every_method_trains(overrides, tmp_path, method, monkeypatch):
         (["kl_target=0.1", "kl_to_ref_coeff=0"], "kl_target=0.1 adapts a KL coefficient, but kl_to_ref_coeff is 0"),
         (["+loss.correction=tis", "+loss.old_log_probs=proximal"], "weighs tokens, but ratio='sequence' has one"),
         (["plan.prompts_per_step=100000"], "fewer than the 100000 of a step"),
-        (["generate.max_new_tokens=5000"], "more than the model's context of 512"),
+        (["generate.max_new_tokens=5000"], "more than the model's context of 2048"),
         (["+generate.top_q=0.5"], "unknown sampling arguments ['top_q']"),
         (["generate.temperature=-1"], "temperature=-1 must be at least 0"),
         (["generate.temperature=0"], "temperature=0 samples the same completion of a prompt every time"),
@@ -187,7 +187,7 @@ def test_every_method_trains(overrides, tmp_path, method, monkeypatch):
         (["eval.batch_size=0"], "batch_size=0 must be at least 1"),
         (["sampler.share_weights=true"], "sampler.sync_every=2 cannot be had: set sampler.share_weights=false"),
         (["data.eval_source=other.jsonl"], "source='embedded' has its own held-out prompts"),
-        (["eval.scorer=torchrl_rloo.rewards.last_boxed"], "reward last_boxed raised for every row"),
+        (["eval.scorer=torchrl_rloo.rewards.last_boxed"], "scorer last_boxed failed on all 16 completions"),
         (["model.dtype=float33"], "dtype='float33' is not a torch dtype"),
         (["algorithm=grppo"], "algorithm='grppo' must be one of"),
         (["algorithm=ppo"], "see tutorials/ppo.py"),
@@ -223,7 +223,7 @@ def test_other_settings_do_not_resume(overrides, finished, other, message):
 
 def test_starting_over_leaves_nothing_to_resume(overrides, finished, tmp_path):
     shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
-    with pytest.raises(RuntimeError, match="last_boxed raised"):
+    with pytest.raises(RuntimeError, match="scorer last_boxed failed on all"):
         call_main([*overrides, "resume=never", "eval.scorer=torchrl_rloo.rewards.last_boxed"], tmp_path)
     assert not list((tmp_path / "checkpoints").glob("step_*.pt"))
 
@@ -233,6 +233,8 @@ def call_main(overrides: list[str], output: Path) -> None:
 
     from hydra import compose, initialize_config_dir
 
+    if str(SCRIPT.parent) not in sys.path:  # as it is for a script, which imports the file beside it
+        sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("rloo_sync", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -23,8 +23,8 @@ from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
 _ONE_TURN = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
-_OUTCOME = ("done", "terminated", "truncated", "rewards", "ref_log_probs", "token_rewards")
-_NOT_CARRIED = ("reward", "rewards", "ref_log_probs")
+_OUTCOME = ("done", "terminated", "truncated", "rewards", "raw_rewards", "ref_log_probs", "token_rewards", "log_extra")
+_NOT_CARRIED = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
 
 class CollectionProgress(NamedTuple):

@@ -2,12 +2,7 @@
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.merging import merge_identical
-from torchrl_rloo.data.preferences import (
-    PreferenceDataset,
-    encode_demonstrations,
-    encode_preferences,
-    load_preferences,
-)
+from torchrl_rloo.data.preferences import PreferenceDataset, encode_demonstrations, encode_preferences, load_preferences
 from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
 from torchrl_rloo.data.rows import (
     ActionTokens,
@@ -21,6 +16,7 @@ from torchrl_rloo.data.rows import (
     tensor_rows,
     unpad,
 )
+from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 from torchrl_rloo.data.templates import (
     decode_response,
     encode_conversation,
@@ -34,9 +30,11 @@ from torchrl_rloo.data.templates import (
 
 __all__ = [
     "ActionTokens",
+    "MixtureSampler",
     "PreferenceDataset",
     "PromptCounts",
     "PromptDataset",
+    "PromptSampler",
     "action_tokens",
     "concatenate",
     "decode_response",

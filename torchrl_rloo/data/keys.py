@@ -27,6 +27,9 @@ Optional entries, each written by the part that has a use for it:
 
 ============================  ===========  =======  ==================================================================
 ``PROMPT_ID``                 ``[]``       int64    which prompt of the dataset was drawn, the same in every epoch
+``TASK``                      non-tensor   -        name of the task that the prompt is from, in a mixture of several
+``RAW_REWARDS``               ``[F]``      float32  ``REWARDS`` before shaping
+``LOG_EXTRA``                 non-tensor   -        values by column that reward functions want beside the completion
 ``TOKEN_REWARDS``             ``[T]``      float32  reward credited at each token; a turn's reward at its last action
 ``PROXIMAL_LOG_PROBS``        ``[T]``      float32  log-prob under the training model before the first update of a batch
 ``PROXIMAL_ENTROPY``          ``[T]``      float32  entropy (nats) of the distribution sampled from, in the same pass; 0
@@ -65,6 +68,9 @@ REWARDS = ("next", "rewards")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 ADVANTAGE = "advantage"
 PROMPT_ID = "prompt_id"
+TASK = "task"
+RAW_REWARDS = ("next", "raw_rewards")
+LOG_EXTRA = ("next", "log_extra")
 TOKEN_REWARDS = ("next", "token_rewards", "full")
 PROXIMAL_LOG_PROBS = ("proximal_log_probs", "full")
 PROXIMAL_ENTROPY = ("proximal_entropy", "full")
@@ -94,5 +100,6 @@ RESERVED = frozenset(
         "token_rewards",
     }
     | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
-    | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids"}
+    | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids", "raw_rewards"}
+    | {"trainer_state", "log_extra", "log_metric"}
 )  # names that a dataset's own columns cannot have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -20,6 +21,7 @@ from torchrl_rloo.functional import settings_of
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
 CHOSEN, REJECTED = "chosen", "rejected"  # the sub-rows of a pair
+MARGIN = "margin"  # optional, float []: how far apart the rewards of a pair should be at least
 LABEL = "label"  # bool []: whether the completion of a labelled row is desirable
 
 
@@ -93,6 +95,7 @@ def load_preferences(
     limit: int | None = None,
     markup: str | None = None,
     drop_bad_rows: bool = False,
+    margin_column: str | None = None,
     **options: Any,
 ) -> PreferenceDataset:
     """Reads preferences in any of the layouts of ``preference_formats`` and checks every row.
@@ -121,6 +124,7 @@ def load_preferences(
         limit: read only the first so many rows.
         markup: a name in ``MARKUPS`` or ``"tokenizer"``, in place of the type's.
         drop_bad_rows: leave out rows with a fault and list the faults in ``dropped``, rather than raise the first.
+        margin_column: the column of a pair's margin, a number: how far apart rewards should be at least.
         **options: of the type: ``chat_template.default`` has ``field_messages``, ``field_chosen``, ``field_rejected``,
             ``message_property_mappings`` and ``roles``, ``chat_template.argilla_chat`` the last four,
             ``user_defined.default`` has ``field_*`` and ``*_format``.
@@ -145,7 +149,9 @@ def load_preferences(
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row must be a mapping from column names to values, got {row!r:.200}")
-            examples += formats[type](row, **options)
+            found = formats[type](row, **options)
+            margin = {} if margin_column is None else {MARGIN: _margin(row, margin_column)}
+            examples += [{**example, **margin} for example in found]
         except ValueError as error:
             if not drop_bad_rows:
                 raise ValueError(f"{where} as {type!r}: {error}") from error
@@ -218,6 +224,13 @@ def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
         mask = torch.cat([torch.zeros_like(masks[i][: starts[i]]), masks[j][starts[j] :]])
         result.append(TensorDict({keys.TOKENS: full, keys.ACTION_MASK: mask}, []))
     return stack_rows(result)
+
+
+def _margin(row: Mapping[str, Any], column: str) -> float:
+    margin = row.get(column)
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise ValueError(f"margin_column={column!r} must hold a finite number, got {margin!r}")
+    return float(margin)
 
 
 def _with_markup(tokenizer, markup: str):

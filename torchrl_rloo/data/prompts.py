@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -88,6 +88,7 @@ def load_prompts(
     *,
     split: str | None = "train",
     name: str | None = None,
+    row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     prompt_column: str | None = None,
     column_map: Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
@@ -108,6 +109,7 @@ def load_prompts(
             a directory from ``save_to_disk``; a ``datasets.Dataset`` or ``DatasetDict``; any iterable of mappings.
         split: which split of a hub dataset or ``DatasetDict``; ``None`` where there is only one.
         name: the configuration of a hub dataset.
+        row_map: makes the rows out of the source's, where an answer has to be taken out of a text, say.
         prompt_column: the column of prompts, as named after ``column_map``: text, or lists of messages. Default: the
             one of ``PROMPT_COLUMNS`` that is there.
         column_map: new names for columns, ``{name in the source: name in the rows}``.
@@ -130,7 +132,9 @@ def load_prompts(
     if tokenizer is None and max_prompt_length is not None:
         raise ValueError(f"max_prompt_length={max_prompt_length} needs the policy's tokenizer: pass it as tokenizer=")
     chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-    rows = _rows(islice(read_source(source, split, name), limit), prompt_column, column_map or {}, columns)
+    located = islice(read_source(source, split, name), limit)
+    located = located if row_map is None else _mapped(located, row_map)
+    rows = _rows(located, prompt_column, column_map or {}, columns)
     if not rows:
         raise ValueError(f"{shown(source)} is empty: give at least one row")
     for row in rows:
@@ -170,6 +174,16 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
     chosen = set(distinct[:held_out])
     train = dataset.select(i for i, prompt in enumerate(prompts) if prompt not in chosen)
     return train, dataset.select(i for i, prompt in enumerate(prompts) if prompt in chosen)
+
+
+def _mapped(located: Located, row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Located:
+    for where, row in located:
+        try:
+            yield where, row_map(row)
+        except Exception as error:
+            has = f"it has the columns {list(row)}" if isinstance(row, Mapping) else f"it is {row!r:.200}"
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} is not in the format expected: {why}; {has}") from error
 
 
 def _rows(

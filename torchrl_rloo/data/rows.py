@@ -145,6 +145,9 @@ def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
 
 def _tensor_row(row: TensorDictBase) -> TensorDictBase:
     kept = {k: v for k, v in row.items() if not is_non_tensor(v) and k not in _CONVERSATION}
+    outcome, extra = keys.LOG_EXTRA
+    if outcome in kept and extra in kept[outcome].keys():
+        kept[outcome] = kept[outcome].exclude(extra)
     return TensorDict._new_unsafe(kept, batch_size=torch.Size([]))
 
 

@@ -1,6 +1,10 @@
 """What a run does and how it goes: plans, metrics, evaluation, reports."""
 
+from torchrl_rloo.diagnostics.answers import final_answer
+from torchrl_rloo.diagnostics.calibration import Calibration, calibrate, plot_calibration, write_calibration
+from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table
+from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics
 from torchrl_rloo.diagnostics.parity import ParityProbe, ParityReport, advice, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
@@ -8,14 +12,25 @@ from torchrl_rloo.diagnostics.report import plot_curves, write_report
 
 __all__ = [
     "DEFINITIONS",
+    "Calibration",
+    "Comparison",
+    "EvaluatedSample",
     "Evaluation",
+    "EvaluationResult",
+    "EvaluationSettings",
     "ParityProbe",
     "ParityReport",
     "TrainingPlan",
     "advice",
+    "calibrate",
+    "compare",
     "completion_metrics",
     "completion_table",
+    "final_answer",
     "parity_metrics",
+    "plot_calibration",
+    "plot_comparison",
     "plot_curves",
+    "write_calibration",
     "write_report",
 ]

@@ -1,88 +1,270 @@
-"""Evaluation on held-out prompts, by a scorer of its own."""
+"""Evaluation on held-out prompts, by scorers of its own."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
+from torchrl.envs import EnvBase, Transform
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.diagnostics.answers import final_answer
+from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.transforms import RewardTransform
 from torchrl_rloo.modules import TurnPolicy
-from torchrl_rloo.rewards.protocol import RewardFunction
+from torchrl_rloo.rewards.executors import Executor
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, final_text, reward_name
+from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
+
+_LOGGER = logging.getLogger(__name__)
+
+Scorers = RewardFunction | Mapping[str, RewardFunction | None] | None
 
 
 class Evaluation:
-    """Scores a policy on held-out prompts, greedily and sampled, each prompt once.
+    """Scores a policy on held-out prompts, answered greedily and by sampling.
 
-    Every call sees the same prompts and the same random numbers, and touches no random stream of the run. A scorer that
-    raises ends it: a wrong scorer must not look like a poor policy.
+    Every call sees the same prompts and the same random numbers, whatever the batch size, and touches no random stream
+    of the run. A scorer that fails on some completions loses their scores, which then count 0 and are counted; one that
+    fails on all ends the evaluation: a wrong scorer must not look like a poor policy.
 
     Args:
-        policy: the policy being trained; its present weights are evaluated.
-        dataset: the held-out prompts.
-        scorer: a reward function whose mean is reported: what counts, whatever the training reward is.
-        batch_size: prompts at once.
+        policy: what answers; its present weights are evaluated. It must heed the rows' own seeds.
+        dataset: the held-out prompts. A column ``"task"`` makes every metric also one of each task.
+        scorers: what counts, whatever the training reward is: a reward function, or several by name, of which the first
+            is the headline. None in the place of a function is the return that the environment itself gives.
+        num_samples: sampled completions of each prompt; 0 for none.
+        ks: of pass@k and maj@k; each at most ``num_samples``. The mean of the samples, reported anyway, is pass@1.
+        greedy: whether each prompt is also answered with the most likely tokens.
+        generate_kwargs: what to change of the policy's own sampling (``temperature``, ``max_new_tokens``, ...).
+        extract: the answer that a completion's final text votes for, or None if it has none; None for no votes and no
+            maj@k.
+        batch_size: conversations at once.
+        executor: where scorers run, with a time limit if it has one; None runs them in line.
         seed: of the sampled answers.
+        make_env: the environment of a part of the dataset, one row for each of its prompts in any order, with
+            ``"prompt_id"`` (a :class:`DatasetChatEnv` with ``prompts_per_batch=len(part)``). None makes one from the
+            next two.
         make_transforms: makes the environment's own transforms (feedback, tools), as in training; they are not shared
             with it, so that their counters are not either.
         env_kwargs: further arguments of :class:`DatasetChatEnv`.
+        label: a name for people to read, e.g. of the checkpoint.
+
+    Raises:
+        ValueError: for a number out of range, or arguments that do not fit each other.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+        >>> from torchrl_rloo.modules import TransformersWrapper
+        >>> from torchrl_rloo.rewards import boxed_accuracy
+        >>> tokenizer, prompts = build_tokenizer(), load_prompts(addition_prompts("test", size=4))
+        >>> policy = TransformersWrapper(
+        ...     build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4}
+        ... )
+        >>> result = Evaluation(policy, prompts, boxed_accuracy, num_samples=2, ks=[2]).run()
+        >>> list(result.values)
+        ['greedy', 'sampled', 'boxed_accuracy/pass@2', 'boxed_accuracy/maj@2']
     """
 
     def __init__(
         self,
         policy: TurnPolicy,
         dataset: PromptDataset,
-        scorer: RewardFunction,
+        scorers: Scorers,
         *,
+        num_samples: int = 1,
+        ks: Sequence[int] = (),
+        greedy: bool = True,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        extract: Callable[[str], str | None] | None = final_answer,
         batch_size: int = 256,
+        executor: Executor | None = None,
         seed: int = 0,
+        make_env: Callable[[PromptDataset], EnvBase] | None = None,
         make_transforms: Callable[[], Sequence[Transform]] = tuple,
         env_kwargs: Mapping[str, Any] | None = None,
+        label: str = "",
     ):
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        self.policy, self.dataset, self.scorer, self.seed = policy, dataset, scorer, seed
-        self.batch_size, self.make_transforms, self.env_kwargs = batch_size, make_transforms, dict(env_kwargs or {})
+        self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
+        self.scorers, self.executor = _by_name(scorers), executor
+        self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
+        sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
+        self.settings = EvaluationSettings(
+            scorers=tuple(self.scorers),
+            num_samples=num_samples,
+            ks=tuple(ks),
+            greedy=greedy,
+            votes=extract is not None,
+            seed=seed,
+            generate_kwargs={k: v for k, v in sampling.items() if k != "seed"},
+            fingerprint=dataset.fingerprint,
+            label=label,
+        )
+        self._check()
+        self._policy()  # so that an unknown argument of generate_kwargs shows now
+
+    def _check(self) -> None:
+        asked = self.settings
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        if asked.num_samples < 0 or not (asked.num_samples or asked.greedy):
+            raise ValueError(f"num_samples={asked.num_samples} must be at least {0 if asked.greedy else 1}")
+        if bad := [k for k in asked.ks if not 1 <= k <= asked.num_samples]:
+            raise ValueError(
+                f"ks={asked.ks}: {bad} are not between 1 and num_samples={asked.num_samples}; raise num_samples"
+            )
+        if asked.num_samples > 1 and asked.generate_kwargs.get("temperature", 1.0) == 0:
+            raise ValueError(f"temperature=0 gives num_samples={asked.num_samples} times the same completion: raise it")
+        if self.make_env is not None and self.env_kwargs:
+            raise ValueError("env_kwargs are of the environment that is made without make_env: set them there")
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """``({"eval/greedy": ..., "eval/sampled": ...}, table of greedy completions)``."""
-        greedy = self._run(temperature=0.0)
-        sampled = self._run()
-        metrics = {"eval/greedy": _mean_score(greedy), "eval/sampled": _mean_score(sampled)}
-        return metrics, completion_table(greedy)
+        """``({"eval/greedy": ..., "eval/sampled": ..., ...}, table of greedy completions)``; see :meth:`run`."""
+        result = self.run()
+        return result.metrics, result.table()
 
-    def _run(self, **generate_kwargs: Any) -> list[TensorDictBase]:
-        kwargs = {k: v for k, v in self.policy.generate_kwargs.items() if k != "do_sample"}
-        policy = self.policy.get_new_version(generate_kwargs=kwargs | {"seed": self.seed} | generate_kwargs)
-        return [row for part in self._parts() for row in self._collect(part, policy).unbind(0)]
+    def run(self) -> EvaluationResult:
+        """Answers all prompts, scores all completions.
 
-    def _parts(self) -> list[PromptDataset]:
-        n = len(self.dataset)
-        return [self.dataset.select(range(i, min(i + self.batch_size, n))) for i in range(0, n, self.batch_size)]
+        Raises:
+            RuntimeError: if a scorer fails on every completion.
+        """
+        asked, prompts = self.settings, range(len(self.dataset))
+        places = [(i, None) for i in prompts] if asked.greedy else []
+        rows = self._answers(places, greedy=True)
+        sampled = [(i, k) for i in prompts for k in range(asked.num_samples)]
+        rows += self._answers(sampled, greedy=False)
+        batch, scores, failed = _batch(rows), {}, {}
+        for name, scorer in self.scorers.items():
+            if scorer is None:
+                scores[name], failed[name] = _returns(rows), 0
+            else:
+                scores[name], failed[name] = self._score(name, scorer, batch)
+        samples = [
+            self._sample(batch, i, place, {name: column[i] for name, column in scores.items()})
+            for i, place in enumerate(places + sampled)
+        ]
+        return EvaluationResult(samples, asked, failed)
 
-    def _collect(self, part: PromptDataset, policy: TurnPolicy) -> TensorDictBase:
-        env = DatasetChatEnv(
+    def _answers(self, places: Sequence[tuple[int, int | None]], *, greedy: bool) -> list[TensorDictBase]:
+        """A finished row for each ``(prompt, sample)``, in order."""
+        rows: list[TensorDictBase] = []
+        policy = self._policy(temperature=0.0) if greedy else self._policy()
+        for start in range(0, len(places), self.batch_size):
+            rows += self._collect(places[start : start + self.batch_size], policy)
+        return rows
+
+    def _collect(self, part: Sequence[tuple[int, int | None]], policy: TurnPolicy) -> list[TensorDictBase]:
+        prompts = self.dataset.select(i for i, _ in part)
+        env = self._make_env(prompts) if self.make_env is None else self.make_env(prompts)
+        seeds = [self._seed(*place) for place in part]
+
+        def seeded(rows: TensorDictBase) -> TensorDictBase:
+            for row in rows.unbind(0):
+                row.set(keys.SEED, torch.tensor(seeds[int(row[keys.PROMPT_ID])]))
+            return policy(rows)
+
+        rows = LLMCollector(env, seeded).collect().unbind(0)
+        found = {int(row[keys.PROMPT_ID]): row for row in rows}
+        if len(rows) != len(part) or found.keys() != set(range(len(part))):
+            raise ValueError(
+                f"the environment of make_env gave {len(rows)} rows of {len(found)} prompts for a part of {len(part)} "
+                "prompts: set prompts_per_batch=len(part) and num_generations=1"
+            )
+        return [found[i] for i in range(len(part))]
+
+    def _make_env(self, part: PromptDataset) -> EnvBase:
+        return DatasetChatEnv(
             part,
             self.policy.tokenizer,
             prompts_per_batch=len(part),
-            rewards=RewardTransform(self.scorer, max_failures=1),
             transforms=self.make_transforms(),
             shuffle=False,
             **self.env_kwargs,
         )
-        return LLMCollector(env, policy).collect()
+
+    def _policy(self, **changes: Any) -> TurnPolicy:
+        kwargs = self.settings.generate_kwargs | {"seed": self.settings.seed} | changes
+        return self.policy.get_new_version(generate_kwargs=kwargs)
+
+    def _seed(self, prompt: int, sample: int | None) -> int:
+        digest = hashlib.sha256(f"{self.settings.seed} {prompt} {sample}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % 2**62
+
+    def _score(self, name: str, scorer: RewardFunction, batch: RewardBatch) -> tuple[list[float | None], int]:
+        """The scores of all completions, and on how many the scorer failed."""
+        runner = RewardRunner(scorer, executor=self.executor, max_consecutive_failures=len(batch))
+        try:
+            scores = runner(batch).scores[0]
+        except RewardFailureError as error:
+            raise RuntimeError(f"scorer {name} failed on all {len(batch)} completions: {error}") from error
+        finally:
+            runner.close()
+        kinds = {key.rpartition("/")[2]: number for key, number in runner.counts.items()}
+        return scores, sum(number for kind, number in kinds.items() if kind not in ("duplicates", "repeated"))
+
+    def _sample(
+        self, batch: RewardBatch, i: int, place: tuple[int, int | None], scores: dict[str, float | None]
+    ) -> EvaluatedSample:
+        columns = {name: values[i] for name, values in batch.columns.items()}
+        task = columns.pop(keys.TASK, None)
+        return EvaluatedSample(
+            prompt_id=place[0],
+            sample=place[1],
+            prompt=_text(batch.prompts[i]),
+            completion=_text(batch.completions[i]),
+            scores=scores,
+            extracted=None if self.extract is None else _extracted(self.extract, batch.completions[i]),
+            seed=self._seed(*place),
+            truncated=batch.truncated[i],
+            tokens=len(batch.completion_ids[i]),
+            task=None if task is None else str(task),
+            columns=columns,
+        )
 
 
-def _mean_score(rows: Sequence[TensorDictBase]) -> float:
-    """Mean over the prompts; a prompt on which the scorer abstained counts 0."""
-    return float(torch.stack([row[keys.REWARD].reshape(()) for row in rows]).double().nan_to_num(0.0).mean())
+def _by_name(scorers: Scorers) -> dict[str, RewardFunction | None]:
+    if not isinstance(scorers, Mapping):
+        scorers = {"return" if scorers is None else reward_name(scorers): scorers}
+    if not scorers:
+        raise ValueError("scorers is empty: give at least one reward function")
+    if bad := [name for name in scorers if "/" in name or name in ("greedy", "sampled")]:
+        raise ValueError(f"names of scorers {bad} would be taken for metrics: use others, without '/'")
+    return dict(scorers)
+
+
+def _batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
+    """Finished rows as reward functions see them."""
+    names = [name for name in rows[0].keys() if name not in keys.RESERVED]
+    return RewardBatch(
+        prompts=[row[keys.QUERY] for row in rows],
+        completions=[row[keys.COMPLETION] for row in rows],
+        completion_ids=[row[keys.TOKENS][row[keys.ACTION_MASK]].tolist() for row in rows],
+        columns={name: [_plain(row[name]) for row in rows] for name in names},
+        truncated=[bool(row[keys.TRUNCATED]) for row in rows],
+    )
+
+
+def _returns(rows: Sequence[TensorDictBase]) -> list[float | None]:
+    values = [float(row[keys.REWARD]) for row in rows]
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _extracted(extract: Callable[[str], str | None], completion: Any) -> str | None:
+    """The vote of a completion; none where extracting it fails, which is no reason to lose an evaluation."""
+    try:
+        return extract(final_text(completion))
+    except Exception:
+        _LOGGER.exception("extract failed on a completion, which then does not vote")
+        return None
 
 
 def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:
@@ -94,6 +276,8 @@ def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int
 def _readable(row: TensorDictBase) -> dict[str, Any]:
     entry = {"prompt": _text(row[keys.QUERY]), "completion": _text(row[keys.COMPLETION])}
     entry |= {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED}
+    if keys.LOG_EXTRA in row.keys(True):
+        entry = row[keys.LOG_EXTRA] | entry
     entry["reward"] = float(row[keys.REWARD])
     if keys.ADVANTAGE in row.keys():
         entry["advantage"] = float(row[keys.ADVANTAGE])

@@ -22,19 +22,37 @@ DEFINITIONS = {
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal: they teach nothing",
     "frac_abstained": "share of the rows on which every reward function abstained: they train nothing",
     "rewards/<function>/<mean|std>": "of one reward function, over the rows on which it did not abstain",
+    "rewards/<chosen|rejected>": "mean score that a reward model gives the better (worse) completions of a step",
+    "rewards/<chosen|rejected>_std": "unbiased standard deviation of the same",
+    "rewards/margin": "mean difference of the two over the pairs",
+    "rewards/accuracy": "share of the pairs whose better completion has the higher score; a tie counts half",
+    "eval/pair_<accuracy|margin>": "the same as rewards/<accuracy|margin>, of the held-out pairs",
+    "eval/pair_nll": "mean negative log-likelihood of the held-out pairs' labels in nats; 0.693 without knowledge",
+    "eval/pair_ece": "expected calibration error of the held-out pairs at temperature 1, mean |accuracy - confidence|",
     "completions/<mean|min|max>_length": "action tokens a row",
     "completions/clipped_ratio": "share of the rows that a token, turn or time limit cut off",
     "completions/<mean|min|max>_terminated_length": "action tokens of the rows that were not cut off; 0 if none",
     "num_turns": "mean number of policy turns a row",
     "kl": "mean over action tokens of behaviour minus reference log-prob (k1), in nats",
-    "staleness": "mean over the rows of the current policy version minus the version that sampled the row",
+    "staleness": "mean over the rows trained on of the current policy version minus the version that sampled the row",
+    "tasks/<task>/share": "share of the rows that are of one task of a mixture",
+    "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio>": "as for all rows, of the task's rows",
+    "logged/<name>": "mean over the calls of the step of what reward functions gave to log_metric",
     "eval/greedy": "mean score of the held-out prompts, answered with the most likely token at each step",
     "eval/sampled": "mean score of the held-out prompts, answered by sampling as in training",
+    "eval/<greedy|sampled>_<low|high>": "ends of its 95 % confidence interval over the held-out prompts",
+    "eval/failed": "scores of held-out completions that a scorer failed to give in this evaluation; they count 0",
+    "eval/<scorer>/greedy": "as eval/greedy, by a scorer other than the first",
+    "eval/<scorer>/greedy_<low|high>": "ends of its 95 % confidence interval",
+    "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples; expected best score of k samples; expected score "
+    "of the answer that most of k samples give; with _low and _high the ends of the 95 % confidence interval",
+    "eval/tasks/<task>/<metric>": "that metric over the held-out prompts of one task of a mixture",
+    "eval/tasks/<task>/<scorer>/<metric>": "the same",
     "loss": "what is minimised, mean of the step's updates; near 0 on-policy at any progress: judge by the reward",
     "entropy": "mean entropy of the sampled distribution per action token of the rows trained on, in nats",
     "kl_coeff": "coefficient of the KL to the reference in the step",
     "kl_to_ref": "mean of the loss's KL estimator per action token trained on, from current weights to reference",
-    "loss_<kl_to_ref|kl_to_inference|entropy|router>": "that term of the loss, its coefficient included",
+    "loss_<kl_to_ref|kl_to_inference|entropy|router|centering|batch_sum>": "that term of the loss, weighted",
     "correction": "mean importance weight that corrects for the sampler, per action token trained on",
     "kept": "share of the action tokens trained on that a correction or mask leaves a policy gradient",
     "kl_approx": "mean k3 divergence of sampler from trainer per action token, in nats; 0 on-policy",
@@ -50,14 +68,32 @@ DEFINITIONS = {
     "grad_norm": "norm of the gradient before clipping",
     "learning_rate": "learning rate of the next optimizer step",
     "num_tokens": "tokens of all rows so far, prompts included",
-    "count/<function>/not_finite": "scores of a reward function so far that were NaN or infinite; they abstain",
-    "count/<function>/failed_calls": "calls of a reward function so far that raised for every row",
-    "count/<function>/failed_rows": "rows so far for which a reward function raised; they abstain",
+    "count/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward function "
+    "failed so; it abstains on them",
+    "count/<function>/duplicates": "samples so far that took over the score of an identical one in their batch",
+    "count/<function>/repeated": "samples so far that were scored alone because a call of several had failed",
+    "count/<function>/<unnormalised|clipped>": "scores so far that shaping left as they were for want of statistics, "
+    "or that it clipped",
+    "count/shaped_truncated_rows": "truncated rows so far whose return was changed for it",
+    "count/draws/<task>": "prompts so far that a mixture drew from a task",
+    "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far that had a signal, or why they had "
+    "none: all rewards 0, all 1, all equal, or fewer than two rows with one",
+    "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far collected to fill up "
+    "steps, groups given out, groups that were not to be had and in how many steps, and surplus that got too old",
+    "count/cache/<added|used|evicted|stale|worn|missing>": "groups so far that entered the cache, were given out, left "
+    "it for newer ones, for their age or their use, or were asked for in vain",
+    "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from the prompts preferred, and from all; "
+    "prompts that came into the target range, and that are solved too well to be drawn",
+    "count/rerolls/<queued|drawn|solved|given_up>": "prompts so far that nothing solved and that were queued, drawn "
+    "again, solved then, or not in any of the tries",
+    "pool/<standing>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
     "count/<groups|rows>": "that have left MCAdvantage with advantages so far",
     "count/expired_<groups|rows>": "that MCAdvantage gave up waiting for so far",
     "count/failed_turns": "turns so far whose reward function raised or gave no finite number; their rows abstain",
     "count/late_rows": "rows so far that came after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
+    "time/reward/<function>/<p50|p99|max>": "quantiles of the seconds that a reward function took for a sample, over all "
+    "of this process so far (in timings.jsonl)",
     "cpu_seconds": "CPU seconds of the run so far, earlier processes included (in timings.jsonl)",
     "tokens_per_second": "action tokens sampled in the step per second of collecting (in timings.jsonl)",
 }
@@ -78,7 +114,7 @@ def completion_metrics(
         reward_weights: their weights.
         mask_truncated_completions: leave the tokens of truncated rows out of ``kl``, as the loss does.
     """
-    scores = rows[keys.REWARDS]
+    scores = rows[keys.RAW_REWARDS if keys.RAW_REWARDS in rows.keys(True) else keys.REWARDS]
     rewards = combine_rewards(scores, reward_weights)
     given = rewards[~rewards.isnan()]
     metrics = {
@@ -97,7 +133,27 @@ def completion_metrics(
     if keys.REF_LOG_PROBS in rows.keys(True):
         mask = actions.mask & ~truncated[:, None] if mask_truncated_completions else actions.mask
         metrics["kl"] = masked_mean(_k1(rows, actions), mask)
+    if keys.TASK in rows.keys():
+        metrics |= _by_task(rows, rewards, actions.mask.sum(1).float(), truncated)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _by_task(
+    rows: TensorDictBase, rewards: torch.Tensor, lengths: torch.Tensor, truncated: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What the rows of each task of a mixture look like."""
+    tasks = [row[keys.TASK] for row in rows.unbind(0)]
+    metrics = {}
+    for task in sorted(set(tasks)):
+        mine = torch.tensor([other == task for other in tasks])
+        metrics |= {
+            f"tasks/{task}/share": mine.float().mean(),
+            f"tasks/{task}/reward": rewards[mine].nanmean(),
+            f"tasks/{task}/frac_reward_zero_std": _share_of_equal_groups(rewards[mine], rows[keys.GROUP_ID][mine]),
+            f"tasks/{task}/mean_length": lengths[mine].mean(),
+            f"tasks/{task}/clipped_ratio": truncated[mine].float().mean(),
+        }
+    return metrics
 
 
 def _k1(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _COLOURS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
+_ENDS = ("low", "high")  # of a metric's interval, under names of their own
 _SAMPLES = 4  # completions shown of the first and of the last step
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Curves that share axes: the metrics whose names match one of ``patterns``."""
+    """Curves that share axes: the metrics whose names match one of ``patterns``, and none that begins with ``!``."""
 
     title: str
     unit: str
@@ -31,11 +32,15 @@ class _Panel:
     points: bool = False  # measured now and then: mark every measurement
     smoothed: bool = False
     share: bool = False  # lies in 0..1, and how far from the ends is what matters
+    least: int = 1  # metrics without which it is left out
 
 
 _DEFAULT_PANELS = (
     _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
-    _Panel("Held-out evaluation", "score", ("eval/*",), points=True, share=True),
+    _Panel("Held-out evaluation", "score", ("eval/*", "!eval/failed", "!eval/tasks/*"), points=True, share=True),
+    _Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
+    _Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
+    _Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
     _Panel("Groups whose rewards are all equal", "share of groups", ("frac_reward_zero_std",), share=True),
     _Panel("Policy entropy", "nats per token", ("entropy",)),
     _Panel("Mean length of a completion", "tokens", ("completions/mean_length",)),
@@ -95,7 +100,7 @@ def _choose_panels(names: Sequence[str], panels: Sequence[Sequence[str]] | None)
     if not names:
         raise ValueError("history has no metric with a finite value, so there is nothing to draw.")
     if panels is None:
-        usual = [panel for panel in _DEFAULT_PANELS if _matching(names, panel.patterns)]
+        usual = [panel for panel in _DEFAULT_PANELS if len(_matching(names, panel.patterns)) >= panel.least]
         return usual or [_Panel(name, "", (name,)) for name in names]
     for patterns in panels:
         if not _matching(names, patterns):
@@ -104,7 +109,17 @@ def _choose_panels(names: Sequence[str], panels: Sequence[Sequence[str]] | None)
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    """Metrics to draw a line of; the ends of an interval are the band around one."""
+    bounds = {f"{name}_{end}" for name in names for end in _ENDS}
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    return [
+        name
+        for name in names
+        if name not in bounds
+        and any(fnmatchcase(name, pattern) for pattern in wanted)
+        and not any(fnmatchcase(name, pattern) for pattern in unwanted)
+    ]
 
 
 def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row]) -> None:
@@ -121,6 +136,9 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
         else:
             marker = "o" if panel.points or len(values) < 10 else None
             axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=4, label=name)
+        if all(f"{name}_{end}" in names for end in _ENDS):
+            low, high = ([entry.get(f"{name}_{end}", math.nan) for entry in entries] for end in _ENDS)
+            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     if panel.share and 0 <= min(drawn) and max(drawn) <= 1:
         axes.set_ylim(-0.03, 1.03)
     else:
@@ -157,6 +175,8 @@ def write_report(
     definitions: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
     panels: Sequence[Sequence[str]] | None = None,
+    figures: Mapping[str, str | Path] | None = None,
+    title: str = "RLOO run",
 ) -> Path:
     """Writes ``report.html``, one file that needs no other, and beside it ``curves.png`` and ``summary.json``.
 
@@ -168,6 +188,8 @@ def write_report(
         definitions: what each metric means, by its name.
         settings: the run's configuration; the page ends with it.
         panels: see :func:`plot_curves`.
+        figures: further pictures, PNG files by title.
+        title: of the page.
 
     Returns:
         The page.
@@ -180,10 +202,10 @@ def write_report(
     record = {**summary, "settings": settings} if settings else summary
     text = json.dumps(_without_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     (directory / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-    picture = base64.b64encode(curves.read_bytes()).decode("ascii")
     sections = [
         _section("Summary", _pairs(summary)),
-        _section("Curves", f'<img alt="Training curves" src="data:image/png;base64,{picture}">'),
+        _section("Curves", _picture("Training curves", curves)),
+        *(_section(name, _picture(name, Path(file))) for name, file in (figures or {}).items()),
         *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
     ]
     if definitions:
@@ -191,7 +213,8 @@ def write_report(
     if settings:
         sections.append(_section("Settings", _pairs(settings)))
     page = directory / "report.html"
-    page.write_text(_PAGE.replace("%SECTIONS%", "\n".join(sections)), encoding="utf-8", errors="backslashreplace")
+    text = _PAGE.replace("%TITLE%", html.escape(title)).replace("%SECTIONS%", "\n".join(sections))
+    page.write_text(text, encoding="utf-8", errors="backslashreplace")
     return page
 
 
@@ -206,6 +229,11 @@ def _without_nan(value: Any) -> Any:
 
 def _section(title: str, content: str) -> str:
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{content}\n</section>"
+
+
+def _picture(name: str, file: Path) -> str:
+    data = base64.b64encode(file.read_bytes()).decode("ascii")
+    return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
 def _pairs(pairs: Mapping[str, Any]) -> str:
@@ -245,7 +273,7 @@ _PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>RLOO run</title>
+<title>%TITLE%</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 2em auto;
        padding: 0 1em; }
@@ -266,7 +294,7 @@ td span { white-space: pre-wrap; }
 </style>
 </head>
 <body>
-<h1>RLOO run</h1>
+<h1>%TITLE%</h1>
 %SECTIONS%
 </body>
 </html>

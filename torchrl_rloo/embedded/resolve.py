@@ -1,16 +1,23 @@
-"""What the name ``embedded`` stands for where a model or a dataset is asked for."""
+"""What the names ``embedded`` and ``addition`` stand for where a model or a task is asked for."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_rloo.data.prompts import PromptDataset, load_prompts, split_prompts
 from torchrl_rloo.embedded.addition import addition_prompts
 from torchrl_rloo.embedded.warm_start import warm_start
+from torchrl_rloo.envs.tasks import EMBEDDED, Mixture, Task, load_task
+from torchrl_rloo.rewards.boxed import last_boxed
 
-EMBEDDED = "embedded"
+ADDITION = Task(
+    name="addition",
+    stand_in=lambda split, size=None, seed=0: addition_prompts(split, size=size),  # as many as there are, in one order
+    rewards=("boxed_accuracy",),
+    scorer="boxed_accuracy",
+    extract_answer=last_boxed,
+)
 
 
 def resolve_model(name: str | os.PathLike, seed: int, log: Callable[[str], None] | None = None) -> str | os.PathLike:
@@ -24,46 +31,34 @@ def resolve_model(name: str | os.PathLike, seed: int, log: Callable[[str], None]
     return warm_start(seed, log=log) if name == EMBEDDED else name
 
 
-def resolve_prompts(
-    source: Any,
-    *,
-    eval_source: Any = None,
-    eval_split: str | None = None,
-    eval_size: int = 256,
-    seed: int = 0,
-    tokenizer=None,
-    **kwargs: Any,
-) -> tuple[PromptDataset, PromptDataset]:
-    """Training and held-out prompts, none of them in both.
+def resolve_task(
+    name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, Any] | float] | None = None
+) -> Task | Mixture:
+    """A task by its name: ``"addition"``, or one of :data:`~torchrl_rloo.envs.tasks.TASKS`; or several of them.
 
     Args:
-        source: ``"embedded"`` for the addition task, or what :func:`load_prompts` takes.
-        eval_source: held-out prompts, in the same format; None splits them off ``source``.
-        eval_split: split of ``eval_source``; None takes the same as of ``source``.
-        eval_size: number of held-out prompts.
-        seed: of the split.
-        tokenizer: see :func:`load_prompts`.
-        **kwargs: see :func:`load_prompts`.
+        name: of the task; ``"mixture"`` for a mixture.
+        mixture: for each task of a mixture its ``weight``, and arguments of its own :meth:`Task.load` (``source``); a
+            number alone is the weight.
 
     Raises:
-        ValueError: if a held-out prompt is a training prompt, or the embedded task is given an ``eval_source``.
+        ValueError: for an unknown name, or a mixture under another name.
+
+    Example:
+        >>> train, held_out = resolve_task("addition").load(eval_size=10)
+        >>> held_out[0]["query"][1]["role"]
+        'user'
+        >>> resolve_task("mixture", {"addition": 3, "countdown": {"weight": 1, "limit": 100}}).weights
+        [3, 1]
     """
-    options = {"tokenizer": tokenizer, **kwargs}
-    if source == EMBEDDED:
-        if eval_source is not None or eval_split is not None:
-            raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
-        held_out = addition_prompts("test", size=eval_size)
-        return load_prompts(addition_prompts("train"), **options), load_prompts(held_out, **options)
-    if eval_source is None:
-        if eval_split is not None:
-            raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
-        return split_prompts(load_prompts(source, **options), eval_size, seed)
-    eval_options = options | {"limit": eval_size} | ({"split": eval_split} if eval_split else {})
-    train, held_out = load_prompts(source, **options), load_prompts(eval_source, **eval_options)
-    seen = {str(row["query"]) for row in train}
-    if shared := sum(str(row["query"]) in seen for row in held_out):
+    if (name == Mixture.name) != (mixture is not None):
         raise ValueError(
-            f"{shared} of the {len(held_out)} held-out prompts of eval_source are training prompts: set eval_split, "
-            "give other prompts, or leave eval_source null to split some off"
+            f"task name={name!r} with mixture={mixture!r}: a mixture is named {Mixture.name!r}, and nothing else"
         )
-    return train, held_out
+    if mixture is None:
+        return ADDITION if name == ADDITION.name else load_task(name)
+    options = {
+        part: dict(given) if isinstance(given, Mapping) else {"weight": given} for part, given in mixture.items()
+    }
+    weights = [given.pop("weight", 1.0) for given in options.values()]
+    return Mixture([resolve_task(part) for part in options], weights, options)

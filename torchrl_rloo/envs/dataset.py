@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import Compose, Transform, TransformedEnv
 
 from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.reward import RewardTransform
@@ -41,10 +42,11 @@ class DatasetChatEnv(TransformedEnv):
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
         rewards: reward functions, or a ready :class:`RewardTransform`; None for no reward.
         transforms: put between the primer and the rewards, in order.
-        after_rewards: put after the rewards, in order (a :class:`KLRewardTransform`, say).
+        after_rewards: put after the rewards, in order: shaping of scores, then a :class:`KLRewardTransform`, say.
         shuffle: see :class:`DataLoadingPrimer`.
         seed: see :class:`DataLoadingPrimer`.
         epochs: see :class:`DataLoadingPrimer`.
+        sampler: see :class:`DataLoadingPrimer`.
         input_mode: see :class:`ChatEnv`.
         max_tokens: see :class:`ChatEnv`.
         template_kwargs: see :class:`ChatEnv`.
@@ -74,6 +76,7 @@ class DatasetChatEnv(TransformedEnv):
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
+        sampler: PromptSampler | None = None,
         input_mode: Literal["tokens", "text", "history"] = "tokens",
         max_tokens: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -88,7 +91,8 @@ class DatasetChatEnv(TransformedEnv):
             max_tokens=max_tokens,
             template_kwargs=template_kwargs,
         )
-        primer = DataLoadingPrimer(dataset, num_generations=num_generations, shuffle=shuffle, seed=seed, epochs=epochs)
+        draws = {"shuffle": shuffle, "seed": seed, "epochs": epochs, "sampler": sampler}
+        primer = DataLoadingPrimer(dataset, num_generations=num_generations, **draws)
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)
         scored = () if rewards is None else (rewards,)

@@ -43,3 +43,22 @@ def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
     """
     n = log_ratio.new_tensor(float(log_ratio.numel()))
     return (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0) - n.log()).exp()
+
+
+def wilson_interval(share: torch.Tensor, counts: torch.Tensor, z: float = 1.96) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Confidence interval of a share (Wilson 1927), which stays within [0, 1] and is right for few counts as well.
+
+    .. math:: \frac{\hat p + z^2 / 2n \pm z \sqrt{\hat p (1 - \hat p) / n + z^2 / 4 n^2}}{1 + z^2 / n}
+
+    Args:
+        share: ``[...]`` shares :math:`\hat p`.
+        counts: ``[...]``, of how many.
+        z: quantile of the normal distribution; 1.96 for 95 %.
+
+    Returns:
+        Lower and upper ends, ``[...]``; NaN where there is nothing to count.
+    """
+    centre = share + z**2 / (2 * counts)
+    half = z * (share * (1 - share) / counts + z**2 / (4 * counts**2)).sqrt()
+    scale = 1 + z**2 / counts
+    return ((centre - half) / scale).clamp(min=0), ((centre + half) / scale).clamp(max=1)

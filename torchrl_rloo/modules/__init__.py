@@ -2,11 +2,12 @@
 
 from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.modules.head import Head, find_head, score_positions
-from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, parse_dtype
+from torchrl_rloo.modules.loading import add_adapter, context_length, load_model
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_copy, frozen_reference
+from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.modules.scoring import ScoredActions
 from torchrl_rloo.modules.turns import TurnPolicy
 from torchrl_rloo.modules.value import ValueHead
@@ -18,6 +19,7 @@ __all__ = [
     "GenerationConfig",
     "Head",
     "MovingReference",
+    "RewardModel",
     "ScoredActions",
     "Scorer",
     "TransformersWrapper",
@@ -26,13 +28,14 @@ __all__ = [
     "action_hidden",
     "add_adapter",
     "context_length",
+    "encode_pairs",
     "end_of_sequence_ids",
     "find_head",
     "frozen_copy",
     "frozen_reference",
     "generate",
     "load_model",
-    "parse_dtype",
+    "load_reward_model",
     "record_log_probs",
     "score_positions",
     "supports_packing",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_rloo.functional.dtypes import parse_dtype
+
 _OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
@@ -55,18 +57,6 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
     except ImportError as error:
         raise ImportError("an adapter needs peft: pip install 'torchrl_rloo[peft]'") from error
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name such as ``"bfloat16"``.
-
-    Raises:
-        ValueError: if torch has no dtype of that name.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype={name!r} is not a torch dtype; use 'float32' or 'bfloat16'")
-    return dtype
 
 
 def context_length(model: PreTrainedModel) -> int | None:

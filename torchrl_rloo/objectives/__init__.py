@@ -5,6 +5,7 @@ from torchrl_rloo.objectives.counts import LossCounts
 from torchrl_rloo.objectives.output import RLOOLossOutput, merge_outputs
 from torchrl_rloo.objectives.preference import PreferenceLoss, merge_preferences
 from torchrl_rloo.objectives.presets import PRESETS, Preset
+from torchrl_rloo.objectives.reward_model import RewardModelLoss, RewardModelLossOutput, merge_reward_outputs
 from torchrl_rloo.objectives.rloo import RLOOLoss
 from torchrl_rloo.objectives.sft import SFTLoss
 from torchrl_rloo.objectives.value import ValueLoss
@@ -18,8 +19,11 @@ __all__ = [
     "Preset",
     "RLOOLoss",
     "RLOOLossOutput",
+    "RewardModelLoss",
+    "RewardModelLossOutput",
     "SFTLoss",
     "ValueLoss",
     "merge_outputs",
     "merge_preferences",
+    "merge_reward_outputs",
 ]

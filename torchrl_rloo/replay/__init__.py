@@ -2,7 +2,23 @@
 
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.baseline import RunningBaseline
-from torchrl_rloo.replay.filters import drop_zero_advantage
+from torchrl_rloo.replay.cache import GroupCache
+from torchrl_rloo.replay.filters import ZeroSignalFilter, drop_zero_advantage
 from torchrl_rloo.replay.gae import GAE
+from torchrl_rloo.replay.outcomes import EachScore, WeightedScores, final_return
+from torchrl_rloo.replay.pass_rates import PassRatePool
+from torchrl_rloo.replay.rerolls import DeferredRerolls
 
-__all__ = ["GAE", "MCAdvantage", "RunningBaseline", "drop_zero_advantage"]
+__all__ = [
+    "GAE",
+    "DeferredRerolls",
+    "EachScore",
+    "GroupCache",
+    "MCAdvantage",
+    "PassRatePool",
+    "RunningBaseline",
+    "WeightedScores",
+    "ZeroSignalFilter",
+    "drop_zero_advantage",
+    "final_return",
+]

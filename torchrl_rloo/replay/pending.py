@@ -7,11 +7,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
-from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import collection
+from torchrl_rloo.data.plain import from_plain, to_plain
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -138,8 +137,8 @@ class PendingGroups:
     def state_dict(self) -> dict[str, Any]:
         """Held rows and counters: plain values and tensors."""
         return {
-            "pending": {g: [_to_plain(row) for row in rows] for g, rows in self._pending.items()},
-            "waiting": [[_to_plain(row) for row in rows] for rows in self._waiting],
+            "pending": {g: [to_plain(row) for row in rows] for g, rows in self._pending.items()},
+            "waiting": [[to_plain(row) for row in rows] for rows in self._waiting],
             "arrived": dict(self._arrived),
             "left": list(self._gone),
             "batch": self._batch,
@@ -148,38 +147,9 @@ class PendingGroups:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores held rows and, in place, the counters."""
-        self._pending = OrderedDict((g, [_from_plain(row) for row in rows]) for g, rows in state["pending"].items())
-        self._waiting = [[_from_plain(row) for row in rows] for rows in state["waiting"]]
+        self._pending = OrderedDict((g, [from_plain(row) for row in rows]) for g, rows in state["pending"].items())
+        self._waiting = [[from_plain(row) for row in rows] for rows in state["waiting"]]
         self._arrived, self._gone = dict(state["arrived"]), OrderedDict.fromkeys(state["left"])
         self._batch = state["batch"]
         self.counts.clear()
         self.counts.update(state["counts"])
-
-
-_VALUE, _CLASS = "non-tensor value", "tensorclass"
-_CLASSES = {cls.__name__: cls for cls in (Tokens, Masks, LogProbs)}
-
-
-def _to_plain(row: TensorDictBase) -> dict[str, Any]:
-    """A row as nested dicts, which a checkpoint can hold; text, other values and tensorclasses are marked as such."""
-
-    def plain(value):
-        if is_non_tensor(value):
-            return {_VALUE: value.tolist()}
-        return _to_plain(value) if is_tensor_collection(value) else value
-
-    entries = {k: plain(v) for k, v in row.items()}
-    name = type(row).__name__
-    return {_CLASS: name, **entries} if name in _CLASSES else entries
-
-
-def _from_plain(row: dict[str, Any]) -> TensorDictBase:
-    """The row again, with the tensorclasses it had."""
-
-    def entry(value):
-        if isinstance(value, dict):
-            return NonTensorData(value[_VALUE]) if _VALUE in value else _from_plain(value)
-        return value
-
-    entries = {k: entry(v) for k, v in row.items() if k != _CLASS}
-    return collection(_CLASSES[row[_CLASS]], **entries) if _CLASS in row else TensorDict(entries, [])

@@ -2,24 +2,82 @@
 
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.boxed import boxed_accuracy, last_boxed
+from torchrl_rloo.rewards.by_task import ByTask
+from torchrl_rloo.rewards.choices import MultipleChoice
+from torchrl_rloo.rewards.classifier import SequenceClassifier
+from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.controls import Shuffled
-from torchrl_rloo.rewards.formats import think_format
-from torchrl_rloo.rewards.lengths import SoftOverlong
-from torchrl_rloo.rewards.protocol import RewardFunction, call_reward, final_text, reward_name
+from torchrl_rloo.rewards.countdown import Countdown
+from torchrl_rloo.rewards.executors import Executor, InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
+from torchrl_rloo.rewards.formats import RegexFormat, think_format
+from torchrl_rloo.rewards.instructions import InstructionFollowing
+from torchrl_rloo.rewards.json_schema import JSONSchema
+from torchrl_rloo.rewards.judge import LLMJudge
+from torchrl_rloo.rewards.latency import Histogram
+from torchrl_rloo.rewards.lengths import Length, LengthBudget, SoftOverlong
+from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch
+from torchrl_rloo.rewards.protocol import (
+    RewardBatch,
+    RewardFunction,
+    TrainerState,
+    call_reward,
+    call_reward_async,
+    final_text,
+    reward_name,
+)
+from torchrl_rloo.rewards.registry import REWARDS, load_reward
+from torchrl_rloo.rewards.remote import RemoteScorer
 from torchrl_rloo.rewards.repetition import RepetitionPenalty
+from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
+from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
+from torchrl_rloo.rewards.stopping import StopProperly
+from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.rewards.wrapping import RewardWrapper
 
 __all__ = [
+    "REWARDS",
+    "ByTask",
+    "CodeTests",
     "CosineScaled",
+    "Countdown",
+    "ExactMatch",
+    "Executor",
+    "ForTask",
+    "Histogram",
+    "InlineExecutor",
+    "InstructionFollowing",
+    "JSONSchema",
+    "LLMJudge",
+    "Length",
+    "LengthBudget",
     "MathAccuracy",
+    "MultipleChoice",
+    "NumericMatch",
+    "ProcessExecutor",
     "ReasoningAccuracy",
+    "RegexFormat",
+    "RemoteScorer",
     "RepetitionPenalty",
+    "RewardBatch",
+    "RewardFailureError",
     "RewardFunction",
+    "RewardRunner",
+    "RewardWrapper",
+    "Sandbox",
+    "SandboxResult",
+    "SequenceClassifier",
     "Shuffled",
     "SoftOverlong",
+    "StopProperly",
+    "ThreadExecutor",
+    "TrainerState",
     "boxed_accuracy",
     "call_reward",
+    "call_reward_async",
     "final_text",
     "last_boxed",
+    "load_reward",
+    "make_executor",
     "reward_name",
     "think_format",
 ]

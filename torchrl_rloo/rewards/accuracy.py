@@ -7,23 +7,29 @@ messages, of which the last assistant message is judged (TRL, whose functions th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_rloo.rewards.math_judge import MathJudge
-from torchrl_rloo.rewards.protocol import RewardFunction, final_text
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, final_text
+from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class MathAccuracy:
     r"""1.0 where the answer of a completion equals the gold mathematically, else 0.0.
 
     The completion must give LaTeX: in ``\boxed{}``, else in a maths environment that words such as "the answer is"
-    announce; a bare ``$7$`` counts for nothing. The gold may be LaTeX or a plain expression. Decimals are equal to six
-    digits and units are dropped.
+    announce; a bare ``$7$`` counts for nothing. The gold may be LaTeX, with or without dollar signs, a plain
+    expression, a number with its unit, or a whole solution, of which the last box counts or, without one, what stands
+    last. Decimals are equal to six digits, units are dropped. Golds that are words abstain unless in ``\text{}``; for
+    them there is :class:`~torchrl_rloo.rewards.matching.ExactMatch`.
+
+    A bug of TRL is fixed: there a formula without dollar signs, such as the answers of MATH and DeepMath, abstains
+    (``\dfrac{3}{4}``, ``(1,2)``) or is taken for a number in it (for ``2^{10}`` it rewards 2, and not 1024).
 
     Of several boxes the last counts. Edges kept as in math-verify and TRL: boxes fewer than 70 characters apart, with a
     comma, a line break or the like between them, are one set: ``\boxed{5} no, \boxed{7}`` is {5, 7}, wrong for 7; a
-    percentage in a completion (``50\%``) equals neither 0.5 nor 50.
+    percentage in a completion (``50\%``) equals neither 0.5 nor 50, only a gold that is a percentage too.
 
     Parsing and comparing run in a worker process (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread
     may call this. A row that takes longer than ``timeout`` scores 0.0, or abstains if parsing the gold is what hangs.
@@ -115,7 +121,7 @@ class ReasoningAccuracy(MathAccuracy):
         return 0.0
 
 
-class CosineScaled:
+class CosineScaled(RewardWrapper):
     """Correctness scaled by length: short correct answers earn most, short wrong ones lose most.
 
     With ``t = min(length / max_len, 1)`` and ``length`` the tokens sampled in the row, the reward goes from ``a`` to
@@ -131,21 +137,19 @@ class CosineScaled:
         max_value_wrong: reward of a wrong completion of ``max_len`` tokens or more.
         min_value_correct: reward of a correct completion of ``max_len`` tokens or more.
         max_value_correct: reward of a correct completion of length 0.
-        correctness: reward function that says what is correct: 0 is wrong, other numbers are correct, and where it
-            abstains so does this. Default: :class:`MathAccuracy` with its defaults.
+        correctness: reward function that says what is correct, or its name, dotted path or mapping
+            (:mod:`torchrl_rloo.rewards.registry`): 0 is wrong, other numbers are correct, and where it abstains so
+            does this. Default: :class:`MathAccuracy` with its defaults.
 
     Raises:
         ValueError: if ``max_len`` is not positive, or values are not finite with min <= max.
         ImportError: if ``correctness`` is not given and math-verify is not installed.
 
     Example:
-        >>> from torchrl_rloo.rewards import boxed_accuracy
-        >>> reward = CosineScaled(max_len=100, correctness=boxed_accuracy)
+        >>> reward = CosineScaled(max_len=100, correctness="boxed_accuracy")
         >>> reward(["?"] * 2, ["\\\\boxed{7}", "8"], [[1] * 50, [1] * 50], answer=["7", "7"])
         [0.75, -0.75]
     """
-
-    __name__ = "cosine_scaled"
 
     def __init__(
         self,
@@ -155,7 +159,7 @@ class CosineScaled:
         min_value_correct: float = 0.5,
         max_value_correct: float = 1.0,
         *,
-        correctness: RewardFunction | None = None,
+        correctness: RewardFunction | str | Mapping[str, Any] | None = None,
     ):
         if not max_len > 0:
             raise ValueError(f"max_len={max_len} must be a positive number of tokens")
@@ -165,22 +169,15 @@ class CosineScaled:
         ):
             if not -math.inf < low <= high < math.inf:
                 raise ValueError(f"min_value_{kind}={low} and max_value_{kind}={high} must be finite with min <= max")
+        super().__init__(MathAccuracy() if correctness is None else correctness, "cosine_scaled")
         self.max_len = max_len
         self.wrong, self.correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
-        self.correctness = MathAccuracy() if correctness is None else correctness
 
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float | None]:
-        """``B`` rewards, None where ``correctness`` abstains."""
-        judged = self.correctness(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+        """The rewards instead of the verdicts; None where ``correctness`` abstains."""
         return [
             None if score is None else self._scaled(bool(score), len(ids))
-            for score, ids in zip(judged, completion_ids, strict=True)
+            for score, ids in zip(scores, batch.completion_ids, strict=True)
         ]
 
     def _scaled(self, correct: bool, length: int) -> float:

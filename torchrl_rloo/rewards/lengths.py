@@ -1,9 +1,13 @@
-"""Rewards that depend on the length of a completion alone."""
+"""Rewards that depend on the length of a completion, in sampled tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction
+from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class SoftOverlong:
@@ -52,3 +56,124 @@ class SoftOverlong:
         if length <= free:
             return 0.0
         return -1.0 if length > self.max_completion_len else (free - length) / self.soft_punish_cache
+
+
+class Length:
+    """Minus a cost for each token by which a completion is longer or shorter than its target.
+
+    With ``n`` the tokens sampled in the row: ``-cost |n - target|``, or ``-cost max(0, n - target)`` if being shorter
+    is free. A target of 0 makes a linear cost of length, a free shortfall a penalty beyond a budget. Beside a reward of
+    1 for a correct answer, a target for each row makes L1's exact form.
+
+    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), eq. 1, the term of length; its default cost.
+
+    Args:
+        target: tokens; a string is the dataset's column of targets, in which None abstains.
+        cost: for each token of deviation.
+        free_if_shorter: whether completions shorter than the target cost nothing.
+
+    Raises:
+        ValueError: if ``target`` is negative or empty, or ``cost`` negative or not finite.
+
+    Example:
+        >>> Length(target=100, cost=0.01)(["?"] * 2, ["..."] * 2, [[1] * 150, [1] * 90])
+        [-0.5, -0.1]
+    """
+
+    __name__ = "length"
+
+    def __init__(self, target: int | str = 0, cost: float = 0.0003, *, free_if_shorter: bool = False):
+        self.target = _checked_target("target", target)
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"cost={cost} must be finite and not negative: it is subtracted from the reward")
+        self.cost, self.free_if_shorter = cost, free_if_shorter
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float | None]:
+        """``B`` rewards of at most 0.
+
+        Raises:
+            KeyError: if the rows have no column of targets.
+        """
+        targets = _targets(self.__name__, self.target, columns, len(completion_ids))
+        rows = zip(completion_ids, targets, strict=True)
+        return [None if target is None else self._reward(len(ids) - target) for ids, target in rows]
+
+    def _reward(self, excess: float) -> float:
+        return -self.cost * (max(excess, 0) if self.free_if_shorter else abs(excess))
+
+
+class LengthBudget(RewardWrapper):
+    """Another reward function, whose scores fade as the completion comes near its budget of tokens and exceeds it.
+
+    The score is multiplied by ``clip(cost (budget - n) + at_budget, 0, 1)`` with ``n`` the tokens sampled in the row:
+    with a score of 1 for a correct answer, L1's max form. Where the function abstains, so does this. Logged as
+    ``length_budget_<name of the function>``.
+
+    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), eq. 2; its defaults.
+
+    Args:
+        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+            Its scores should not be negative: the factor would make long completions better.
+        budget: tokens; a string is the dataset's column of budgets, in which None abstains.
+        cost: by what the factor changes with each token.
+        at_budget: the factor at the budget itself.
+
+    Raises:
+        ValueError: if ``budget`` is negative or empty, ``cost`` negative or not finite, or ``at_budget`` not in [0, 1].
+
+    Example:
+        >>> reward = LengthBudget("boxed_accuracy", budget=100, cost=0.01)
+        >>> ids = [[1] * 20, [1] * 100, [1] * 125]
+        >>> reward(["?"] * 3, [r"\\boxed{7}"] * 3, ids, answer=["7"] * 3)
+        [1.0, 0.5, 0.25]
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | str | Mapping[str, Any],
+        budget: int | str,
+        cost: float = 0.0003,
+        at_budget: float = 0.5,
+    ):
+        self.budget = _checked_target("budget", budget)
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"cost={cost} must be finite and not negative")
+        if not 0 <= at_budget <= 1:
+            raise ValueError(f"at_budget={at_budget} must be between 0 and 1: it multiplies the score")
+        super().__init__(function, "length_budget_{}")
+        self.cost, self.at_budget = cost, at_budget
+
+    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+        """The scores times their factors.
+
+        Raises:
+            KeyError: if the rows have no column of budgets.
+        """
+        budgets = _targets(self.__name__, self.budget, batch.columns, len(batch))
+        return [
+            None if score is None or budget is None else score * self._factor(budget - len(ids))
+            for score, budget, ids in zip(scores, budgets, batch.completion_ids, strict=True)
+        ]
+
+    def _factor(self, left: float) -> float:
+        return min(max(self.cost * left + self.at_budget, 0.0), 1.0)
+
+
+def _checked_target(name: str, target: int | str) -> int | str:
+    if not target if isinstance(target, str) else not 0 <= target < math.inf:
+        raise ValueError(f"{name}={target!r} must be a number of tokens, or a column of them")
+    return target
+
+
+def _targets(name: str, target: int | str, columns: Mapping[str, Any], n: int) -> Sequence[float | None]:
+    if not isinstance(target, str):
+        return [target] * n
+    if target not in columns:
+        raise KeyError(f"{name} needs the column {target!r}; the rows have {sorted(columns)}")
+    return columns[target]

@@ -17,10 +17,31 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_NO_FORMULA = re.compile(  # delimiters, several lines, GSM8K's marker; what only the reader of plain expressions knows
+    r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|[0-9]\s+[0-9]"
+)
+
+
+def as_formula(gold: str) -> str | None:
+    """A gold that is nothing but LaTeX, though no dollar sign or box says so, between dollar signs; None for others.
+
+    math-verify looks for LaTeX between delimiters only, and would take the 2 or the 10 of ``2^{10}`` for the gold.
+
+    >>> as_formula("1.5e3"), as_formula("2^{10}"), as_formula("42 apples")
+    ('$1.5\\\\times 10^{3}$', '$2^{10}$', None)
+    """
+    gold = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]+)", r"\\times 10^{\1}", gold)
+    gold = re.sub(r"\b([0-9]+)\s+([0-9]+)/([0-9]+)\b", r"\1\\frac{\2}{\3}", gold)
+    if _NO_FORMULA.search(gold) or re.search(r"[^\W\d_]{2}", _COMMAND.sub(" ", gold)):
+        return None
+    return "$" + re.sub(r"(?<!\\)%", r"\%", gold) + "$"
 
 
 def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]]:
@@ -34,7 +55,11 @@ def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
 
     @lru_cache(maxsize=64)  # the rows of a group share their gold
     def parse_gold(gold: str) -> list[Any]:
-        return parse(gold, parsing_timeout=None)
+        plain = parse(gold, parsing_timeout=None)
+        if (latex := as_formula(gold)) is None:
+            return plain
+        formula = parse(latex, parsing_timeout=None)
+        return plain + formula if "%" in gold else formula or plain  # 5% is 0.05 plain, and 5 as math-verify reads 5\%
 
     def parse_answer(text: str) -> list[Any]:
         return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=None)

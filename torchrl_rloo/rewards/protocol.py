@@ -1,97 +1,200 @@
-"""How a reward function is called.
+"""How a reward function is called, and what it gives back.
 
-A reward is a plain callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``. All arguments
-are lists of one entry per trajectory: prompts and completions as text or as chat messages, the sampled ids, and each of
-the dataset's other columns by name. ``None`` abstains.
+A reward is a plain callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or
+async. All these are lists of one entry per trajectory: prompts and completions as text or as chat messages, the sampled
+ids, and each of the dataset's other columns by name. ``None`` abstains. Also passed, by name:
+
+==================  ================================================================================================
+``trainer_state``   :class:`TrainerState`: how far the run is
+``log_extra``       ``log_extra(column, values)``: another column of the completions table, one value per trajectory
+``log_metric``      ``log_metric(name, value)``: a scalar to plot; the mean over the calls of a step is logged
+``truncated``       list of bool: whether a token, turn or time limit ended the trajectory
+==================  ================================================================================================
+
+A function without ``**kwargs`` is passed what its signature names and nothing else. The protocol is that of TRL's
+reward functions, which run unchanged. How a function wants to be called it may say by two attributes:
+
+==================  ================================================================================================
+``whole_batch``     True: it compares trajectories, and must see all of a batch in one call, identical ones included
+``concurrency``     of an async function: calls of it under way at a time, where each call is one trajectory
+==================  ================================================================================================
+
+Nothing here imports torch, so that a worker process starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Real
+from time import perf_counter
 from typing import Any
 
-import torch
-
-RewardFunction = Callable[..., Sequence[float | None]]
-
-_LOGGER = logging.getLogger(__name__)
+RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 
 
 class MalformedScoresError(TypeError, ValueError):
     """A reward function returned something other than one number or None for each trajectory."""
 
 
+@dataclass
+class TrainerState:
+    """How far a run is, for rewards that change with it; names as in Transformers' class.
+
+    Attributes:
+        global_step: finished training steps.
+        max_steps: steps of the whole run; 0 if unknown.
+        epoch: passes over the dataset so far.
+        num_input_tokens_seen: tokens of all trajectories so far.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    epoch: float = 0.0
+    num_input_tokens_seen: int = 0
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """``B`` finished trajectories as reward functions see them: plain Python values, no tensors.
+
+    Attributes:
+        prompts: texts or lists of messages.
+        completions: texts or lists of messages.
+        completion_ids: the sampled ids of each.
+        columns: the dataset's other columns, ``B`` values each.
+        truncated: whether a limit ended the trajectory; empty: none was.
+        trainer_state: how far the run is.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    truncated: Sequence[bool] = ()
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def select(self, indices: Sequence[int]) -> RewardBatch:
+        """The trajectories at ``indices``, in that order."""
+        return RewardBatch(
+            [self.prompts[i] for i in indices],
+            [self.completions[i] for i in indices],
+            [self.completion_ids[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+            [self.truncated[i] for i in indices] if self.truncated else (),
+            self.trainer_state,
+        )
+
+
+@dataclass
+class RewardCall:
+    """What one call of a reward function gave.
+
+    Attributes:
+        scores: one number or None for each trajectory, NaN and infinities as they came.
+        extra: columns from ``log_extra``.
+        metrics: values from ``log_metric``, in order.
+        seconds: wall-clock time of the call.
+    """
+
+    scores: list[float | None]
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class RewardFailure:
+    """Why a call of a reward function gave no scores.
+
+    Attributes:
+        kind: ``"raised"``, ``"malformed"`` (not one number or None for each trajectory), ``"timed_out"``,
+            ``"worker_died"`` or ``"not_finite"``.
+        message: one line that says what happened.
+        traceback: where, as far as that is known.
+        seconds: wall-clock time of the call.
+    """
+
+    kind: str
+    message: str
+    traceback: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, error: BaseException, seconds: float = 0.0) -> RewardFailure:
+        """The failure that an exception is; even one that cannot be printed."""
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        kind = "malformed" if isinstance(error, MalformedScoresError) else "raised"
+        return cls(kind, lines[-1].strip(), "".join(lines), seconds)
+
+    @classmethod
+    def timed_out(cls, limit: float, seconds: float, traceback: str = "") -> RewardFailure:
+        """A call that was given up after ``limit`` seconds."""
+        return cls("timed_out", f"no answer within {limit:g} s", traceback, seconds)
+
+
 def reward_name(function: RewardFunction) -> str:
     """The name under which a function's scores are logged."""
+    function = getattr(function, "func", function) if not hasattr(function, "__name__") else function  # a partial
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def call_reward(
-    function: RewardFunction,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-) -> tuple[torch.Tensor, int]:
-    """Scores of ``B`` trajectories by one function.
+def is_async(function: RewardFunction) -> bool:
+    """Whether a call of the function has to be awaited."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    A score that is not a finite number is turned into an abstention and counted, since one such value in the loss would
-    end the run.
 
-    Returns:
-        ``(scores [B] float32 with NaN for abstentions, number of scores that were not finite)``.
+def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
+    """One call of a sync function for all of a batch.
 
     Raises:
-        MalformedScoresError: if the function does not return a sequence of as many numbers and Nones.
+        MalformedScoresError: if it does not return as many numbers and Nones as there are trajectories.
+        Exception: whatever the function raises.
     """
-    name = reward_name(function)
-    scores = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-    scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    scores = [s.item() if hasattr(s, "item") else s for s in scores] if isinstance(scores, list | tuple) else scores
-    if not isinstance(scores, list | tuple) or not all(s is None or isinstance(s, Real) for s in scores):
-        raise MalformedScoresError(f"reward {name} returned {scores!r:.100}; it must return a list of numbers or None")
-    if len(scores) != len(completions):
-        raise MalformedScoresError(f"reward {name} returned {len(scores)} scores for {len(completions)} completions")
-    values = torch.tensor([torch.nan if s is None else float(s) for s in scores], dtype=torch.float32)
-    given = torch.tensor([s is not None for s in scores], dtype=torch.bool)
-    bad = given & ~values.isfinite()
-    if bad.any():
-        _LOGGER.warning("reward %s gave %d scores that are not finite; they abstain", name, int(bad.sum()))
-    return torch.where(bad, torch.nan, values), int(bad.sum())
+    call, arguments = _prepare(function, batch)
+    start = perf_counter()
+    scores = function(**arguments)
+    return _finish(function, call, scores, len(batch), start)
 
 
-def call_reward_row_by_row(
-    function: RewardFunction,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-) -> tuple[torch.Tensor, int, int]:
-    """As :func:`call_reward`, one trajectory a call, so that one on which the function raises costs no other.
+async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> RewardCall:
+    """As :func:`call_reward`, of an async function."""
+    call, arguments = _prepare(function, batch)
+    start = perf_counter()
+    scores = await function(**arguments)
+    return _finish(function, call, scores, len(batch), start)
 
-    Returns:
-        ``(scores [B] with NaN where the function raised, scores that were not finite, rows on which it raised)``.
+
+def attempt_reward(
+    function: RewardFunction, batch: RewardBatch, catch: type[BaseException] = Exception
+) -> RewardCall | RewardFailure:
+    """One call of a function, sync or async, whose exceptions become failures.
+
+    Args:
+        function: an async one runs in an event loop of its own.
+        batch: the trajectories.
+        catch: what is a failure; other exceptions come through.
     """
-    scores, bad, failed = torch.full((len(completions),), torch.nan), 0, 0
-    for i in range(len(completions)):
-        one = slice(i, i + 1)
-        try:
-            value, not_finite = call_reward(
-                function, prompts[one], completions[one], completion_ids[one], {k: v[one] for k, v in columns.items()}
-            )
-        except Exception:
-            failed += 1
-            _LOGGER.exception(
-                "reward %s raised on the completion %.200r; it abstains", reward_name(function), completions[i]
-            )
-        else:
-            scores[i], bad = value[0], bad + not_finite
-    return scores, bad, failed
+    start = perf_counter()
+    try:
+        if is_async(function):
+            import asyncio  # as much time to import as the rest together, and few workers need it
+
+            return asyncio.run(call_reward_async(function, batch))
+        return call_reward(function, batch)
+    except catch as error:
+        return RewardFailure.of(error, perf_counter() - start)
 
 
-def final_text(completion: str | Sequence[dict[str, Any]]) -> str:
+def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     """What a completion says in the end: its text, or the content of its last assistant message ("" without one)."""
     if isinstance(completion, str):
         return completion
@@ -99,3 +202,65 @@ def final_text(completion: str | Sequence[dict[str, Any]]) -> str:
         if message["role"] == "assistant":
             return message["content"] or ""  # None beside tool calls
     return ""
+
+
+def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, dict[str, Any]]:
+    call = RewardCall([])
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != len(batch):
+            raise ValueError(
+                f"log_extra({column!r}) of reward {reward_name(function)} got {len(values)} values for {len(batch)} "
+                "trajectories: give one for each"
+            )
+        call.extra[column] = values
+
+    def log_metric(name: str, value: float) -> None:
+        call.metrics.append((name, float(value)))
+
+    arguments = {
+        **batch.columns,
+        "prompts": list(batch.prompts),
+        "completions": list(batch.completions),
+        "completion_ids": list(batch.completion_ids),
+        "truncated": list(batch.truncated) or [False] * len(batch),
+        "trainer_state": batch.trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
+    accepted = _accepted(function)
+    return call, arguments if accepted is None else {k: v for k, v in arguments.items() if k in accepted}
+
+
+def _accepted(function: RewardFunction) -> frozenset[str] | None:
+    """Names that a function takes; None for any."""
+    try:
+        return _signature(function)
+    except TypeError:  # not hashable
+        return _signature.__wrapped__(function)
+
+
+@lru_cache(maxsize=256)
+def _signature(function: RewardFunction) -> frozenset[str] | None:
+    parameters = inspect.signature(function).parameters.values()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
+
+
+def _finish(function: RewardFunction, call: RewardCall, scores: Any, n: int, start: float) -> RewardCall:
+    call.seconds = perf_counter() - start
+    name = reward_name(function)
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if isinstance(scores, list | tuple):
+        scores = [s.item() if hasattr(s, "item") else s for s in scores]
+    if not isinstance(scores, list) or not all(s is None or isinstance(s, Real) for s in scores):
+        raise MalformedScoresError(f"reward {name} returned {scores!r:.100}; it must return a list of numbers or None")
+    if len(scores) != n:
+        raise MalformedScoresError(f"reward {name} returned {len(scores)} scores for {n} completions")
+    call.scores = [None if s is None else float(s) for s in scores]
+    return call
+
+
+def is_finite(score: float | None) -> bool:
+    """Whether a score is None or a finite number."""
+    return score is None or math.isfinite(score)

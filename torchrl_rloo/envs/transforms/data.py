@@ -16,6 +16,7 @@ from torchrl.envs import Transform
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.sampling import PromptSampler
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,9 +38,13 @@ class DataLoadingPrimer(Transform):
         first_group_id: groups are numbered from here; primers whose rows meet in one buffer need ranges of their own.
         epochs: how often to go through the dataset; None for ever. Draws of one batch may come from two epochs. What is
             left at the end and does not fill a batch is counted in the log and not drawn.
+        sampler: chooses the prompts instead (a :class:`~torchrl_rloo.data.sampling.MixtureSampler` or a
+            :class:`~torchrl_rloo.replay.PassRatePool`, say), without end; there are no epochs then. Its state is saved
+            in the primer's.
 
     Raises:
-        ValueError: for a number below 1, or if the epochs do not fill one batch.
+        ValueError: for a number below 1, if the epochs do not fill one batch, or for a sampler beside ``epochs`` or
+            ``shuffle=False``.
 
     Its ``state_dict`` holds the place in the epoch, so a resumed run draws exactly what it would have drawn.
     """
@@ -53,16 +58,20 @@ class DataLoadingPrimer(Transform):
         seed: int = 0,
         first_group_id: int = 0,
         epochs: int | None = None,
+        sampler: PromptSampler | None = None,
     ):
         super().__init__()
         for name, value in (("num_generations", num_generations), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if sampler is not None and (epochs is not None or not shuffle):
+            raise ValueError(f"epochs={epochs} and shuffle={shuffle} mean nothing beside a sampler: leave them out")
         self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
         self.generator = torch.Generator().manual_seed(seed)
         self.epoch, self.position, self.next_group_id = 0, 0, first_group_id
-        self.first_group_id = first_group_id
-        self._start_epoch()
+        self.first_group_id, self.sampler = first_group_id, sampler
+        if sampler is None:
+            self._start_epoch()
 
     def _start_epoch(self) -> None:
         self._epoch_start = self.generator.get_state()
@@ -80,16 +89,29 @@ class DataLoadingPrimer(Transform):
 
         Raises:
             DatasetExhaustedError: after the last epoch.
+            IndexError: if the sampler chooses a prompt that the dataset has not.
         """
+        index, group_id = self._next_index(), self.next_group_id
+        row = {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}
+        self.next_group_id += 1
+        return row, group_id
+
+    def _next_index(self) -> int:
+        if self.sampler is not None:
+            index = self.sampler.draw(self.generator)
+            if not 0 <= index < len(self.dataset):
+                raise IndexError(
+                    f"{type(self.sampler).__name__} chose prompt {index}, but the dataset has {len(self.dataset)}: "
+                    "make it of the same size"
+                )
+            return index
         if self.remaining() < 1:
             raise DatasetExhaustedError(f"all {self.epochs} epochs of {len(self.dataset)} prompts are drawn")
         if self.position == len(self.dataset):
             self.epoch, self.position = self.epoch + 1, 0
             self._start_epoch()
-        index, group_id = self._order[self.position], self.next_group_id
-        row = {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}
-        self.position, self.next_group_id = self.position + 1, self.next_group_id + 1
-        return row, group_id
+        self.position += 1
+        return self._order[self.position - 1]
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         n = self.parent.batch_size[0]
@@ -139,25 +161,31 @@ class DataLoadingPrimer(Transform):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Place in the dataset, for ``state_dict``: plain values and one tensor."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "next_group_id": self.next_group_id,
-            "epoch_start": self._epoch_start,
-            "fingerprint": self.dataset.fingerprint,
-        }
+        state = {"next_group_id": self.next_group_id, "fingerprint": self.dataset.fingerprint}
+        if self.sampler is not None:
+            return state | {"generator": self.generator.get_state(), "sampler": self.sampler.state_dict()}
+        return state | {"epoch": self.epoch, "position": self.position, "epoch_start": self._epoch_start}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Goes to a place in the dataset, for ``load_state_dict``.
 
         Raises:
-            ValueError: if the state is of another dataset: the draws would silently be others.
+            ValueError: if the state is of another dataset, or of a primer with a sampler where this has none or the
+                reverse: the draws would silently be others.
         """
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
                 f"the state is of a dataset with fingerprint {state['fingerprint']}, this one has "
                 f"{self.dataset.fingerprint}: resume with the same data"
             )
-        self.epoch, self.position, self.next_group_id = state["epoch"], state["position"], state["next_group_id"]
+        if ("sampler" in state) != (self.sampler is not None):
+            had, has = ("a", "none") if self.sampler is None else ("no", "one")
+            raise ValueError(f"the state is of a primer with {had} sampler, this one has {has}: resume with the same")
+        self.next_group_id = state["next_group_id"]
+        if self.sampler is not None:
+            self.generator.set_state(state["generator"])
+            self.sampler.load_state_dict(state["sampler"])
+            return
+        self.epoch, self.position = state["epoch"], state["position"]
         self.generator.set_state(state["epoch_start"])
         self._start_epoch()

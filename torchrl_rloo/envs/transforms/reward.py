@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.functional import combine_rewards
-from torchrl_rloo.rewards.protocol import (
-    MalformedScoresError,
-    RewardFunction,
-    call_reward,
-    call_reward_row_by_row,
-    reward_name,
-)
-
-_LOGGER = logging.getLogger(__name__)
+from torchrl_rloo.rewards.executors import Executor
+from torchrl_rloo.rewards.latency import Histogram
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, TrainerState
+from torchrl_rloo.rewards.runner import RewardRunner
 
 
 class RewardTransform(Transform):
     """Scores each trajectory when it ends, and writes ``("next", "reward")`` and ``("next", "rewards")``.
 
-    Put it after the transforms that may continue a conversation: rows that are not done get reward 0.
+    Put it after the transforms that may continue a conversation: rows that are not done get reward 0. A sample on which
+    a function fails, in whatever way, is one on which it abstains (:class:`~torchrl_rloo.rewards.runner.RewardRunner`).
+    What functions give to ``log_extra`` is written to ``("next", "log_extra")``, one dictionary a row.
 
     Args:
-        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), called once for all rows that end together.
+        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), called for all rows that end together.
         weights: one per function; default 1 each.
         clip_range: bounds of the weighted sum, applied before any KL penalty; None for none.
-        max_failures: in how many batches in a row a function may raise for every row before the run stops, since it
-            would learn nothing. A function that raises is called again row by row; the rows on which it still raises
-            abstain, with the traceback in the log.
+        executor: where functions run (:mod:`torchrl_rloo.rewards.executors`), or a mapping from their names; default:
+            in line, without a time limit.
+        max_consecutive_failures: this many samples in a row that a function fails on stop the run, since it would learn
+            nothing; None for no limit.
+        quarantine: file for the samples that a function failed on, as lines of JSON.
+        deduplicate: whether identical trajectories are scored once; False for functions that draw random numbers.
 
     Attributes:
-        counts: ``"<name>/failed_rows"``, ``"<name>/failed_calls"`` (batches of which every row failed) and
-            ``"<name>/not_finite"``, over the transform's life.
+        names: of the functions.
+        counts: see :class:`~torchrl_rloo.rewards.runner.RewardRunner`.
+        trainer_state: what functions see of the run's progress; the training loop sets its fields.
 
     Raises:
-        ValueError: for no functions, two of one name, or another number of weights than of functions.
+        ValueError: for no functions, two of one name, another number of weights than of functions, weights that are not
+            finite, an empty clip range, or what the runner refuses.
+
+    Example:
+        >>> from torchrl_rloo.rewards import boxed_accuracy
+        >>> RewardTransform(boxed_accuracy, clip_range=(-1.0, 1.0)).names
+        ['boxed_accuracy']
     """
 
     def __init__(
@@ -52,27 +60,55 @@ class RewardTransform(Transform):
         *,
         weights: Sequence[float] | None = None,
         clip_range: tuple[float, float] | None = None,
-        max_failures: int = 3,
+        executor: Executor | Mapping[str, Executor] | None = None,
+        max_consecutive_failures: int | None = 100,
+        quarantine: str | os.PathLike | None = None,
+        deduplicate: bool = True,
     ):
         super().__init__()
-        self.functions = [functions] if callable(functions) else list(functions)
-        self.names = [reward_name(f) for f in self.functions]
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
-        if not self.functions:
-            raise ValueError("functions is empty: give at least one reward function")
-        if len(set(self.names)) != len(self.names):
-            raise ValueError(f"reward functions are logged by name, but the names {self.names} are not all different")
-        if len(self.weights) != len(self.functions):
-            raise ValueError(f"{len(self.weights)} weights {self.weights} for {len(self.functions)} reward functions")
+        self.runner = RewardRunner(
+            functions,
+            executor=executor,
+            max_consecutive_failures=max_consecutive_failures,
+            quarantine=quarantine,
+            deduplicate=deduplicate,
+        )
+        n = len(self.functions)
+        self.weights = [1.0] * n if weights is None else [float(w) for w in weights]
+        if len(self.weights) != n:
+            raise ValueError(f"{len(self.weights)} weights {self.weights} for {n} reward functions")
         if not all(math.isfinite(w) for w in self.weights):
             raise ValueError(f"weights={self.weights} must be finite numbers")
-        if max_failures < 1:
-            raise ValueError(f"max_failures={max_failures} must be at least 1")
         if clip_range is not None and not clip_range[0] < clip_range[1]:
             raise ValueError(f"clip_range={clip_range} must be (low, high) with low < high")
-        self.clip_range, self.max_failures = clip_range, max_failures
-        self.counts: Counter[str] = Counter()
-        self._failures_in_a_row: Counter[str] = Counter()
+        self.clip_range = clip_range
+        self.trainer_state = TrainerState()
+        self._metrics: dict[str, list[float]] = {}
+
+    @property
+    def functions(self) -> list[RewardFunction]:
+        """The reward functions."""
+        return self.runner.functions
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the reward functions."""
+        return self.runner.names
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What went wrong so far."""
+        return self.runner.counts
+
+    @property
+    def latency(self) -> dict[str, Histogram]:
+        """How long calls took in this process, ``"<name>/call"`` and ``"<name>/sample"``."""
+        return self.runner.latency
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means of what functions gave to ``log_metric`` since this was last called."""
+        taken, self._metrics = self._metrics, {}
+        return {name: sum(values) / len(values) for name, values in taken.items()}
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows, next_rows = tensordict.unbind(0), next_tensordict.unbind(0)
@@ -88,47 +124,33 @@ class RewardTransform(Transform):
 
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
         """``[n, F]``."""
-        columns = {k: [_plain(r[k]) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED}
-        ids = [r[keys.PROMPT_TOKENS][r[keys.ACTION_MASK]].tolist() for r in next_rows]
-        prompts, completions = [r[keys.QUERY] for r in rows], [r[keys.COMPLETION] for r in next_rows]
-        scores = []
-        for name, function in zip(self.names, self.functions, strict=True):
-            failed = 0
-            try:
-                values, bad = call_reward(function, prompts, completions, ids, columns)
-            except MalformedScoresError as error:
-                values, bad, failed = torch.full((len(rows),), torch.nan), 0, len(rows)
-                self._count_failed_call(name, error)
-            except Exception as error:
-                values, bad, failed = call_reward_row_by_row(function, prompts, completions, ids, columns)
-                if failed == len(rows):
-                    self._count_failed_call(name, error)
-            if failed < len(rows):
-                self._failures_in_a_row[name] = 0
-            self.counts[f"{name}/failed_rows"] += failed
-            self.counts[f"{name}/not_finite"] += bad
-            scores.append(values)
-        return torch.stack(scores, -1)
+        batch = RewardBatch(
+            prompts=[r[keys.QUERY] for r in rows],
+            completions=[r[keys.COMPLETION] for r in next_rows],
+            completion_ids=[r[keys.PROMPT_TOKENS][r[keys.ACTION_MASK]].tolist() for r in next_rows],
+            columns={k: [_plain(r[k]) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED},
+            truncated=[bool(r["truncated"]) for r in next_rows],
+            trainer_state=self.trainer_state,
+        )
+        scored = self.runner(batch)
+        for name, value in scored.metrics.items():
+            self._metrics.setdefault(name, []).append(value)
+        if scored.extra:
+            for i, row in enumerate(next_rows):
+                row.set("log_extra", NonTensorData({column: values[i] for column, values in scored.extra.items()}))
+        return torch.tensor([[math.nan if score is None else score for score in column] for column in scored.scores]).T
 
-    def _count_failed_call(self, name: str, error: Exception) -> None:
-        _LOGGER.error("reward %s failed for every row: %s: %s", name, type(error).__name__, error)
-        self.counts[f"{name}/failed_calls"] += 1
-        self._failures_in_a_row[name] += 1
-        if self._failures_in_a_row[name] >= self.max_failures:
-            raise RuntimeError(
-                f"reward {name} raised for every row of {self.max_failures} batches in a row, so nothing can be "
-                f"learned from it; last: {type(error).__name__}: {error}"
-            ) from error
+    def close(self) -> None:
+        """Ends the workers of the executors."""
+        self.runner.close()
 
     def get_extra_state(self) -> dict[str, dict[str, int]]:
         """The counters, for ``state_dict``."""
-        return {"counts": dict(self.counts), "failures_in_a_row": dict(self._failures_in_a_row)}
+        return self.runner.state_dict()
 
     def set_extra_state(self, state: dict[str, dict[str, int]]) -> None:
         """Restores the counters, in place."""
-        for counter, saved in ((self.counts, "counts"), (self._failures_in_a_row, "failures_in_a_row")):
-            counter.clear()
-            counter.update(state[saved])
+        self.runner.load_state_dict(state)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the scores of each function beside their sum."""
@@ -137,6 +159,6 @@ class RewardTransform(Transform):
         return reward_spec
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """A column's entry as the dataset had it: Python values, numbers for scalar tensors."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,99 @@
+"""Comparison of two evaluations of the same prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from matplotlib.image import imread
+
+from torchrl_rloo.diagnostics.comparison import compare, plot_comparison
+from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
+from torchrl_rloo.functional.paired import mcnemar_test
+
+SETTINGS = EvaluationSettings(("right", "short"), num_samples=4, ks=(4,), generate_kwargs={"temperature": 1.0})
+
+
+def evaluated(skill: float, seed: int = 0, prompts: int = 40, **changes) -> EvaluationResult:
+    """What a policy with that chance of a right answer might have got."""
+    rng, samples = random.Random(seed), []
+    for prompt in range(prompts):
+        for sample in (None, 0, 1, 2, 3):
+            right = float(rng.random() < skill)
+            scores = {"right": right, "short": rng.random()}
+            text = f"{prompt} {sample} {right}"
+            samples.append(EvaluatedSample(prompt, sample, f"prompt {prompt}", text, scores, extracted=str(right)))
+    return EvaluationResult(samples, replace(SETTINGS, **changes))
+
+
+def test_each_metric_is_tested_prompt_by_prompt():
+    first, second = evaluated(0.3, label="base"), evaluated(0.8, seed=1, label="trained")
+    found = compare(first, second)
+    assert list(found.metrics) == list(first.values)
+    greedy = found.metrics["greedy"]
+    gained = [i for i in range(40) if second.values["greedy"][i] > first.values["greedy"][i]]
+    assert list(greedy.gained) == gained and greedy.test.better == len(gained) and greedy.prompts == 40
+    assert greedy.test.p_value == mcnemar_test(len(greedy.gained), len(greedy.lost)) < 0.01
+    assert greedy.test.difference == pytest.approx(greedy.second.mean - greedy.first.mean)
+    assert found.metrics["short/avg@4"].test.low < 0 < found.metrics["short/avg@4"].test.high
+    assert found.metrics["sampled"].test.low > 0.2  # four samples a prompt say more than one
+    back = compare(second, first).metrics["greedy"]
+    assert (back.gained, back.lost) == (greedy.lost, greedy.gained) and back.test.p_value == greedy.test.p_value
+
+
+def test_the_same_result_does_not_differ_from_itself():
+    first = evaluated(0.5)
+    for metric in compare(first, first).metrics.values():
+        assert (metric.test.difference, metric.test.p_value, metric.gained, metric.lost) == (0.0, 1.0, (), ())
+    assert compare(first, first).labels == ("first", "second")
+
+
+def test_table_and_flipped_prompts_read_well():
+    found = compare(evaluated(0.3, label="base"), evaluated(0.8, seed=1, label="base"))
+    lines = found.table().splitlines()
+    assert len(lines) == 2 + len(found.metrics) and len({len(line) for line in lines}) == 1
+    assert "base (1)" in lines[0] and "base (2)" in lines[0] and set(lines[1]) == {"|", "-"}
+    flipped, greedy = found.flipped(), found.metrics["greedy"]
+    assert [f["prompt_id"] for f in flipped] == [*greedy.gained, *greedy.lost]
+    assert flipped[0]["change"] == 1.0 and flipped[-1]["change"] == -1.0
+    assert flipped[0]["first"].endswith("None 0.0") and flipped[0]["second"].endswith("None 1.0")
+    assert found.flipped("sampled")[0]["second"].split()[1] == "0"
+    with pytest.raises(KeyError, match="metric='speed' is not one of"):
+        found.flipped("speed")
+    assert json.loads(json.dumps(found.to_dict()))["metrics"]["greedy"]["p_value"] == greedy.test.p_value
+
+
+def test_saved_results_can_be_compared(tmp_path):
+    first, second = evaluated(0.3), evaluated(0.8, seed=1)
+    loaded = [EvaluationResult.load(r.save(tmp_path / str(i))) for i, r in enumerate((first, second))]
+    assert compare(*loaded).table() == compare(first, second).table()
+
+
+def test_other_prompts_are_refused():
+    first = evaluated(0.5)
+    with pytest.raises(ValueError, match="40 and 39 prompts; 1 are in one alone, prompt 39 first"):
+        compare(first, evaluated(0.5, prompts=39))
+    other = EvaluationResult([replace(s, prompt=s.prompt + "!" * (s.prompt_id == 7)) for s in first.samples], SETTINGS)
+    with pytest.raises(ValueError, match="prompt 7 is 'prompt 7' in the first evaluation and 'prompt 7!'"):
+        compare(first, other)
+
+
+def test_other_settings_are_refused_unless_asked_for():
+    first, hot = evaluated(0.5), evaluated(0.6, seed=1, generate_kwargs={"temperature": 2.0})
+    with pytest.raises(ValueError, match=r"differ in generate_kwargs: \{'temperature': 1.0\} and \{'temperature': 2.0"):
+        compare(first, hot)
+    found = compare(first, hot, same_settings=False)
+    assert "note: generate_kwargs differs" in found.table().splitlines()[-1]
+    more = evaluated(0.6, seed=1, ks=(2, 4))
+    assert set(compare(first, more).metrics) == set(first.values)  # only what both have
+
+
+def test_figure_shows_what_is_asked_for(tmp_path):
+    found = compare(evaluated(0.3), evaluated(0.8, seed=1))
+    tall = imread(plot_comparison(found, tmp_path / "new" / "all.png"))
+    flat = imread(plot_comparison(found, tmp_path / "one.png", metrics=["greedy"]))
+    assert tall.shape[0] > flat.shape[0] and tall[..., :3].std() > 0.05
+    with pytest.raises(KeyError, match="speed"):
+        plot_comparison(found, tmp_path / "no.png", metrics=["speed"])

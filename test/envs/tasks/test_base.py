@@ -1,0 +1,73 @@
+"""Task: where its prompts come from, and the environment that it makes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from torchrl_rloo.embedded import build_tokenizer
+from torchrl_rloo.envs.tasks import Task
+
+TASK = Task(
+    name="echo",
+    stand_in=lambda split, size=None, seed=0: [{"prompt": f"{split} {i}", "answer": str(i)} for i in range(size or 8)],
+    rewards=("boxed_accuracy",),
+    scorer="boxed_accuracy",
+)
+
+
+def write(path, names):
+    path.write_text("".join(json.dumps({"prompt": n, "answer": n}) + "\n" for n in names))
+    return str(path)
+
+
+def test_the_stand_in():
+    train, held_out = TASK.load(eval_size=3)
+    assert (len(train), len(held_out)) == (8, 3)
+    assert not {str(r["query"]) for r in train} & {str(r["query"]) for r in held_out}
+    with pytest.raises(ValueError, match="has its own held-out prompts"):
+        TASK.load("embedded", eval_source="x.jsonl")
+
+
+def test_held_out_prompts_are_split_off_or_come_from_elsewhere(tmp_path):
+    source = write(tmp_path / "train.jsonl", "abcdefgh")
+    train, held_out = TASK.load(source, eval_size=3, seed=1)
+    assert (len(train), len(held_out)) == (5, 3)
+    other = write(tmp_path / "test.jsonl", "xyz")
+    train, held_out = TASK.load(source, eval_source=other, eval_size=2, limit=6)
+    assert (len(train), len(held_out)) == (6, 2)
+
+
+def test_a_prompt_is_not_both(tmp_path):
+    source = write(tmp_path / "train.jsonl", "abcd")
+    with pytest.raises(ValueError, match="3 of the 3 held-out prompts of eval_source are training prompts"):
+        TASK.load(source, eval_source=source, eval_size=3)
+    with pytest.raises(ValueError, match="eval_split='test' is a split of eval_source, which is null"):
+        TASK.load(source, eval_split="test")
+
+
+def test_the_published_dataset_comes_with_its_own_test_split():
+    published = {
+        "train": [{"prompt": f"p{i}", "answer": "1"} for i in range(4)],
+        "test": [{"prompt": "t", "answer": "1"}],
+    }
+    task = replace(TASK, dataset={"source": published, "split": "train"}, eval_split="test")
+    train, held_out = task.load(eval_size=5)
+    assert [r["query"] for r in train] == ["p0", "p1", "p2", "p3"] and [r["query"] for r in held_out] == ["t"]
+    assert len(task.load("embedded", eval_size=2)[1]) == 2
+    assert len(replace(task, eval_split=None).load(eval_size=1)[0]) == 3
+
+
+def test_rows_out_of_format_are_named(tmp_path):
+    task = replace(TASK, row_map=lambda row: {"prompt": row["question"], "answer": row["answer"]})
+    with pytest.raises(ValueError, match=r"line 1 is not in the format expected: KeyError: 'question'; .*'prompt'"):
+        task.load(write(tmp_path / "a.jsonl", "abc"), eval_size=1)
+
+
+def test_the_environment():
+    train, _ = TASK.load(eval_size=1)
+    env = TASK.env(train, build_tokenizer(), prompts_per_batch=2, num_generations=3)
+    assert env.reset().batch_size == (6,) and env.reward_transform.names == ["boxed_accuracy"]
+    assert TASK.env(train, build_tokenizer(), prompts_per_batch=2, rewards=None).reward_transform is None

@@ -1,0 +1,163 @@
+"""The standard tasks: formats of the published datasets, stand-ins, rewards and metrics that agree with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.envs.tasks import TASKS, load_task
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
+from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+
+try:
+    Sandbox().close()
+    MISSING = ""
+except SandboxUnavailableError as error:
+    MISSING = str(error)
+NAMES = [pytest.param(n, marks=pytest.mark.skipif(n == "code" and bool(MISSING), reason=MISSING)) for n in TASKS]
+
+CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
+# task, a row as published, what becomes of it
+PUBLISHED = [
+    ("gsm8k", {"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}, {"prompt": "2+2?", "answer": "4"}),
+    ("gsm8k", {"question": "k?", "answer": "so\n#### -1,234.50 "}, {"prompt": "k?", "answer": "-1234.50"}),
+    (
+        "math",
+        {"problem": "p", "level": "Level 5", "type": "Algebra", "solution": r"so $\boxed{\frac{1}{2}}$."},
+        {"prompt": "p", "solution": r"\frac{1}{2}"},
+    ),
+    ("math", {"question": "p", "final_answer": "2\\pi", "difficulty": 5.0}, {"prompt": "p", "solution": "2\\pi"}),
+    (
+        "math",
+        {"prompt": [{"role": "user", "content": "p"}], "solution": "$0$"},
+        {"prompt": [{"role": "user", "content": "p"}], "solution": "$0$"},
+    ),
+    ("multiple_choice", {"question": "q", "subject": "s", "choices": ["x", "y"], "answer": 1}, {"answer": "B"}),
+    (
+        "multiple_choice",
+        {"id": "1", "question": "q", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answerKey": "3"},
+        {"answer": "C", "prompt": "q\nA. x\nB. y\nC. z"},
+    ),
+    (
+        "code",
+        {"text": "t", "code": "c", "test_list": ["assert f()"], "test_setup_code": "import x"},
+        {"tests": ["import x\nassert f()"]},
+    ),
+    (
+        "code",
+        {"task_id": "HumanEval/0", "prompt": "def f", "test": CHECK, "entry_point": "f", "canonical_solution": ""},
+        {"prompt": "def f", "tests": [f"{CHECK}\ncheck(f)"]},
+    ),
+    (
+        "code",
+        {"question": "Add.", "input_output": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})},
+        {"tests": {"inputs": ["1 2"], "outputs": ["3"]}},
+    ),
+]
+
+
+def message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def countdown_solution(row: dict[str, Any]) -> str:
+    for numbers in itertools.permutations(row["nums"]):
+        for x, y in itertools.product("+-*/", repeat=2):
+            for form in ("({}{}{}){}{}", "{}{}({}{}{})"):
+                text = form.format(numbers[0], x, numbers[1], y, numbers[2])
+                try:
+                    if eval(text) == row["target"]:
+                        return f"<answer>{text}</answer>"
+                except ZeroDivisionError:
+                    pass
+    raise AssertionError(f"{row} has no solution")
+
+
+def follow(row: dict[str, Any]) -> str:
+    text = " ".join(["word"] * 30)
+    arguments = {k: v for given in row["kwargs"] for k, v in given.items() if v is not None}
+    text += " " + " ".join(arguments.get("keywords", []))
+    return f'"{text}"' if "startend:quotation" in row["instruction_id_list"] else text
+
+
+SOLUTIONS = {
+    "gsm8k": lambda row: rf"So it is \boxed{{{row['answer']}}}.",
+    "math": lambda row: rf"So it is $\boxed{{{row['solution']}}}$.",
+    "countdown": countdown_solution,
+    "instructions": follow,
+    "multiple_choice": lambda row: rf"It is \boxed{{{row['answer']}}}.",
+    "code": lambda row: f"Here it is:\n```python\n{row['code']}\n```",
+}
+
+
+@pytest.mark.parametrize(("task", "published", "expected"), PUBLISHED, ids=lambda v: v if isinstance(v, str) else "")
+def test_rows_as_published(task, published, expected):
+    row = load_task(task).row_map(published)
+    assert {k: row[k] for k in expected} == expected
+    assert load_prompts([published], row_map=load_task(task).row_map).columns == tuple(k for k in row if k != "prompt")
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        ("gsm8k", {"question": "q", "answer": "no marker"}, "no '####' before its number"),
+        ("math", {"problem": "p"}, "one of .*'solution'"),
+        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "2 choices with the answer 2"),
+        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": "Z"}, "ValueError"),
+        ("code", {"text": "t"}, "'test_list', 'test' and 'entry_point', or 'inputs'"),
+        ("countdown", {"numbers": [1], "target": 1}, "KeyError: 'nums'"),
+    ],
+)
+def test_rows_out_of_format(task, row, message):
+    with pytest.raises(ValueError, match=f"row 0 is not in the format expected: .*{message}"):
+        load_prompts([row], row_map=load_task(task).row_map)
+
+
+def test_unknown_tasks_are_refused():
+    with pytest.raises(ValueError, match=r"'gsm' is unknown.*'countdown'"):
+        load_task("gsm")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_stand_ins(name):
+    task = TASKS[name]
+    options = {"eval_size": 20, "tokenizer": build_tokenizer()}
+    train, held_out = task.load("embedded", **options)
+    assert train.rows == task.load("embedded", **options)[0].rows != task.load("embedded", seed=1, **options)[0].rows
+    assert len(held_out) == 20
+    assert not {str(row["query"]) for row in train} & {str(row["query"]) for row in held_out}
+    assert train.conversational and train.columns == held_out.columns
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_answers_earn_all_and_wrong_ones_less(name):
+    task = TASKS[name]
+    raw = task.stand_in("train", 24, 0)
+    rows = [row if task.row_map is None else task.row_map(row) for row in raw]
+    right = [message(SOLUTIONS[name](published | row)) for row, published in zip(rows, raw, strict=True)]
+    wrong = [message("" if name == "instructions" else "I do not know"), message("")] * 12
+    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
+    for function in [*task.make_rewards(), task.make_scorer()]:
+        for completions, most in ((right, 1.0), (wrong, 0.99)):
+            batch = RewardBatch([row["prompt"] for row in rows], completions, [[1]] * 24, columns)
+            scores = call_reward(function, batch).scores
+            assert max(scores) <= most if most < 1 else scores == [1.0] * 24, (name, scores)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_is_rewarded_in_every_task(name):
+    """The whole way with a real model, of random weights: prompts, sampling, rewards, rows."""
+    task, tokenizer = TASKS[name], build_tokenizer()
+    train, _ = task.load("embedded", tokenizer=tokenizer)
+    policy = TransformersWrapper(
+        build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0}
+    )
+    rows = LLMCollector(task.env(train, tokenizer, prompts_per_batch=2, num_generations=2), policy).collect()
+    assert rows[keys.REWARD].shape == (4, 1, 1) and bool((rows[keys.REWARD] < 1).all())

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2ForSequenceClassification
+
+from torchrl_rloo.data import keys, load_preferences, stack_rows
+from torchrl_rloo.data.preferences import MARGIN
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
+from torchrl_rloo.rewards.classifier import SequenceClassifier
+
+SOURCE = [
+    {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "I do not know what that would be"},
+    {"system": "Be brief.", "question": "And what is 17+25, do you think?", "chosen": "It is 42.", "rejected": "41"},
+]
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return load_preferences(SOURCE, "chatml.intel", markup="tokenizer")
+
+
+def save_lm(tokenizer, directory):
+    build_model(tokenizer, seed=0).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def trained(directory):
+    """A classifier whose head says something."""
+    model, tokenizer = load_reward_model(directory)
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_what_is_saved_scores_alike_everywhere(make_tokenizer, examples, tmp_path, pad_is_eos):
+    """Ours on ragged rows, plain Transformers one conversation at a time, and the toolkit's reward."""
+    bpe = make_tokenizer(pad_is_eos=pad_is_eos)
+    model, tokenizer = trained(save_lm(bpe, tmp_path / "lm"))
+    rows = encode_pairs(examples, tokenizer)
+    with torch.no_grad():
+        ours = RewardModel(model).score(stack_rows([row["chosen"] for row in rows.unbind(0)]))
+    assert ours.unique().numel() == 2
+    model.save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+
+    plain, plain_tokenizer = (
+        cls.from_pretrained(tmp_path / "rm") for cls in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+    conversations = [[*e["prompt"], *e["chosen"]] for e in examples]
+    inputs = plain_tokenizer.apply_chat_template(conversations, return_dict=True, return_tensors="pt", padding=True)
+    torch.testing.assert_close(plain.eval()(**inputs).logits[:, 0].detach(), ours, rtol=0, atol=1e-5)
+    reward = SequenceClassifier(tmp_path / "rm")
+    scores = reward([e["prompt"] for e in examples], [e["chosen"] for e in examples], [[]] * 2)
+    assert scores == pytest.approx(ours.tolist(), abs=1e-5)
+
+
+def test_the_pad_token_of_a_language_model_is_no_end_of_turn(make_tokenizer, tmp_path):
+    """Else the classifier would not see the ends, and score a cut-off answer like a finished one."""
+    bpe = make_tokenizer(pad_is_eos=True)
+    model, tokenizer = trained(save_lm(bpe, tmp_path))
+    assert tokenizer.pad_token_id not in (None, bpe.eos_token_id)
+    assert model.config.pad_token_id == tokenizer.pad_token_id < model.get_input_embeddings().num_embeddings
+    ids = torch.tensor([5, 6, bpe.eos_token_id])
+    score = RewardModel(model).score
+    finished, cut = (score(stack_rows([rows_of(t)])) for t in (ids, ids[:2]))
+    assert float(finished) != float(cut)
+
+
+def rows_of(ids: torch.Tensor):
+    from tensordict import TensorDict
+
+    return TensorDict({keys.TOKENS: ids}, [])
+
+
+def test_padding_and_company_change_no_score(tokenizer, tmp_path):
+    model = RewardModel(trained(save_lm(tokenizer, tmp_path))[0])
+    g = torch.Generator().manual_seed(0)
+    rows = [rows_of(torch.randint(3, 300, (n,), generator=g)) for n in (3, 40, 11)]
+    with torch.no_grad():
+        together = model.score(stack_rows(rows))
+        alone = torch.cat([model.score(stack_rows([row])) for row in rows])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    assert together.dtype == torch.float32
+
+
+def test_a_new_head_starts_at_zero_and_a_classifier_stays(tokenizer, tmp_path):
+    model, _ = load_reward_model(save_lm(tokenizer, tmp_path / "lm"))
+    assert isinstance(model, Qwen2ForSequenceClassification) and not model.training
+    assert model.score.weight.shape[0] == 1 and not model.score.weight.any()
+    assert torch.equal(model.model.embed_tokens.weight, build_model(tokenizer, seed=0).model.embed_tokens.weight)
+    model, tokenizer = trained(tmp_path / "lm")
+    model.save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+    again, _ = load_reward_model(tmp_path / "rm")
+    assert torch.equal(again.score.weight, model.score.weight)
+    assert load_reward_model(tmp_path / "rm", dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_rows_hold_the_whole_conversation_and_the_margin(tokenizer, examples):
+    first, second = examples
+    rows = encode_pairs([{**first, MARGIN: 0.5}, {**second, MARGIN: 2}], tokenizer)
+    assert rows[MARGIN].tolist() == [0.5, 2.0]
+    for row, example in zip(rows.unbind(0), examples, strict=True):
+        for part in ("chosen", "rejected"):
+            text = tokenizer.apply_chat_template([*example["prompt"], *example[part]], tokenize=False)
+            assert tokenizer.decode(row[part][keys.TOKENS]) == text
+    with pytest.raises(ValueError, match="example 0: chosen and rejected have the same tokens"):
+        encode_pairs([{**first, "rejected": first["chosen"]}], tokenizer)
+
+
+def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
+    model, tokenizer = load_reward_model(save_lm(tokenizer, tmp_path / "lm"))
+    model.config.num_labels = 3
+    Qwen2ForSequenceClassification(model.config).save_pretrained(tmp_path / "three")
+    tokenizer.save_pretrained(tmp_path / "three")
+    with pytest.raises(ValueError, match="classifier of 3 labels; a reward model has one"):
+        load_reward_model(tmp_path / "three")
+    with pytest.raises(ValueError, match="has 3 labels"):
+        RewardModel(model)
+    model.config.num_labels, model.config.pad_token_id = 1, None
+    with pytest.raises(ValueError, match="pad_token_id is None"):
+        RewardModel(model)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_rloo.rewards.choices import MultipleChoice
+
+ABCD = MultipleChoice(choices="ABCD")
+PIECES = st.lists(
+    st.sampled_from(
+        ["A", "B", "c", "answer is ", "Answer: ", "(", ")", "\n", " or ", ", ", r"\boxed{", "}", ". ", "I "]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    {
+        # boxes
+        r"\boxed{C}": "C",
+        r"\boxed{\text{(C) 42}}": "C",
+        r"\boxed{c}": "C",
+        r"\boxed{A}, no: \boxed{B}": "B",
+        r"\boxed{B}. The answer is not A, it is clear": "B",
+        r"\boxed{42}. The answer is C": "C",
+        r"\boxed{a good idea}": None,
+        # announcements
+        "A good idea is to test each. The answer is B": "B",
+        "The answer is (c).": "C",
+        "**Answer: C**": "C",
+        "Answer:\n\nC": "C",
+        "ANSWER - (D) Rome": None,
+        'The answer is: "B"': "B",
+        "Answer to the question is clearly B": "B",
+        "The correct option is C, not D.": "C",
+        "Option A is wrong. So the answer is B, since option D is silly.": "B",
+        "The answer is not C, it is D": "D",
+        "The answer is A. Hmm, no. The answer is B.": "B",
+        "The answer is A because it rains": "A",
+        "The answer is B, A is too small.": "B",
+        "I choose option (D).": "D",
+        "The answer is a matter of taste": None,
+        "The answer is A-level": None,
+        # lines
+        "C": "C",
+        " (C) \n": "C",
+        "**C.**": "C",
+        "c": "C",
+        "C) Paris": "C",
+        "It is\nC. Paris\nfor sure": "C",
+        "A) Rome\nB) Paris\nC) Bonn": None,
+        "A) Rome\nB) Paris\n\nB": "B",
+        # prose and hedges
+        "A good idea": None,
+        "Both A and B": None,
+        "The answer is A or B": None,
+        "The answer is A, B, and C.": None,
+        "Answer: A/B/C/D": None,
+        r"\boxed{A, B}": None,
+        r"\boxed{A or B}": None,
+        "E": None,
+        "": None,
+    }.items(),
+)
+def test_chosen(text, letter):
+    assert ABCD.chosen(text) == letter
+
+
+@settings(deadline=None, max_examples=300)
+@given(PIECES | st.text(max_size=40))
+def test_no_text_raises_and_a_choice_is_a_letter_of_the_text(text):
+    chosen = ABCD.chosen(text)
+    assert chosen is None or (chosen in "ABCD" and chosen in text.upper())
+
+
+@pytest.mark.parametrize(
+    "piece", ["answer is ", "(A)", "A, ", "\n", r"\boxed{", "{", "answer ", "A)\n", "answer is A or ", " "]
+)
+def test_time_is_linear_in_the_text(piece):
+    ABCD.chosen(piece * 30000)  # quadratic time would take minutes
+
+
+@pytest.mark.parametrize("gold", ["B", "b", "(B)", "B.", " B ", 1])
+def test_golds_as_letters_and_indices(gold):
+    assert ABCD(["?"] * 2, [r"\boxed{B}", "C"], [[1]] * 2, answer=[gold] * 2) == [1, 0]
+
+
+def test_golds_as_texts():
+    reward = MultipleChoice("gold", "ABC", options="texts")
+    texts = ["Rome", "Paris", "Bonn"]
+    columns = {"gold": ["Paris", " paris", 1, "B", None], "texts": [texts] * 5}
+    assert reward(["?"] * 5, ["B"] * 5, [[1]] * 5, **columns) == [1, 1, 1, 1, None]
+    with pytest.raises(ValueError, match="gold 'London' is none of the choices ABC.*'Rome'"):
+        reward(["?"], ["B"], [[1]], gold=["London"], texts=[texts])
+    with pytest.raises(KeyError, match="needs the column 'texts'"):
+        reward(["?"], ["B"], [[1]], gold=["B"])
+
+
+@pytest.mark.parametrize("gold", ["E", "Paris", 4, -1, 1.0, True])
+def test_golds_that_are_no_choice(gold):
+    with pytest.raises(ValueError, match="is none of the choices ABCD, of the indices 0 to 3"):
+        ABCD(["?"], ["B"], [[1]], answer=[gold])
+
+
+def test_digits_name_choices_and_messages_are_read():
+    reward = MultipleChoice(choices="1234")
+    texts = ["The answer is 3.", "The answer is 3.5", [{"role": "assistant", "content": "3"}], []]
+    assert reward(["?"] * 4, texts, [[1]] * 4, answer=["3"] * 4) == [1, 0, 1, 0]
+    assert MultipleChoice().chosen("The answer is I think B") is None
+
+
+@pytest.mark.parametrize("choices", ["A", "", "AA", "Aa", ["A", "BC"], "A-"])
+def test_choices_out_of_range(choices):
+    with pytest.raises(ValueError, match="choices="):
+        MultipleChoice(choices=choices)

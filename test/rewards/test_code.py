@@ -1,0 +1,284 @@
+"""Code by unit tests: the forms of datasets, and programs that try to pass tests without solving the task."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, extract_code, parse_tests, same_output
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
+from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+
+try:
+    Sandbox().close()
+    MISSING = ""
+except SandboxUnavailableError as error:
+    MISSING = str(error)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+DOUBLE = "def double(x):\n    return 2 * x\n"
+ASSERTS = ["assert double(3) == 6", "assert double('ab') == 'abab'", "assert double([1]) == [1, 1]"]
+ADD = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox(timeout=60, cpu_seconds=1, memory=128 << 20, max_output=100_000)
+
+
+def score(sandbox: Sandbox, text: str, tests: Any, *, partial: bool = False, **columns: Any) -> float | None:
+    names = {name: columns.pop(name) for name in ("setup", "prelude") if name in columns}
+    function = CodeTests(sandbox=sandbox, partial=partial, **{name: name for name in names})
+    rows = {name: [value] for name, value in {"tests": tests, **names, **columns}.items()}
+    call = call_reward(function, RewardBatch(["?"], [text], [[1]], rows))
+    (reason,) = call.extra["code_tests_reason"]
+    assert (reason == "passed") == (call.scores[0] == 1.0)
+    assert reason.startswith("broken tests: ") == (call.scores[0] is None)
+    return call.scores[0]
+
+
+def test_forms_of_tests(sandbox: Sandbox):
+    assert score(sandbox, DOUBLE, ASSERTS) == 1.0
+    assert score(sandbox, DOUBLE, json.dumps(ASSERTS)) == 1.0
+    assert score(sandbox, DOUBLE, "\n".join(ASSERTS)) == 1.0
+    check = "META = {}\n\ndef check(candidate):\n    assert candidate(3) == 6\n    assert candidate(0) == 0\n"
+    assert score(sandbox, DOUBLE, check, entry_point="double") == 1.0
+    assert score(sandbox, DOUBLE.replace("2 *", "3 *"), check, entry_point="double") == 0.0
+    add = "a, b = map(int, input().split())\nprint(a + b)"
+    for form in (
+        ADD,
+        json.dumps(ADD),
+        {"input": ADD["inputs"], "output": ADD["outputs"]},
+        [{"input": i, "output": o} for i, o in zip(ADD["inputs"], ADD["outputs"], strict=True)],
+        {"inputs": [["1 2"]], "outputs": [["3"]]},
+    ):
+        assert score(sandbox, add, form) == 1.0
+        assert score(sandbox, "print('3', '42')", form) == 0.0
+    call = {"fn_name": "double", "inputs": [[3], ["ab"]], "outputs": [6, ["abab"]]}
+    assert score(sandbox, DOUBLE, call) == 1.0
+    assert score(sandbox, "class Solution:\n    def double(self, x): return x + x", json.dumps(call)) == 1.0
+    assert score(sandbox, "def double(x): return 6", call) == 0.0
+
+
+def test_partial_credit(sandbox: Sandbox):
+    wrong_for_texts = "def double(x):\n    assert not isinstance(x, str)\n    return 2 * x"
+    assert score(sandbox, wrong_for_texts, ASSERTS, partial=True) == pytest.approx(2 / 3)
+    assert score(sandbox, wrong_for_texts, ASSERTS) == 0.0
+    assert score(sandbox, "print(3)", ADD, partial=True) == 0.5
+    assert score(sandbox, "def", ADD, partial=True) == score(sandbox, "def", ASSERTS, partial=True) == 0.0
+    stuck = "def double(x):\n    while isinstance(x, list): pass\n    return 2 * x"
+    assert score(sandbox, stuck, ASSERTS, partial=True) == pytest.approx(2 / 3)
+
+
+def test_setup_and_prelude(sandbox: Sandbox):
+    assert (
+        score(sandbox, "def f(): return 0.1 + 0.2", ["assert isclose(f(), 0.3)"], setup="from math import isclose") == 1
+    )
+    assert score(sandbox, "def f(): return 1", ["assert f() == ONE"], setup=["ONE = 1", "TWO = 2"]) == 1
+    assert score(sandbox, "def f(): return helper()", ["assert f() == 7"], prelude="def helper(): return 7") == 1
+    with pytest.raises(KeyError, match="'setup'"):
+        CodeTests(sandbox=sandbox, setup="setup")(["?"], [""], [[1]], tests=[["assert 1"]])
+    with pytest.raises(KeyError, match="'tests'"):
+        CodeTests(sandbox=sandbox)(["?"], [""], [[1]], answer=["1"])
+
+
+VALUES = [  # program, test that passes
+    ("def f(): return None, True, 1, 2.5, 'x', b'y', 1j", "assert f() == (None, True, 1, 2.5, 'x', b'y', 1j)"),
+    ("def f(x): return x", "assert f({(1, 2): [{3}, frozenset({4})]}) == {(1, 2): [{3}, frozenset({4})]}"),
+    ("def f(x): return x", "assert type(f((1,))) is tuple and f(float('inf')) > 9 and f(10**5000) == 10**5000"),
+    ("def f(x): return x", "assert f('\\ud800 \\n\\0') == '\\ud800 \\n\\0' and f(bytearray(b'a')) == bytearray(b'a')"),
+    ("from fractions import Fraction as F\ndef f(): return F(1, 3)", "assert f() * 3 == 1"),
+    ("from decimal import Decimal\ndef f(): return [Decimal('0.10')]", "assert str(f()[0]) == '0.10'"),
+    ("from collections import *\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+    (
+        "from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+        "assert f() == (1, 2) and f().x == 1",
+    ),
+    ("import enum\nclass E(enum.IntEnum): A = 1\ndef f(): return E.A", "assert f() == 1 and f() == E.A"),
+    ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"),
+    ("def f(x): x.sort(); x.append(9)", "a = [2, 1]\nassert f(a) is None\nassert a == [1, 2, 9]"),
+    ("def f(x): x['k'] = 1", "a = {}\nf(a)\nassert a == {'k': 1}"),
+    ("def f(x, *, y): return x - y", "assert f(y=1, x=3) == 2"),
+    ("def f(): raise ValueError('no')", "try: f()\nexcept ValueError as e: assert str(e) == 'no'\nelse: assert False"),
+    ("class Own(Exception): pass\ndef f(): raise Own('no')", "try: f()\nexcept Exception: pass\nelse: assert False"),
+    (
+        "class N:\n    def __init__(s, v): s.v, s.n = v, None\ndef f(n): return n.n.v",
+        "a = N(1)\na.n = N(5)\nassert f(a) == 5",
+    ),
+    (
+        "class S(list):\n    def top(s): return s[-1]",
+        "s = S()\ns.append(4)\nassert s.top() == 4 and len(s) == 1 and s[0] == 4",
+    ),
+    (
+        "class P:\n    def __init__(s, x): s.x = x\n    def __eq__(s, o): return s.x == o.x",
+        "assert P(1) == P(1) != P(2)",
+    ),
+    ("import math\nfrom random import randint\nf = math.sqrt", "assert math.isclose(f(4), 2) and randint(1, 1) == 1"),
+    ("X = 5\ndef f(): return X", "assert X == f()"),
+    ("def f(): return 1\nif __name__ == '__main__': print(f(input()))", "assert f() == 1"),
+    ("def f(): print('True', '[true, null]'); return 1", "assert f() == 1"),
+    ("from dataclasses import dataclass\n@dataclass\nclass D:\n    x: int", "assert D(1) == D(1) and D(2).x == 2"),
+]
+
+
+@pytest.mark.parametrize(("program", "test"), VALUES, ids=range(len(VALUES)))
+def test_values_between_program_and_tests(sandbox: Sandbox, program: str, test: str):
+    assert score(sandbox, program, [test]) == 1.0
+    assert score(sandbox, program, [test + "\nassert False"]) == 0.0
+
+
+CHEATS = [
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "quit()",
+    "def double(x):\n    import os; os._exit(0)",
+    "def double(x): raise SystemExit(0)",
+    "def double(x): raise KeyboardInterrupt",
+    "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef double(x): return 0",
+    "import threading, sys\nthreading.Thread(target=sys.exit, args=(0,)).start()\ndef double(x): return 0",
+    "print('[true, null]'); print('passed'); print(3)\ndef double(x): print('[true, null]')",
+    "import os\ndef double(x):\n    for f in range(9):\n"
+    "        try: os.write(f, b'[true, null]\\n')\n        except OSError: pass",
+    "import os\ndef double(x):\n    while True: os.write(3, b'[\"value\", true, []]\\n')",
+    "import os; os.write(3, b'[' * 100_000 + b'\\n')",
+    'import os; os.write(3, b\'["value", {"a": 1}]\\n["value", [1], [[2]]]\\n\')',
+    "import os; os.close(3)\ndef double(x): return 2 * x",
+    "class Any:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
+    "    def __bool__(s): return True\n    def __hash__(s): return 0\ndef double(x): return Any()",
+    "class Any(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
+    "def double(x): return Any()",
+    "class Any(list):\n    def __eq__(s, o): return True\ndef double(x): return [Any()]",
+    "import builtins\nbuiltins.AssertionError = builtins.isinstance = builtins.all = lambda *a: True\n"
+    "def double(x): return 0",
+    "import code_peers\ncode_peers.encode = lambda *a: True\ncode_peers.Remote.__eq__ = lambda *a: True\n"
+    "def double(x): return 0",
+    "import operator, json\noperator.eq = lambda *a: True\njson.dumps = lambda *a: '[true, null]'\n"
+    "def double(x): return 0",
+    "def double(x): return 0\ndef all(x): return True\nisinstance = print = len = abs = double",
+    "import sys, gc\ndef double(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        for v in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+    "            if isinstance(v, str) and 'assert' in v: exec(v.split('==')[1], globals()); return\n"
+    "        frame = frame.f_back\n"
+    "    texts = [o for o in gc.get_objects() if 'abab' in repr(o)[:999]]\n    return texts",
+    "import os, sys\nprint(os.pread(0, 9999, 0), sys.argv, os.listdir('.'))\ndef double(x): return 0",
+    "while True: pass",
+    "def double(x):\n    while True: pass",
+    "def double(x): return [0] * 10**9",
+    "def double(x): return 'x' * 60_000_000",
+    "def double(x):\n    a = []\n    a.append(a)\n    return a",
+    "def double(x): return double(x)",
+    "import ctypes\ndef double(x): ctypes.string_at(0)",
+    "def double(x): return lambda: x",
+    "def double(x: return",
+    "",
+]
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=range(len(CHEATS)))
+@pytest.mark.parametrize("partial", [False, True])
+def test_cheats_score_zero(sandbox: Sandbox, cheat: str, partial: bool):
+    assert score(sandbox, cheat, ASSERTS[:2], partial=partial) == 0.0
+    outcome = score(sandbox, cheat, {"inputs": ["40 2"], "outputs": ["42"]}, partial=partial)
+    assert outcome == 0.0
+
+
+def test_what_a_program_is_told(sandbox: Sandbox):
+    """All that a program's process holds about its tests are the arguments of the calls."""
+    spy = (
+        "import gc, sys\ndef double(x):\n"
+        "    texts = ' '.join(repr(o) for o in gc.get_objects() if type(o) in (str, list, dict)) + str(sys.argv)\n"
+        "    return 'SECRET' + 'ARGUMENT' in texts + x, 'SECRET' + 'RESULT' in texts"
+    )
+    test = "told = double('SECRETARGUMENT'); assert told == (True, False), told; assert 'SECRETRESULT'"
+    assert score(sandbox, spy, [test]) == 1.0
+
+
+def test_a_library_that_tests_borrow_from_the_program_is_the_real_one(sandbox: Sandbox):
+    assert score(sandbox, "import math\ndef f(): return 0.1 + 0.2", ["assert math.isclose(f(), 0.3)"]) == 1.0
+    fake = "class math:\n    isclose = lambda *a: True\ndef f(): return 9"
+    assert score(sandbox, fake, ["assert math.isclose(f(), 0.3)"]) == 0.0
+    patched = "import math\nmath.isclose = lambda *a: True\ndef f(): return 9"
+    assert score(sandbox, patched, ["assert math.isclose(f(), 0.3)"]) == 0.0
+
+
+def test_a_test_cannot_catch_the_end_of_the_program(sandbox: Sandbox):
+    test = "try: double(1)\nexcept BaseException: pass"
+    assert score(sandbox, "import os\ndef double(x): os._exit(0)", [test, "assert True"], partial=True) == 0.0
+    assert score(sandbox, "def double(x): raise ValueError", [test]) == 1.0
+
+
+BROKEN = [
+    None,
+    "",
+    [],
+    {},
+    [1, 2],
+    7,
+    {"inputs": ["1"], "outputs": []},
+    {"inputs": ["1"]},
+    {"inputs": [1], "outputs": [2]},
+    {"fn_name": "a b", "inputs": [[1]], "outputs": [2]},
+    {"fn_name": "double", "inputs": [1], "outputs": [2]},
+    ["assert double(1 == 2"],
+    ["assert double(1) == 2", "def"],
+    "def check(candidate):\n    assert candidate(1) == 2",
+    ["assert double(lambda: 1) == 2"],
+    ["class A: pass\ntry: double(A())\nexcept Exception: pass"],
+]
+
+
+@pytest.mark.parametrize("tests", BROKEN, ids=range(len(BROKEN)))
+@pytest.mark.parametrize("partial", [False, True])
+def test_broken_tests_abstain(sandbox: Sandbox, tests: Any, partial: bool):
+    assert score(sandbox, DOUBLE, tests, partial=partial) is None
+
+
+def test_a_broken_row_costs_itself_alone(sandbox: Sandbox):
+    call = call_reward(
+        CodeTests(sandbox=sandbox),
+        RewardBatch(["?"] * 3, [DOUBLE, DOUBLE, "x"], [[1]] * 3, {"tests": [ASSERTS, "assert (", ASSERTS]}),
+    )
+    assert call.scores == [1.0, None, 0.0]
+    assert call.extra["code_tests_reason"][2] == "0 of 3 passed; NameError: name 'x' is not defined"
+
+
+def test_code_in_a_completion():
+    assert extract_code("x = 1") == "x = 1"
+    assert extract_code("```python\na\n```\nor\n```py\nb\n```\nand\n```json\n{}\n```\n") == "b\n"
+    assert extract_code("```\na\n```") == "a\n"
+    assert extract_code("```Python3 title=x\na = '`'\n\nb\n```") == "a = '`'\n\nb\n"
+    assert extract_code("```json\n{}\n```") == "```json\n{}\n```"
+    assert extract_code("```python\ncut off") == "```python\ncut off"
+    messages = [{"role": "assistant", "content": f"So:\n```python\n{DOUBLE}```\n"}]
+    assert CodeTests()(["?"], [messages], [[1]], tests=[ASSERTS]) == [1.0]
+
+
+def test_output_is_compared_without_white_space():
+    assert same_output("1  2 \n3\n\n", "1 2\r\n3")
+    assert not same_output("12", "1 2") and not same_output("1 2 3", "1 2") and not same_output("", "1")
+
+
+def test_a_snippet_that_begins_with_a_bracket_is_a_snippet():
+    assert parse_tests("[double(1)]\nassert double(2) == 4") == ["[double(1)]\nassert double(2) == 4"]
+    with pytest.raises(BrokenTestsError, match="equally many"):
+        parse_tests({"inputs": ["1", "2"], "outputs": ["1"]})
+
+
+def test_off_the_main_thread_and_pickled(sandbox: Sandbox):
+    function = pickle.loads(pickle.dumps(CodeTests(sandbox=sandbox, partial=True)))
+    assert function.__name__ == "code_tests" and function.partial
+    with ThreadPoolExecutor(3) as pool:
+        programs = [DOUBLE, "def double(x): return 6", "def double(x): return 0"] * 4
+        scores = pool.map(lambda p: function(["?"], [p], [[1]], tests=[ASSERTS])[0], programs)
+        assert list(scores) == [1.0, 1 / 3, 0.0] * 4
+
+
+def test_loads_no_torch():
+    text = "import sys, torchrl_rloo.rewards.code\nprint('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True).stdout.strip() == "False"

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+import urllib.request
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("jsonschema")
+
+from torchrl_rloo.rewards.json_schema import JSONSchema, last_json  # noqa: E402
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def score(reward, text, **columns):
+    return reward(["?"], [text], [[1]], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    {
+        '{"name": "Ann", "age": 3}': 1,
+        ' \n{"name": "Ann", "age": 3}\n': 1,
+        '{"name": "Ann"}': 0,
+        '{"name": "Ann", "age": -3}': 0,
+        '{"name": "Ann", "age": 3, "more": 1}': 0,
+        '{"name": "Ann", "age": 3': 0,
+        'Here: {"name": "Ann", "age": 3}': 0,
+        "": 0,
+    }.items(),
+)
+def test_completions(text, right):
+    assert score(JSONSchema(PERSON), text) == score(JSONSchema(json.dumps(PERSON)), text) == right
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    {
+        "no fence": "no fence",
+        "x\n```json\n1\n```\ny": "\n1\n",
+        "```json\n1\n```\n```json\n2\n```": "\n2\n",
+        "```json\n1\n```\n```python\n2\n```": "\n1\n",
+        "``` JSON\n1\n```": "\n1\n",
+        "```python\n2\n```": "```python\n2\n```",
+        "```json\n1\n```json\n2\n```": "\n2\n",
+        "```json\n1": "```json\n1",
+        '```json\n"```"\n```': '\n"```"\n',
+    }.items(),
+)
+def test_the_last_closed_fence_of_json(text, found):
+    assert last_json(text) == found
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_every_json_is_allowed_by_the_empty_schema_and_by_its_own_constant(value):
+    for text in (json.dumps(value), f"So:\n```json\n{json.dumps(value, indent=1)}\n```"):
+        assert score(JSONSchema({}), text) == score(JSONSchema({"const": value}), text) == 1
+        assert score(JSONSchema(False), text) == 0
+
+
+@settings(deadline=None)
+@given(st.text() | st.lists(st.sampled_from(["```", "json", "\n", "{", "}", "[", "]", '"', "1", ","])).map("".join))
+def test_no_text_raises(text):
+    assert score(JSONSchema(PERSON), text) in (0, 1)
+
+
+DEEP = {"$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}, "$ref": "#/$defs/list"}
+
+
+@pytest.mark.parametrize("depth", [900, 10**6])
+@pytest.mark.parametrize("schema", [DEEP, {"uniqueItems": True}, {}], ids=["recursive", "unique", "empty"])
+def test_deep_nesting_ends_in_a_score(schema, depth):
+    assert score(JSONSchema(schema), "[" * depth + "]" * depth) in (0, 1)
+    assert score(JSONSchema(schema), "[" * depth) == 0
+    assert score(JSONSchema(schema), '{"a":' * depth) == 0
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000, "[1, NaN]"])
+def test_numbers_that_are_none(text):
+    assert score(JSONSchema({}), text) == 0
+
+
+def test_numbers_too_large_to_be_checked():
+    assert score(JSONSchema({"multipleOf": 0.1}), "1" * 400) == 0
+
+
+def test_a_schema_for_each_row():
+    reward = JSONSchema(column="schema")
+    schemas = ['{"type": "integer"}', {"type": "string"}, None, "true"]
+    assert reward(["?"] * 4, ["1"] * 4, [[1]] * 4, schema=schemas) == [1, 0, None, 1]
+    with pytest.raises(ValueError, match="is no JSON Schema"):
+        score(reward, "1", schema=['{"type": "strin"}'])
+    with pytest.raises(KeyError, match="needs the column 'schema'"):
+        score(reward, "1")
+
+
+def test_references_are_followed_within_the_schema_and_nothing_is_fetched(monkeypatch):
+    fetched = []
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **kwargs: fetched.append(args))
+    monkeypatch.setattr(socket.socket, "connect", lambda *args: fetched.append(args))
+    inner = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
+    assert [score(JSONSchema(inner), text) for text in ("1", '"a"')] == [1, 0]
+    for reference in ("http://127.0.0.1:9/n.json", "file:///etc/passwd", "#/$defs/none"):
+        with pytest.raises(ValueError, match="which it does not contain: none is fetched"):
+            score(JSONSchema({"$ref": reference}), "1")
+    assert fetched == []
+
+
+def test_older_drafts_count_where_a_schema_names_them():
+    old = {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 3, "exclusiveMinimum": True}
+    assert [score(JSONSchema(old), text) for text in ("3", "4")] == [0, 1]
+
+
+def test_messages_and_pickles():
+    reward = JSONSchema(PERSON)
+    score(reward, "{}")
+    text = '{"name": "Ann", "age": 3}'
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy(["?"] * 2, [[{"role": "assistant", "content": text}], []], [[1]] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("schema", [{"type": "strin"}, "{", {"pattern": "("}, [], 3])
+def test_schemas_that_are_none(schema):
+    with pytest.raises(ValueError, match="is no JSON Schema"):
+        JSONSchema(schema)
+
+
+@pytest.mark.parametrize("settings", [{}, {"schema": {}, "column": "a"}, {"column": ""}], ids=str)
+def test_a_schema_or_a_column(settings):
+    with pytest.raises(ValueError, match="either a schema or the column"):
+        JSONSchema(**settings)
+
+
+def test_without_jsonschema_the_extra_is_named():
+    code = """
+        import sys
+        sys.modules["jsonschema"] = None
+        from torchrl_rloo.rewards.json_schema import JSONSchema
+        JSONSchema({})
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert 'pip install "torchrl_rloo[rewards]"' in result.stderr.splitlines()[-1]

@@ -1,0 +1,285 @@
+"""RewardRunner: what a bad sample costs, what is counted and kept, what is scored once, what runs beside what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from torchrl_rloo.rewards.duplicates import find_distinct
+from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor
+from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState
+from torchrl_rloo.rewards.quarantine import MAX_LINES, Quarantine
+from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
+
+
+def batch_of(*completions: str, **columns: Sequence[Any]) -> RewardBatch:
+    return RewardBatch(
+        [[{"role": "user", "content": f"say {c}"}] for c in completions],
+        list(completions),
+        [[ord(x) for x in c] for c in completions],
+        columns,
+        [False] * len(completions),
+        TrainerState(global_step=7),
+    )
+
+
+class Number:
+    """What the completion says, or raises; remembers how it was called."""
+
+    def __init__(self, name: str = "number", **attributes: Any):
+        self.__name__, self.calls = name, []
+        self.__dict__.update(attributes)
+
+    def __call__(self, completions, **_):
+        self.calls.append(list(completions))
+        return [None if c == "none" else float(c) for c in completions]
+
+
+def named(name: str, function: Callable) -> Callable:
+    function.__name__ = name
+    return function
+
+
+EXECUTORS = [InlineExecutor(), ThreadExecutor(2), ThreadExecutor(1, rows_per_call=3), ThreadExecutor(1, None, None)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_only_bad_rows_get_no_score(executor, caplog):
+    runner = RewardRunner([Number(), Number("other")], executor=executor)
+    batch = batch_of("1", "nan", "bad", "none", "-inf", "1e39", "2", "worse")
+    with caplog.at_level(logging.WARNING):
+        scored = runner(batch)
+    assert scored.scores == [[1.0, None, None, None, None, None, 2.0, None]] * 2
+    counts = {k: v for k, v in runner.counts.items() if not k.endswith("/repeated")}
+    assert counts == {f"{n}/{k}": v for n in ("number", "other") for k, v in (("raised", 2), ("not_finite", 3))}
+    warnings = [r.getMessage() for r in caplog.records]
+    assert len(warnings) == 4  # one for each function and kind
+    assert "reward number: raised on 2 samples" in warnings[0] + warnings[1] and "say bad" in caplog.text
+
+
+@pytest.mark.parametrize("rows_per_call", [1, 2, None])
+def test_rows_of_a_failed_call_are_tried_alone(rows_per_call):
+    number = Number()
+    runner = RewardRunner(number, executor=ThreadExecutor(1, rows_per_call=rows_per_call))
+    assert runner(batch_of("1", "2", "bad", "4")).scores == [[1.0, 2.0, None, 4.0]]
+    calls = {
+        1: [["1"], ["2"], ["bad"], ["4"]],
+        2: [["1", "2"], ["bad", "4"], ["bad"], ["4"]],
+        None: [["1", "2", "bad", "4"], ["1"], ["2"], ["bad"], ["4"]],
+    }
+    assert number.calls == calls[rows_per_call]
+    assert runner.counts["number/repeated"] == {1: 0, 2: 2, None: 4}[rows_per_call]
+    assert runner.latency["number/call"].n == len(number.calls)
+    assert runner.latency["number/sample"].n == sum(map(len, number.calls))
+
+
+@pytest.mark.parametrize("returned", [[], [1.0] * 5, None, "abcd", 1.0])
+def test_what_is_no_list_of_scores_is_no_score(returned):
+    runner = RewardRunner(named("odd", lambda **_: returned))
+    assert runner(batch_of(*"1234")).scores == [[None] * 4]
+    assert runner.counts["odd/malformed"] == 4
+
+
+def test_identical_trajectories_are_scored_once():
+    number = Number()
+    runner = RewardRunner(number)
+    batch = batch_of("1", "2", "1", "1", "bad", "bad", level=[1, 1, 1, 2, 1, 1])
+    assert runner(batch).scores == [[1.0, 2.0, 1.0, 1.0, None, None]]
+    assert number.calls[0] == ["1", "2", "1", "bad"]
+    assert runner.counts == {"number/duplicates": 2, "number/raised": 2, "number/repeated": 4}
+    every = RewardRunner(Number(), deduplicate=False)
+    every(batch_of("1", "1"))
+    assert every.functions[0].calls == [["1", "1"]] and not every.counts
+
+
+def test_what_identical_is():
+    rows = {"prompts": "pqpppp", "completions": "aaabaa", "ids": [[1]] * 4 + [[2], [1]], "answer": "xxxxxy"}
+    batch = RewardBatch(list(rows["prompts"]), list(rows["completions"]), rows["ids"], {"answer": rows["answer"]})
+    assert find_distinct(batch) == ([0, 1, 3, 4, 5], [0, 1, 0, 2, 3, 4])
+    cut = RewardBatch(["p"] * 3, ["a"] * 3, [[1]] * 3, {}, [False, True, False])
+    assert find_distinct(cut) == ([0, 1], [0, 1, 0])
+
+    class Odd:
+        def __eq__(self, other):
+            raise ValueError("ambiguous")
+
+    odd = Odd()
+    assert find_distinct(RewardBatch(["p"] * 3, ["a"] * 3, [[1]] * 3, {"x": [odd, Odd(), odd]}))[1] == [0, 1, 0]
+    assert find_distinct(RewardBatch([], [], [])) == ([], [])
+
+
+@pytest.mark.parametrize("executor", [InlineExecutor(), ThreadExecutor(2)])
+def test_a_function_that_compares_rows_sees_all_of_them_in_one_call(executor):
+    number = Number(whole_batch=True)
+    runner = RewardRunner(number, executor=executor)
+    assert runner(batch_of("1", "1", "2")).scores == [[1.0, 1.0, 2.0]]
+    assert number.calls == [["1", "1", "2"]] and not runner.counts
+    assert runner(batch_of("1", "bad", "2")).scores == [[None] * 3] and len(number.calls) == 2
+    assert runner.counts == {"number/raised": 3}
+
+
+def test_extras_and_metrics_come_together():
+    def logs(completions, log_extra, log_metric, **_):
+        if "bad" in completions:
+            raise ValueError
+        log_extra("length", [len(c) for c in completions])
+        for c in completions:
+            log_metric("length", len(c))
+        return [0.0] * len(completions)
+
+    def more(completions, log_extra, **_):
+        log_extra("shout", [c.upper() for c in completions])
+        log_extra("length", [None, *[-1] * (len(completions) - 1)])
+        return [0.0] * len(completions)
+
+    scored = RewardRunner([logs, more])(batch_of("a", "bb", "a", "bad"))
+    assert scored.extra == {"length": [1, -1, 1, -1], "shout": ["A", "BB", "A", "BAD"]}
+    assert scored.metrics == {"length": 1.5}  # of the two distinct trajectories
+
+
+def test_failures_in_a_row_end_the_run_with_evidence(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    fine = named("fine", lambda completions, **_: [0.0] * len(completions))
+    runner = RewardRunner([Number(), fine], max_consecutive_failures=6, quarantine=path)
+    for completions in (("bad", "bad", "b1"), ("b2", "b3", "1"), ("b4", "nan", "b5"), ("b6", "none", "b7")):
+        runner(batch_of(*completions))
+    runner(batch_of("b8", "b9"))
+    runner(batch_of())  # ends no row of failures
+    with pytest.raises(RewardFailureError, match=r"reward number failed on 6 samples in a row") as caught:
+        runner(batch_of("x1", "x2", "x3", "4"))
+    message = str(caught.value)
+    assert "ValueError: could not convert string to float: 'x3'" in message and str(path) in message
+    assert "max_consecutive_failures=6" in message and "'raised': 14" in message
+    assert isinstance(caught.value, RuntimeError)
+    patient = RewardRunner(Number(), max_consecutive_failures=None)
+    assert patient(batch_of(*["bad"] * 500)).scores == [[None] * 500]
+
+
+def test_the_counters_survive_a_restart(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    runner = RewardRunner(Number(), max_consecutive_failures=3, quarantine=path)
+    runner(batch_of("1", "a", "b"))
+    resumed = RewardRunner(Number(), max_consecutive_failures=3, quarantine=path)
+    counts = resumed.counts
+    resumed.load_state_dict(json.loads(json.dumps(runner.state_dict())))
+    assert resumed.state_dict() == runner.state_dict() and resumed.counts is counts and counts["number/raised"] == 2
+    with pytest.raises(RewardFailureError):
+        resumed(batch_of("c"))
+    assert resumed.quarantine.lines["number"] == 3 == len(path.read_text().splitlines())
+
+
+def test_the_quarantine_has_all_that_it_takes_to_see_why(tmp_path):
+    path = tmp_path / "new" / "bad.jsonl"
+    runner = RewardRunner(Number(), quarantine=path)
+    runner(batch_of("1", "bad", "inf", answer=["x", object, {("a", 1): math.nan}]))
+    raised, infinite = map(json.loads, path.read_text().splitlines())
+    assert raised["function"] == "number" and raised["kind"] == "raised" and raised["step"] == 7
+    assert raised["error"] == "ValueError: could not convert string to float: 'bad'"
+    assert "Traceback" in raised["traceback"] and "float(c)" in raised["traceback"]
+    assert raised["prompt"] == [{"role": "user", "content": "say bad"}] and raised["completion"] == "bad"
+    assert raised["completion_ids"] == [98, 97, 100] and raised["columns"] == {"answer": "<class 'object'>"}
+    assert raised["truncated"] is False and raised["seconds"] >= 0
+    assert infinite["kind"] == "not_finite" and infinite["columns"] == "{'answer': {('a', 1): nan}}"
+
+
+def test_the_quarantine_never_fails_a_run_and_never_fills_the_disk(tmp_path, caplog):
+    class Rude:
+        def __repr__(self):
+            raise RuntimeError("no")
+
+    path = tmp_path / "bad.jsonl"
+    quarantine = Quarantine(path)
+    cycle: list = []
+    cycle.append(cycle)
+    quarantine.add("f", {"value": cycle, "lone": "\ud800"})
+    quarantine.add("g", {"value": Rude()})
+    for i in range(MAX_LINES + 5):
+        quarantine.add("f", {"i": i})
+    assert len(path.read_text().splitlines()) == MAX_LINES and "takes no more: RuntimeError: no" in caplog.text
+    Quarantine(tmp_path / "bad.jsonl" / "below_a_file").add("f", {})
+    Quarantine(None).add("f", {})
+    with pytest.raises(ValueError, match="is a folder"):
+        Quarantine(tmp_path)
+
+
+def test_async_functions_run_beside_each_other_and_beside_the_rest():
+    def make(name: str) -> Callable:
+        async def naps(completions, **_):
+            await asyncio.sleep(0.3)
+            return [1.0] * len(completions)
+
+        return named(name, naps)
+
+    def here(completions, **_):
+        time.sleep(0.3)
+        return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+    def there(completions, **_):
+        time.sleep(0.3)
+        return [1.0] * len(completions)
+
+    executors = {"there": ThreadExecutor(4), "b": ThreadExecutor(4)}
+    runner = RewardRunner([make("a"), here, there, make("b")], executor=executors)
+    start = time.monotonic()
+    assert runner(batch_of("x", "y", "z")).scores == [[1.0] * 3] * 4
+    assert time.monotonic() - start < 0.8  # one after the other: 1.2
+    assert runner.latency["a/call"].n == 1 and runner.latency["b/call"].n == 3  # rows_per_call of its executor
+    runner.close()
+
+
+def test_an_async_function_has_the_time_limit_of_its_executor():
+    async def judge(completions, **_):
+        await asyncio.sleep(1000 if completions == ["hang"] else 0)
+        return [1.0] * len(completions)
+
+    runner = RewardRunner(judge, executor=ProcessExecutor(1, 0.3))
+    assert runner(batch_of("a", "hang", "b")).scores == [[1.0, None, 1.0]]
+    assert runner.counts == {"judge/timed_out": 1}
+    runner.close()
+
+
+def test_an_interrupt_is_not_taken_for_a_failure():
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RewardRunner(interrupted)(batch_of("a"))
+
+
+def test_an_empty_batch_and_a_copy():
+    async def judge(completions, **_):
+        return [1.0] * len(completions)
+
+    runner = RewardRunner([Number(), judge])
+    assert runner(batch_of()).scores == [[], []]
+    runner(batch_of("1"))
+    copy = pickle.loads(pickle.dumps(RewardRunner(Number(), executor=ThreadExecutor(2))))
+    assert copy(batch_of("1", "2")).scores == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "message"),
+    [
+        ([], {}, "functions is empty"),
+        ([Number(), Number()], {}, r"'number', 'number'"),
+        ([Number()], {"max_consecutive_failures": 0}, "max_consecutive_failures=0"),
+        ([Number()], {"executor": {"nombre": InlineExecutor()}}, r"\['nombre'\].*\['number'\]"),
+    ],
+)
+def test_bad_arguments_are_refused(functions, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardRunner(functions, **settings)
+
+
+def test_a_function_that_a_worker_cannot_get_is_refused_at_once():
+    with pytest.raises(TypeError, match="cannot be sent"):
+        RewardRunner(Number(lock=threading.Lock()), executor=ProcessExecutor())

@@ -1,0 +1,436 @@
+"""Programs that try to get out of the sandbox. Each also runs outside it, where it has to succeed: so it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_rloo.rewards import sandbox_kernel
+from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+
+try:
+    Sandbox().close()
+    MISSING = ""
+except SandboxUnavailableError as error:
+    MISSING = str(error)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+X86 = platform.machine() == "x86_64"
+MB = 1 << 20
+
+SYSCALL = "import ctypes; call = ctypes.CDLL(None, use_errno=True).syscall\n"
+# Each prints ESCAPED if it gets through, and reads what to attack from standard input.
+ESCAPES = {
+    "tcp": "import socket; socket.create_connection(('127.0.0.1', a['tcp']), 2)",
+    "listen": "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()",
+    "udp": "import socket; socket.socket(2, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', a['udp']))",
+    "unix": "import socket; socket.socket(socket.AF_UNIX).connect(a['unix'])",
+    "socketpair": "import socket; socket.socketpair()",
+    "netlink": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
+    "fork": "import os; pid = os.fork()\nif pid == 0: os._exit(0)",
+    "subprocess": "import subprocess; subprocess.run(['/bin/true'], check=True)",
+    "posix_spawn": "import os; os.posix_spawn('/bin/true', ['true'], {})",
+    "system": "import os; assert os.system('true') == 0",
+    "exec": "import os; os.execv('/bin/echo', ['echo', 'ESCAPED'])",
+    "ctypes_fork": "import ctypes, os\nif ctypes.CDLL(None).fork() == 0: os._exit(0)\nassert os.wait()",
+    "clone3": SYSCALL + "import struct\n"
+    "r = call(435, struct.pack('=QQQQQQQQ', 0, 0, 0, 0, 17, 0, 0, 0), 64)\n"
+    "if r == 0: import os; os._exit(0)\nassert r > 0",
+    "write_file": "open(a['dir'] + '/new', 'w')",
+    "append_file": "open(a['victim'], 'a').write('x')",
+    "update_file": "open(a['victim'], 'r+').write('x')",
+    "truncate": "import os; os.truncate(a['victim'], 0)",
+    "write_repository": "open(a['repository'] + '/escape_of_a_test', 'w')",
+    "write_temp": "import tempfile; tempfile.NamedTemporaryFile().write(b'x')",
+    "write_shm": "import os; p = '/dev/shm/escape_of_a_test'; open(p, 'w').close(); os.remove(p)",
+    "write_here": "open('new', 'w')",
+    "temporary_directory": "import tempfile; tempfile.TemporaryDirectory()",
+    "memfd": "import os; os.memfd_create('x')",
+    "mkdir": "import os; os.mkdir(a['dir'] + '/new')",
+    "remove": "import os; os.remove(a['victim'])",
+    "rename": "import os; os.rename(a['victim'], a['dir'] + '/new')",
+    "chmod": "import os; os.chmod(a['victim'], 0o777)",
+    "chown": "import os; os.chown(a['victim'], os.getuid(), os.getgid())",
+    "utime": "import os; os.utime(a['victim'])",
+    "symlink": "import os; os.symlink(a['victim'], a['dir'] + '/new')",
+    "hardlink": "import os; os.link(a['victim'], a['dir'] + '/new')",
+    "read_through_symlink": "open(a['link']).read()",
+    "fifo": "import os; os.mkfifo(a['dir'] + '/new')",
+    "read_file": "assert 'hush' in open(a['victim']).read()",
+    "list_folder": "import os; assert os.listdir(a['dir'])",
+    "list_home": "import os; os.listdir(a['home'])",
+    "read_etc": "open('/etc/passwd').read()",
+    "environment": "import os; assert os.environ['TRAINER_SECRET']",
+    "own_environment": "assert 'TRAINER' in open('/proc/self/environ').read()",
+    "trainer_environment": "assert open(f'/proc/{a[\"trainer\"]}/environ').read()",
+    "parent_environment": "import os; assert open(f'/proc/{os.getppid()}/environ').read()",
+    "trainer_command": "assert open(f'/proc/{a[\"trainer\"]}/cmdline').read()",
+    "trainer_memory": "open(f'/proc/{a[\"trainer\"]}/maps').read()",
+    "trainer_folder": "import os; os.readlink(f'/proc/{a[\"trainer\"]}/cwd')",
+    "own_memory": "open('/proc/self/mem', 'rb')",
+    "inherited_file": "import os; assert b'hush' in os.pread(a['open'], 99, 0)",
+    "signal_victim": "import os; os.kill(a['pid'], 9)",
+    "signal_parent": "import os; os.kill(os.getppid(), 0)",
+    "signal_everyone": "import os; os.kill(-1, 0)",
+    "signal_group": "import os, signal; os.killpg(0, signal.SIGCONT)",
+    "signal_by_pidfd": "import os, signal; signal.pidfd_send_signal(os.pidfd_open(a['pid']), 9)",
+    "signal_by_file": "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, a['pid'])",
+    "signal_by_queue": "import ctypes; assert ctypes.CDLL(None).sigqueue(a['pid'], 0, None) == 0",
+    "trace": "import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, None, None) == 0",
+    "raise_limits": "import resource as r; r.setrlimit(r.RLIMIT_CPU, r.getrlimit(r.RLIMIT_CPU))",
+    "raise_limits_of_victim": "import resource as r; r.prlimit(a['pid'], r.RLIMIT_CORE, (0, 0))",
+    "priority_of_victim": "import os; os.setpriority(os.PRIO_PROCESS, a['pid'], 5)",
+    "pipe": "import os; os.pipe()",
+    "shared_memory": SYSCALL + f"assert call({29 if X86 else 194}, 0, 4096, 0o1600) >= 0",
+    "new_filter": "import ctypes; assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0",
+    "change_folder": "import os; os.chdir(a['dir'])",
+}
+if os.getuid() == 0:
+    ESCAPES["raw_socket"] = "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)"
+if X86:
+    NATIVE = "import ctypes, mmap; m = mmap.mmap(-1, 4096, prot=7); m.write(bytes.fromhex({code!r}))\n"
+    NATIVE += "assert ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))() > 0"
+    ESCAPES["32_bit_call"] = NATIVE.format(code="b814000000cd80c3")  # mov eax, 20 (getpid); int 0x80; ret
+
+
+def program(escape: str) -> str:
+    return f"import json, sys\na = json.loads(input())\n{ESCAPES[escape]}\nprint('ESCAPED', flush=True)"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINER_SECRET", "hush")
+        sandbox = Sandbox(timeout=60, cpu_seconds=1, memory=128 * MB, max_output=100_000)
+        yield sandbox
+        sandbox.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Sandbox:
+    return Sandbox(timeout=1, cpu_seconds=60)
+
+
+@pytest.fixture
+def attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What programs attack: servers that listen, a file, a process, an inheritable open file."""
+    monkeypatch.setenv("TRAINER_SECRET", "hush")
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("hush")
+    folder.mkdir()
+    (folder / "file").touch()
+    (tmp_path / "link").symlink_to(victim)
+    tcp, udp, unix = socket.socket(), socket.socket(type=socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX)
+    unix_path = os.path.join(tempfile.mkdtemp(), "s")  # tmp_path may be too long for a socket
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    with tcp, udp, unix, victim.open() as opened:
+        tcp.bind(("127.0.0.1", 0))
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(unix_path)
+        tcp.listen()
+        unix.listen()
+        os.set_inheritable(opened.fileno(), True)
+        yield {
+            "tcp": tcp.getsockname()[1],
+            "udp": udp.getsockname()[1],
+            "unix": unix_path,
+            "victim": str(victim),
+            "dir": str(folder),
+            "link": str(tmp_path / "link"),
+            "home": str(Path.home()),
+            "repository": str(tmp_path),
+            "trainer": os.getpid(),
+            "pid": process.pid,
+            "open": opened.fileno(),
+        }
+    process.kill()
+    process.wait()
+    os.remove(unix_path)
+    os.rmdir(os.path.dirname(unix_path))
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_escape_is_contained(sandbox: Sandbox, attack: dict[str, Any], escape: str, tmp_path: Path):
+    attack["repository"] = str(Path(__file__).parents[2])
+    result = sandbox.run(program(escape), json.dumps(attack))
+    assert "ESCAPED" not in result.stdout
+    assert result.reason in ("exit", "killed") and not result.ok
+    assert os.waitpid(attack["pid"], os.WNOHANG) == (0, 0)  # the victim lives
+    assert Path(attack["victim"]).read_text() == "hush"
+    assert os.listdir(attack["dir"]) == ["file"]
+    assert not list(Path(attack["repository"]).glob("escape_of_a_test"))
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_escape_succeeds_outside(attack: dict[str, Any], escape: str, tmp_path: Path):
+    command = [sys.executable, "-I", "-S", "-c", program(escape)]
+    result = subprocess.run(
+        command,
+        input=json.dumps(attack) + "\n",
+        text=True,
+        capture_output=True,
+        close_fds=False,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    if escape == "32_bit_call" and result.returncode == -signal.SIGSEGV:
+        pytest.skip("this kernel has no 32-bit calls")
+    assert "ESCAPED" in result.stdout, result.stderr
+
+
+LIMITS = {
+    "cpu": ("while True: pass", "cpu"),
+    "cpu_of_threads": ("import threading\ndef f():\n while 1: pass\nthreading.Thread(target=f).start()\nf()", "cpu"),
+    "sleep": ("import time; time.sleep(99)", "timed_out"),
+    "ignored_signals": (
+        "import signal\nfor s in range(1, 65):\n"
+        " try: signal.signal(s, signal.SIG_IGN)\n except (OSError, ValueError): pass\n"
+        "while True: pass",
+        "cpu",
+    ),
+    "no_exit": ("import threading; threading.Thread(target=threading.Event().wait).start()", "timed_out"),
+    "one_big_array": ("x = bytearray(4 << 30)", "memory"),
+    "many_small_objects": ("x = []\nwhile True: x.append([0])", "memory"),
+    "mapped_memory": ("import mmap\nx = [mmap.mmap(-1, 1 << 20) for _ in range(4096)]\nprint('ESCAPED')", "exit"),
+    "output": ("while True: print('x' * 10_000)", "output"),
+    "errors": ("import sys\nwhile True: sys.stderr.write('x' * 10_000)", "output"),
+    "output_by_seek": ("import os; os.lseek(1, 1 << 40, 0); os.write(1, b'x')", "exit"),
+    "input_as_store": ("import os\nwhile True: os.write(0, b'x' * 10_000)", "exit"),
+    "abort": ("import os; os.abort()", "killed"),
+    "crash": ("import ctypes; ctypes.string_at(0)", "killed"),
+    "closed_files": ("import os; os.closerange(0, 99); import time; time.sleep(99)", "timed_out"),
+    "many_files": ("import os\nwhile True: os.dup(0)", "exit"),
+    "many_threads": (
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True:\n try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n"
+        " except RuntimeError: time.sleep(.1)",
+        "threads",
+    ),
+    "many_native_threads": (  # clone without memory of their own: only counting them helps
+        "import ctypes, mmap, time\nlibc = ctypes.CDLL(None)\n"
+        "libc.clone.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int]\n"
+        "stacks = mmap.mmap(-1, 1 << 22); at = ctypes.addressof(ctypes.c_char.from_buffer(stacks))\n"
+        "pause = ctypes.cast(libc.pause, ctypes.c_void_p).value\n"
+        "for i in range(1, 1 << 12): assert libc.clone(pause, at + 1024 * i, 0x10f00, None) > 0\ntime.sleep(9)",
+        "threads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(sandbox: Sandbox, request: pytest.FixtureRequest, name: str):
+    text, reason = LIMITS[name]
+    limited = request.getfixturevalue("impatient") if reason == "timed_out" else sandbox
+    result = limited.run(text)
+    assert not result.ok and "ESCAPED" not in result.stdout
+    assert result.reason == reason, result
+    assert len(result.stdout) <= 100_000 and len(result.stderr) <= 2000
+    assert limited.run("print('well')").stdout == "well\n"  # the next one is none the worse
+
+
+def test_limits_are_those_asked_for():
+    text = (
+        "import resource as r\nfor n in ('CPU', 'AS', 'FSIZE', 'CORE', 'NOFILE'):"
+        " print(*r.getrlimit(getattr(r, 'RLIMIT_' + n)))"
+    )
+    limits = Sandbox(cpu_seconds=7, memory=99 * MB, max_output=12345).run(text).stdout.split()
+    assert limits == [str(v) for v in (7, 7, 99 * MB, 99 * MB, 12345, 12345, 0, 0, 32, 32)]
+
+
+def test_ordinary_programs_run(sandbox: Sandbox):
+    assert sandbox.run("print(sum(map(int, input().split())))", "19 23\n").stdout == "42\n"
+    assert sandbox.run("print('gr\u00fc\u00df', input())", "d\u00ef").stdout == "gr\u00fc\u00df d\u00ef\n"
+    assert sandbox.run("import sys; sys.exit(3)").exit_code == 3
+    assert sandbox.run("exit()").ok
+    failed = sandbox.run("raise SystemExit('too bad')")
+    assert (failed.exit_code, failed.stderr) == (1, "too bad\n")
+    failed = sandbox.run("1 / 0")
+    assert (failed.reason, failed.exit_code) == ("exit", 1) and "ZeroDivisionError" in failed.stderr
+    assert sandbox.run("x = \x00").exit_code == 1
+    assert sandbox.run("input()").exit_code == 1  # end of input, no hang
+    assert sandbox.run("import atexit, os; atexit.register(lambda: os.write(1, b'late'))").stdout == "late"
+    threaded = (
+        "import sys, threading\nthreading.stack_size(64 << 20)\nthreading.Thread(target=lambda: print(7)).start()"
+    )
+    assert sandbox.run(threaded).stdout == "7\n"
+    deep = (
+        "import sys, functools\nsys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\n"
+        "def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))"
+    )
+    assert sandbox.run(deep).stdout == "20000\n"
+    libraries = "import ssl, sqlite3, lzma, bz2, zlib, ctypes, xml.dom.minidom, unittest, code; print(code.__file__)"
+    assert "rewards" not in sandbox.run(libraries).stdout and sandbox.run(libraries).ok
+    assert sandbox.run("import __main__; x = 1; print(__name__, __main__.x)").stdout == "__main__ 1\n"
+
+
+def test_same_program_same_output(sandbox: Sandbox):
+    text = "import random; print({'a', 'b', 'c', 'd', 'e'}, random.random())"
+    assert sandbox.run(text).stdout == sandbox.run(text).stdout == Sandbox().run(text).stdout != ""
+
+
+def test_guest_talks_and_ends_with_the_program(sandbox: Sandbox):
+    host = "import os; os.write(3, b'ping'); print(os.read(3, 99).decode(), end='')"
+    guest = (
+        "import os, time; assert os.read(3, 99) == b'ping'; os.write(3, input().encode())\nwhile True: time.sleep(9)"
+    )
+    assert sandbox.run(host, guest=guest, guest_stdin="pong").stdout == "pong"
+    assert sandbox.run("import os; print(os.read(3, 9))", guest="1").stdout == "b''\n"  # the guest ends first
+    owner = "import fcntl, os; fcntl.fcntl(3, fcntl.F_SETOWN, os.getppid())"
+    assert "PermissionError" in sandbox.run(owner, guest="1").stderr
+
+
+def children(pid: int) -> list[int]:
+    """Processes that ``pid`` has started and that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_nothing_is_left_behind(sandbox: Sandbox):
+    sandbox.run("1")
+    (starter,) = (s.process.pid for s in sandbox._idle)
+    files = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{starter}/fd"))
+    for text in ("1", "import os; os.fork()", "while True: pass", "x = bytearray(4 << 30)"):
+        sandbox.run(text, guest="while True: pass")
+    assert children(starter) == []
+    assert (len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{starter}/fd"))) == files
+    own = Sandbox()
+    (starter,) = (s.process for s in own._idle)
+    del own
+    assert starter.poll() is not None
+
+
+def test_threads_at_once(sandbox: Sandbox):
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda i: sandbox.run("print(int(input()) ** 2)", str(i)).stdout, range(40))
+        assert list(results) == [f"{i * i}\n" for i in range(40)]
+    assert len(sandbox._idle) <= 4
+    assert sandbox.run("print(1)").ok  # starters outlive the threads that made them
+
+
+def test_pickles_and_survives_a_fork(sandbox: Sandbox):
+    copy = pickle.loads(pickle.dumps(sandbox))
+    assert copy.run("print(5)").stdout == "5\n" and copy.memory == sandbox.memory
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            code = 0 if sandbox.run("print(6)").stdout == "6\n" else 2
+            sandbox.close()
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert sandbox.run("print(7)").stdout == "7\n"
+
+
+def test_an_interrupted_run_leaves_its_answer_to_nobody(sandbox: Sandbox):
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError):
+            sandbox.run("import time; time.sleep(1); print('old')")
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert sandbox.run("print('new')").stdout == "new\n"
+
+
+def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
+    own = Sandbox()
+    pid = own._idle[0].process.pid
+    threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+    assert own.run("import time; time.sleep(9)").reason == "killed"
+    assert own.run("print(1)").ok
+
+
+TRAINER = """
+from torchrl_rloo.rewards.sandbox import Sandbox
+sandbox = Sandbox(timeout=60)
+print(sandbox._idle[0].process.pid, flush=True)
+sandbox.run("import time; time.sleep(60)", guest="import time; time.sleep(60)")
+"""
+
+
+def test_a_killed_trainer_takes_all_with_it():
+    root = Path(__file__).parents[2]
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root)
+    starter = int(trainer.stdout.readline())
+    deadline = time.monotonic() + 20
+    while len(programs := children(starter)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(programs) == 2
+    trainer.kill()
+    trainer.communicate()
+    while any(Path(f"/proc/{pid}").exists() for pid in (starter, *programs)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+WITHOUT = """
+import struct, sys
+from torchrl_rloo.rewards import sandbox_kernel as kernel
+from torchrl_rloo.rewards.sandbox import Sandbox
+i = kernel._instruction
+refuse, allow = i(0x06, 0x00050026), i(0x06, 0x7FFF0000)
+if sys.argv[1] == "landlock":
+    body = [i(0x20, 0), i(0x15, 444, 0, 1), refuse, allow]
+else:  # prctl(PR_SET_SECCOMP) and what else takes that number as its first argument; on after this very call
+    number = 157 if "x86" in kernel.platform.machine() else 167
+    body = [i(0x20, 0), i(0x15, number, 0, 3), i(0x20, 16), i(0x15, 22, 0, 1), refuse, allow]
+kernel.install_filter(b"".join(body))
+try:
+    Sandbox()
+except RuntimeError as error:
+    print(error)
+weaker = Sandbox(allow_weaker=True)
+print(len(weaker.missing), weaker.run("import os; os.fork()").ok, weaker.run("open('/etc/passwd')").ok)
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "left"), [("landlock", "1 False True"), ("seccomp", "1 True False")], ids=["landlock", "seccomp"]
+)
+def test_a_missing_layer_is_refused_by_default(layer: str, left: str):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WITHOUT, layer]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60)
+    message, facts = result.stdout.splitlines()
+    assert layer in message.lower() and "allow_weaker=True" in message
+    assert facts == left
+
+
+def test_unusable_settings_are_refused():
+    for settings in ({"timeout": 0}, {"timeout": float("nan")}, {"memory": MB}, {"max_output": 0}, {"cpu_seconds": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            Sandbox(**settings)
+    with pytest.raises(OSError, match="sparc"):
+        sandbox_kernel.seccomp_filter("sparc")
+    assert issubclass(SandboxUnavailableError, RuntimeError)
+
+
+def test_filter_of_the_other_machine_has_no_call_it_should_not():
+    names = set(sandbox_kernel.SYSCALLS)
+    assert not names & {"fork", "vfork", "execve", "socket", "connect", "kill", "tgkill", "ptrace", "mount", "unlink"}
+    for machine in ("x86_64", "aarch64"):
+        assert len(sandbox_kernel.seccomp_filter(machine)) % 8 == 0

@@ -1,0 +1,39 @@
+"""The answer in a completion, as a vote that can be compared with others."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from torchrl_rloo.rewards.boxed import last_boxed
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_LAYOUT = re.compile(r"\\(?:left|right|,|!|;|:|text|mathrm|mathbf)(?![A-Za-z])|[\s${}]")
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last closed ``\boxed{...}``, else the last number of the last line, else that line; None where all is blank.
+
+    Numbers that are written differently are one answer, and so are texts that differ in case, spaces and braces.
+
+    Example:
+        >>> final_answer(r"So it is \boxed{1,234.0}."), final_answer("2+2 = 5\nno, 4."), final_answer("It is  B.")
+        ('1234', '4', 'itisb')
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _normal(boxed)
+    line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    numbers = _NUMBER.findall(line)
+    return _number(numbers[-1]) if numbers else _normal(line)
+
+
+def _normal(answer: str) -> str | None:
+    bare = _LAYOUT.sub("", answer).rstrip(".").casefold()
+    return (_number(bare) if _NUMBER.fullmatch(bare) else bare) or None
+
+
+def _number(text: str) -> str:
+    value = Decimal(text.replace(",", ""))
+    value = value.to_integral() if value == value.to_integral() else value.normalize()
+    return format(value if value else Decimal(0), "f")  # not "-0"

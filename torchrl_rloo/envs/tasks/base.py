@@ -1,0 +1,148 @@
+"""What a task is: prompts, rewards and an evaluation metric that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_rloo.data.prompts import PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data.sampling import PromptSampler
+from torchrl_rloo.envs.dataset import DatasetChatEnv
+from torchrl_rloo.envs.transforms.reward import RewardTransform
+from torchrl_rloo.rewards.protocol import RewardFunction
+from torchrl_rloo.rewards.registry import load_reward
+
+EMBEDDED = "embedded"  # the source that stands for a task's own generated rows
+
+
+class TaskBase:
+    """What an environment, a run and an evaluation ask of a task, or of a mixture of several."""
+
+    name: str
+    reward_weights: Sequence[float] | None
+    extract_answer: Callable[[str], str | None] | None = None
+
+    def load(self, source: Any = None, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
+        """Training and held-out prompts."""
+        raise NotImplementedError
+
+    def make_rewards(self) -> list[RewardFunction]:
+        """The reward functions."""
+        raise NotImplementedError
+
+    def make_scorer(self) -> RewardFunction:
+        """The evaluation metric, called like a reward."""
+        raise NotImplementedError
+
+    def make_sampler(self, dataset: PromptDataset) -> PromptSampler | None:
+        """In what order to draw the prompts; None: shuffled epochs."""
+        return None
+
+    def env(self, dataset: PromptDataset, tokenizer: Any, *, prompts_per_batch: int, **kwargs: Any) -> DatasetChatEnv:
+        """The environment: the dataset's prompts with the task's rewards.
+
+        Args:
+            dataset: of :meth:`load`.
+            tokenizer: of the policy.
+            prompts_per_batch: see :class:`DatasetChatEnv`.
+            **kwargs: further arguments of :class:`DatasetChatEnv`; ``rewards`` takes the place of the task's.
+        """
+        if "rewards" not in kwargs:
+            kwargs["rewards"] = RewardTransform(self.make_rewards(), weights=self.reward_weights)
+        kwargs.setdefault("sampler", self.make_sampler(dataset))
+        return DatasetChatEnv(dataset, tokenizer, prompts_per_batch=prompts_per_batch, **kwargs)
+
+
+@dataclass(frozen=True)
+class Task(TaskBase):
+    """A dataset's format, how its prompts are put, what answers earn, and what counts in the end.
+
+    Attributes:
+        name: of the task, as in ``task=gsm8k``.
+        stand_in: ``f(split, size, seed) -> rows``: generated rows in the dataset's own format, of ``"train"`` or
+            ``"test"``, which share no prompt; ``size`` None is all there are, or as many as make sense.
+        row_map: turns a row of the dataset into one with a ``"prompt"`` (or messages) and the columns that the rewards
+            read; None: it is one already.
+        rewards: what is trained on, each a spec of :func:`~torchrl_rloo.rewards.load_reward`.
+        scorer: what an answer is judged by in evaluation, whatever the rewards: a spec, too.
+        reward_weights: one for each reward; None: 1 each.
+        dataset: arguments of :func:`~torchrl_rloo.data.load_prompts` for the published dataset (``source``, ``name``,
+            ``split``); empty if there is none.
+        eval_split: the split of the published dataset to evaluate on; None: some of the training prompts are held out.
+        system_prompt: put before prompts without a system message.
+        extract_answer: ``f(text) -> answer | None`` of a completion, for majority votes; None: there are none.
+    """
+
+    name: str
+    stand_in: Callable[[str, int | None, int], list[dict[str, Any]]]
+    rewards: Sequence[str | Mapping[str, Any]]
+    scorer: str | Mapping[str, Any]
+    row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    reward_weights: Sequence[float] | None = None
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    eval_split: str | None = None
+    system_prompt: str | None = None
+    extract_answer: Callable[[str], str | None] | None = None
+
+    def load(
+        self,
+        source: Any = None,
+        *,
+        eval_source: Any = None,
+        eval_split: str | None = None,
+        eval_size: int = 256,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> tuple[PromptDataset, PromptDataset]:
+        """Training and held-out prompts, none of them in both.
+
+        Args:
+            source: None for the published dataset (the stand-in, if there is none); ``"embedded"`` for the stand-in;
+                else what :func:`~torchrl_rloo.data.load_prompts` takes, in the format of the published dataset.
+            eval_source: held-out prompts, in the same format; None splits them off ``source``.
+            eval_split: split of ``eval_source``; None takes the same as of ``source``.
+            eval_size: number of held-out prompts.
+            seed: of the split and of the stand-in.
+            **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
+
+        Raises:
+            ValueError: if a held-out prompt is a training prompt, or the arguments do not fit each other.
+        """
+        options = {"system_prompt": self.system_prompt, "row_map": self.row_map} | kwargs
+        if source is None and self.dataset:
+            source, options = self.dataset["source"], dict(self.dataset) | options
+            options.pop("source")
+            if eval_source is None and self.eval_split is not None:
+                eval_source, eval_split = source, eval_split or self.eval_split
+        if source in (None, EMBEDDED):
+            return self._load_stand_in(eval_source, eval_split, eval_size, seed, options)
+        if eval_source is None:
+            if eval_split is not None:
+                raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
+            return split_prompts(load_prompts(source, **options), eval_size, seed)
+        eval_options = options | {"limit": eval_size} | ({"split": eval_split} if eval_split else {})
+        train, held_out = load_prompts(source, **options), load_prompts(eval_source, **eval_options)
+        seen = {str(row["query"]) for row in train}
+        if shared := sum(str(row["query"]) in seen for row in held_out):
+            raise ValueError(
+                f"{shared} of the {len(held_out)} held-out prompts of eval_source are training prompts: set "
+                "eval_split, give other prompts, or leave eval_source null to split some off"
+            )
+        return train, held_out
+
+    def _load_stand_in(
+        self, eval_source: Any, eval_split: str | None, eval_size: int, seed: int, options: dict[str, Any]
+    ) -> tuple[PromptDataset, PromptDataset]:
+        if eval_source is not None or eval_split is not None:
+            raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
+        train, held_out = self.stand_in("train", None, seed), self.stand_in("test", eval_size, seed)
+        return load_prompts(train, **options), load_prompts(held_out, **options)
+
+    def make_rewards(self) -> list[RewardFunction]:
+        """The reward functions."""
+        return [load_reward(spec) for spec in self.rewards]
+
+    def make_scorer(self) -> RewardFunction:
+        """The evaluation metric, called like a reward."""
+        return load_reward(self.scorer)

@@ -1,0 +1,76 @@
+"""Code by unit tests: MBPP (Austin et al. 2021), HumanEval (Chen et al. 2021), and programs with inputs and outputs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_rloo.envs.tasks.base import Task
+
+_FUNCTIONS = (
+    ("add_{n}", "adds {n} to a number", "x + {n}", lambda x, n: x + n),
+    ("times_{n}", "multiplies a number by {n}", "x * {n}", lambda x, n: x * n),
+    ("minus_{n}", "subtracts {n} from a number", "x - {n}", lambda x, n: x - n),
+)
+
+
+def row(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with a prompt and ``tests`` as :class:`~torchrl_rloo.rewards.CodeTests` takes them.
+
+    MBPP gives ``test_list``, HumanEval ``test`` and ``entry_point``, others ``inputs`` and ``outputs``, perhaps as JSON
+    in ``input_output``.
+
+    >>> row({"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""})["tests"]
+    ['assert add(1, 2) == 3']
+    """
+    text = next((example[name] for name in ("text", "prompt", "question") if name in example), None)
+    if text is None:
+        raise ValueError("a row needs its problem as 'text', 'prompt' or 'question'")
+    if "test_list" in example:
+        setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or [])
+        tests = [f"{setup}\n{test}" if setup else test for test in example["test_list"]]
+        prompt = f"{text}\nYour code should pass this test:\n{example['test_list'][0]}"
+        return {"prompt": prompt, "tests": tests}
+    if "entry_point" in example:
+        return {"prompt": text, "tests": [f"{example['test']}\ncheck({example['entry_point']})"]}
+    pairs = example.get("input_output", example)
+    pairs = json.loads(pairs) if isinstance(pairs, str) else pairs
+    if "inputs" not in pairs or "outputs" not in pairs:
+        raise ValueError("a row needs 'test_list', 'test' and 'entry_point', or 'inputs' and 'outputs'")
+    prompt = f"{text}\nRead standard input and write standard output."
+    return {"prompt": prompt, "tests": {"inputs": list(pairs["inputs"]), "outputs": list(pairs["outputs"])}}
+
+
+def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+    """Functions of one number, in MBPP's columns."""
+    rng = random.Random(f"{seed} {split}")
+    rows = []
+    for i in range(size or 256):
+        name, words, code, function = rng.choice(_FUNCTIONS)
+        n = 2 * rng.randrange(1, 100) + (split == "test")  # its parity keeps the splits apart
+        name, words, code = name.format(n=n), words.format(n=n), code.format(n=n)
+        rows.append(
+            {
+                "task_id": i,
+                "text": f"Write a function {name} that {words}.",
+                "code": f"def {name}(x):\n    return {code}",
+                "test_list": [f"assert {name}({x}) == {function(x, n)}" for x in rng.sample(range(50), 3)],
+                "test_setup_code": "",
+                "challenge_test_list": [],
+            }
+        )
+    return rows
+
+
+CODE = Task(
+    name="code",
+    stand_in=stand_in,
+    row_map=row,
+    rewards=({"_target_": "code_tests", "column": "tests", "partial": True},),
+    scorer={"_target_": "code_tests", "column": "tests"},
+    dataset={"source": "google-research-datasets/mbpp", "name": "full", "split": "train"},
+    eval_split="test",
+    system_prompt="Answer with one block of Python code, between ```python and ```.",
+)

@@ -1,0 +1,54 @@
+"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_rloo.envs.tasks.base import Task
+from torchrl_rloo.rewards.boxed import last_boxed
+
+_STORIES = (
+    "{name} has {a} apples and buys {b} more. How many apples does {name} have now?",
+    "{name} read {a} pages on Monday and {b} on Tuesday. How many pages did {name} read?",
+    "A bus carries {a} people and {b} more get on with {name}. How many people besides {name} are on the bus?",
+)
+_NAMES = ("Ann", "Ben", "Carla", "Dan", "Eve", "Finn")
+
+
+def row(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the number after ``####`` as its answer, thousands separators taken out.
+
+    >>> row({"question": "1000+1?", "answer": "It is 1000+1=<<1000+1=1001>>1,001.\\n#### 1,001"})
+    {'prompt': '1000+1?', 'answer': '1001'}
+    """
+    solution, marker, answer = example["answer"].rpartition("####")
+    if not marker:
+        raise ValueError(f"the answer has no '####' before its number: {example['answer'][-100:]!r}")
+    return {"prompt": example["question"], "answer": answer.strip().replace(",", "")}
+
+
+def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+    """Generated sums in GSM8K's columns."""
+    rng = random.Random(f"{seed} {split}")
+    rows = []
+    for _ in range(size or 512):
+        # the parity of the first number keeps the splits apart
+        a, b = 2 * rng.randrange(5, 50) + (split == "test"), rng.randrange(2, 50)
+        story = rng.choice(_STORIES).format(name=rng.choice(_NAMES), a=a, b=b)
+        rows.append({"question": story, "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"})
+    return rows
+
+
+GSM8K = Task(
+    name="gsm8k",
+    stand_in=stand_in,
+    row_map=row,
+    rewards=({"_target_": "numeric_match", "column": "answer"},),
+    scorer={"_target_": "numeric_match", "column": "answer"},
+    dataset={"source": "openai/gsm8k", "name": "main", "split": "train"},
+    eval_split="test",
+    system_prompt="Think step by step, then put the final number in \\boxed{}.",
+    extract_answer=last_boxed,
+)

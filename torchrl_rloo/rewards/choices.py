@@ -1,0 +1,120 @@
+"""Whether a completion chooses the right one of several lettered answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.protocol import final_text
+
+_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")
+_IS = r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:[:=]|is\b)|choose|select|pick|go\swith)"
+
+
+class MultipleChoice:
+    r"""1.0 where a completion chooses the right letter, else 0.0.
+
+    The first of these that a completion has decides:
+
+    1. its last closed box, if that begins with a letter: ``\boxed{C}``, ``\boxed{\text{(C) 42}}``;
+    2. its last announcement: "the answer is (C)", "Answer: **C**", "the correct option is C", "I choose C";
+    3. its last line, if that is a letter alone: ``C``, ``(C)``, ``C.``;
+    4. the only letter with which lines begin as options do: ``C) Paris``. Several, as in a list of them, are no choice.
+
+    Other letters are prose ("A good idea"), and so are small ones in announcements unless in brackets ("the answer is a
+    matter of taste"). A choice of several ("A or B") scores 0.0. Takes time linear in the text.
+
+    Args:
+        column: the dataset's column of golds: a letter of ``choices``, ``C`` or ``(C)``, the text of an option, the
+            index of an option (an int, from 0), or None, which abstains.
+        choices: the letters or digits that name the options, in their order.
+        options: the dataset's column of the options' texts, one list a row, for golds that are texts.
+
+    Raises:
+        ValueError: unless ``choices`` are at least two different letters or digits, or if ``column`` is empty.
+
+    Example:
+        >>> texts = ["A good idea. The answer is (B).", r"\\boxed{B}", "B) Paris", "A or B"]
+        >>> MultipleChoice()(["?"] * 4, texts, [[1]] * 4, answer=["B", 1, "(b)", "B"])
+        [1.0, 1.0, 1.0, 0.0]
+    """
+
+    __name__ = "multiple_choice"
+
+    def __init__(self, column: str = "answer", choices: Sequence[str] = "ABCDEFGHIJ", *, options: str | None = None):
+        letters = [str(choice).upper() for choice in choices]
+        if not len(set(letters)) == len(letters) > 1 or not all(re.fullmatch("[A-Z0-9]", c) for c in letters):
+            raise ValueError(f"choices={choices!r} must be at least two different letters or digits, such as 'ABCD'")
+        if not column or not isinstance(column, str):
+            raise ValueError(f"column={column!r} must be the name of the dataset's column of golds")
+        self.column, self.choices, self.options = column, "".join(letters), options
+        one = f"[{self.choices}{self.choices.lower()}]"
+        others = rf"(?:,|/|&|or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
+        self._several = re.compile(rf"\s?{others}(?=\s?(?:[,.;/&]|$|or\b|and\b))", re.MULTILINE)
+        self._boxed = re.compile(rf"[(\[]?({one})(?:[)\].:,]|(?=\s?$|/|\s(?:or|and|&)\b))")
+        self._announced = re.compile(
+            rf"\b{_IS}\s?(?i:\w+ly\s)?(?i:(?:the\s)?(?:option|choice|letter)\s?:?\s?)?"
+            rf"(?:[(\[](?P<bracketed>{one})[)\]]|(?!I\s[a-z])(?P<bare>[{self.choices}])(?![\w-])(?!\.\d))"
+        )
+        self._line = re.compile(rf"[(\[]?({one})[)\].:]{{0,2}}")
+        self._option = re.compile(rf"(?:[(\[]({one})[)\]]|({one})[).:])(?=\s|$)")
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """``B`` scores: 1.0, 0.0, or None where the gold is None.
+
+        Raises:
+            KeyError: if the rows have no column of golds, or of options.
+            ValueError: if a gold is none of the choices.
+        """
+        for column in filter(None, (self.column, self.options)):
+            if column not in columns:
+                raise KeyError(f"{self.__name__} needs the column {column!r}; the rows have {sorted(columns)}")
+        options = columns[self.options] if self.options else [()] * len(completions)
+        rows = zip(completions, columns[self.column], options, strict=True)
+        return [
+            None if gold is None else float(self.chosen(final_text(completion)) == self._letter(gold, texts))
+            for completion, gold, texts in rows
+        ]
+
+    def chosen(self, text: str) -> str | None:
+        """The letter that a completion chooses, as in ``choices``; None if it chooses none or several."""
+        boxed = _clean(last_boxed(text) or "")
+        if found := self._boxed.match(boxed):
+            return None if self._several.match(boxed, found.end(1)) else found[1].upper()
+        text = _clean(text)
+        if announced := list(self._announced.finditer(text)):
+            found = announced[-1]
+            return None if self._several.match(text, found.end()) else (found["bracketed"] or found["bare"]).upper()
+        lines = text.splitlines()
+        if lines and (found := self._line.fullmatch(lines[-1])):
+            return found[1].upper()
+        letters = {(m[1] or m[2]).upper() for line in lines if (m := self._option.match(line))}
+        return letters.pop() if len(letters) == 1 else None
+
+    def _letter(self, gold: str | int, texts: Sequence[str]) -> str:
+        if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(self.choices):
+            return self.choices[gold]
+        if isinstance(gold, str):
+            if found := self._line.fullmatch(_clean(gold)):
+                return found[1].upper()
+            same = [i for i, text in enumerate(texts) if _clean(text).casefold() == _clean(gold).casefold()]
+            if same and same[0] < len(self.choices):
+                return self.choices[same[0]]
+        raise ValueError(
+            f"{self.column} {gold!r} is none of the choices {self.choices}, of the indices 0 to {len(self.choices) - 1}"
+            + (
+                f" and of the options {list(texts)!r:.200}"
+                if self.options
+                else "; for texts name their column, options="
+            )
+        )
+
+
+def _clean(text: str) -> str:
+    """``text`` without markup and blank lines, with single spaces."""
+    lines = (" ".join(_MARKUP.sub("", line).split()) for line in text.splitlines())
+    return "\n".join(filter(None, lines))

@@ -1,0 +1,108 @@
+"""Countdown: an arithmetic expression that uses given numbers and makes a target."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.protocol import final_text
+
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}")
+
+
+def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
+    """Value of an expression in ``+ - * / ( )`` and whole numbers, exactly, with the numbers in it.
+
+    A right side (``= 24``) is left out; ``x``, ``×``, ``÷`` and LaTeX's ``\\times``, ``\\cdot``, ``\\div`` are read as
+    signs.
+
+    Returns:
+        ``(value, numbers)``, or None if the text is no such expression, is longer than 200 characters or divides by 0.
+
+    Example:
+        >>> evaluate_expression("(3 + 5) * 3 = 24")
+        (Fraction(24, 1), [3, 5, 3])
+    """
+    text = text.split("=")[0]
+    for written, sign in (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("×", "*"), ("÷", "/"), ("x", "*")):
+        text = text.replace(written, sign)
+    text = text.strip()
+    if not _EXPRESSION.fullmatch(text):
+        return None
+    numbers: list[int] = []
+    try:
+        return _value(ast.parse(text, mode="eval").body, numbers), numbers
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.AST, numbers: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, numbers)
+    raise ValueError(f"{type(node).__name__} is not part of an expression")
+
+
+class Countdown:
+    """1.0 where a completion's expression uses each given number exactly once and makes the target.
+
+    The expression stands in the last ``<answer>...</answer>``, else in the last ``\\boxed{}``.
+
+    Source: the task of TinyZero (Pan et al. 2025), after the numbers round of the television game.
+
+    Args:
+        format_score: what a readable expression earns that is wrong (TinyZero: 0.1); none earns 0.0.
+        numbers_column: the dataset's column of numbers, lists of whole numbers, or None, which abstains.
+        target_column: the column of targets.
+
+    Raises:
+        ValueError: unless ``0 <= format_score < 1``.
+
+    Example:
+        >>> texts = ["<answer>(3+5)*3</answer>", "<answer>3+5</answer>", "24"]
+        >>> Countdown(format_score=0.1)(["?"] * 3, texts, [[1]] * 3, nums=[[3, 3, 5]] * 3, target=[24] * 3)
+        [1.0, 0.1, 0.0]
+    """
+
+    __name__ = "countdown"
+
+    def __init__(self, *, format_score: float = 0.0, numbers_column: str = "nums", target_column: str = "target"):
+        if not 0 <= format_score < 1:
+            raise ValueError(f"format_score={format_score} must be at least 0 and below 1, the score of a solution")
+        self.format_score, self.numbers_column, self.target_column = format_score, numbers_column, target_column
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """``B`` scores: 1.0, ``format_score``, 0.0, or None where there are no numbers.
+
+        Raises:
+            KeyError: if the rows lack one of the columns.
+        """
+        for column in (self.numbers_column, self.target_column):
+            if column not in columns:
+                raise KeyError(f"the rows have no column {column!r}; they have {sorted(columns)}: set numbers_column=")
+        rows = zip(completions, columns[self.numbers_column], columns[self.target_column], strict=True)
+        return [None if numbers is None else self._score(final_text(c), numbers, target) for c, numbers, target in rows]
+
+    def _score(self, text: str, numbers: Sequence[int], target: int) -> float:
+        tagged = _ANSWER.findall(text)
+        expression = tagged[-1] if tagged else last_boxed(text)
+        found = None if expression is None else evaluate_expression(expression)
+        if found is None:
+            return 0.0
+        value, used = found
+        right = value == target and Counter(used) == Counter(int(n) for n in numbers)
+        return 1.0 if right else self.format_score

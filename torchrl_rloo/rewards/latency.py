@@ -1,0 +1,73 @@
+"""How long calls take: a histogram whose size does not grow with the number of calls."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+PER_DECADE = 20  # buckets; a quantile is off by at most 6 %
+SMALLEST = 1e-6  # seconds; what is shorter counts as this
+
+
+class Histogram:
+    """Durations in buckets spaced by a constant ratio of 1.12.
+
+    Attributes:
+        buckets: bucket -> how many durations fell into it.
+        n: how many durations there are.
+        total: their sum in seconds.
+        longest: the longest of them.
+
+    Example:
+        >>> seconds = Histogram()
+        >>> for value in (0.01, 0.02, 0.03, 4.0):
+        ...     seconds.add(value)
+        >>> round(seconds.quantile(0.5), 3), seconds.quantile(1.0)
+        (0.02, 4.0)
+    """
+
+    def __init__(self):
+        self.buckets: Counter[int] = Counter()
+        self.n, self.total, self.longest = 0, 0.0, 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Counts a duration, ``times`` times."""
+        self.buckets[round(PER_DECADE * math.log10(max(seconds, SMALLEST)))] += times
+        self.n += times
+        self.total += seconds * times
+        self.longest = max(self.longest, seconds)
+
+    def merge(self, other: Histogram) -> None:
+        """Counts the durations of another histogram, too."""
+        self.buckets.update(other.buckets)
+        self.n, self.total = self.n + other.n, self.total + other.total
+        self.longest = max(self.longest, other.longest)
+
+    def quantile(self, q: float) -> float:
+        """Seconds that a share ``q`` in [0, 1] of the durations did not exceed; NaN if there are none."""
+        if not 0 <= q <= 1:
+            raise ValueError(f"q={q} must be between 0 and 1")
+        seen = 0
+        for bucket in sorted(self.buckets):
+            seen += self.buckets[bucket]
+            if seen >= q * self.n and seen < self.n:
+                return min(10 ** (bucket / PER_DECADE), self.longest)
+        return self.longest if self.n else math.nan
+
+    def table(self) -> str:
+        """One line for each bucket that is not empty: seconds, count, bar."""
+        most = max(self.buckets.values(), default=1)
+        return "\n".join(
+            f"{10 ** (bucket / PER_DECADE):>9.2g} s {self.buckets[bucket]:>8} {'#' * math.ceil(40 * count / most)}"
+            for bucket, count in sorted(self.buckets.items())
+        )
+
+    def __str__(self) -> str:
+        if not self.n:
+            return "no calls"
+        p50, p90, p99 = (self.quantile(q) for q in (0.5, 0.9, 0.99))
+        mean = self.total / self.n
+        return (
+            f"{self.n} calls: mean {mean:.2g} s, p50 {p50:.2g} s, p90 {p90:.2g} s, p99 {p99:.2g} s, "
+            f"longest {self.longest:.2g} s"
+        )

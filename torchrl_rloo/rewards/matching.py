@@ -1,0 +1,274 @@
+"""Whether a completion gives the gold answer, as text or as a number."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Rational, Real
+from typing import Any, NamedTuple
+
+from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.protocol import final_text
+
+
+class ExactMatch:
+    r"""1.0 where the answer of a completion is the gold, character for character after normalising, else 0.0.
+
+    Runs of white space count as one space and none at the ends; Unicode is brought to its NFC form.
+
+    Args:
+        column: the dataset's column of golds: strings, lists of strings of which any is right, or None, which abstains.
+        where: where the answer stands; the first of these that a completion has decides, and one with none scores 0.0:
+
+            - ``"text"``: the whole completion;
+            - ``"boxed"``: the content of the last closed ``\boxed{}``;
+            - ``"last_line"``: the last line that is not blank;
+            - any other text, such as ``"####"``, ``"Answer:"`` or ``"</think>"``: a marker; the rest of the line after
+              its last occurrence or, if that is blank, the next line that is not.
+        ignore_case: compare without case.
+        ignore_punctuation: compare without punctuation and symbols: only letters, digits and spaces remain.
+
+    Raises:
+        ValueError: if ``column`` or ``where`` is empty or no such thing.
+
+    Example:
+        >>> capital = ExactMatch(where=["Answer:"], ignore_case=True)
+        >>> capital(["?"] * 2, ["A city. Answer: paris", "Paris"], [[1], [2]], answer=["Paris", "Paris"])
+        [1.0, 0.0]
+    """
+
+    __name__ = "exact_match"
+
+    def __init__(
+        self,
+        column: str = "answer",
+        *,
+        where: Sequence[str] = ("text",),
+        ignore_case: bool = False,
+        ignore_punctuation: bool = False,
+    ):
+        self.column, self.where = _checked_column(column), _checked_where(where)
+        self.ignore_case, self.ignore_punctuation = ignore_case, ignore_punctuation
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """``B`` scores: 1.0, 0.0, or None where the gold is None.
+
+        Raises:
+            KeyError: if the rows have no column of golds.
+            TypeError: if a gold is not a string, a list of strings or None.
+        """
+        golds = _column(self, columns)
+        return [self._score(final_text(c), gold) for c, gold in zip(completions, golds, strict=True)]
+
+    def _score(self, text: str, gold: str | Sequence[str] | None) -> float | None:
+        if gold is None:
+            return None
+        golds = [gold] if isinstance(gold, str) else gold
+        if not isinstance(golds, list | tuple) or not all(isinstance(g, str) for g in golds):
+            raise TypeError(f"{self.column} must hold strings, lists of strings or None, got {gold!r}: use str()")
+        answer = next(find_answers(text, self.where), ("", None))[1]
+        return float(answer is not None and self._normal(answer) in {self._normal(g) for g in golds})
+
+    def _normal(self, text: str) -> str:
+        text = unicodedata.normalize("NFC", text)
+        if self.ignore_case:
+            text = text.casefold()
+        if self.ignore_punctuation:
+            text = "".join(" " if unicodedata.category(c)[0] in "PS" else c for c in text)
+        return " ".join(text.split())
+
+
+class NumericMatch:
+    r"""1.0 where the number that a completion answers is the gold, else 0.0.
+
+    Numbers are compared exactly, as fractions. They may have a sign, thousands separators (``1,234``), decimals, an
+    exponent (``1.5e3``, ``1.5 \times 10^{3}``), a currency or percent sign, and be fractions (``3/4``, ``\frac{3}{4}``)
+    or mixed (``1 3/4``). ``50%`` is right for 50 and for 0.5. There is no decimal comma: ``3,5`` is two numbers. Digits
+    in a word, an index or an exponent are no number. Never right, as golds abstaining, are numbers of more than 400
+    digits or with such an exponent, fractions over 0, roots, multiples of pi or a root, and powers but of 10. Takes
+    time linear in the text, whatever a policy writes.
+
+    Golds are read as completions are, so that whole solutions such as GSM8K's, which end in ``#### 72``, are golds.
+
+    Args:
+        column: the dataset's column of golds: numbers, strings or None; None and what holds no number abstain.
+        where: where the number stands, see :class:`ExactMatch`; the first of these that holds a number decides. After a
+            marker the first number counts, in ``"text"`` and ``"last_line"`` the last; a box must hold just one, after
+            its last ``=`` if it has any, else it is wrong. A completion without a number scores 0.0.
+        rel_tol: the largest relative deviation from the gold that is right.
+        abs_tol: the largest deviation that is right, if that is more.
+
+    Raises:
+        ValueError: if ``column`` or ``where`` is empty or no such thing, or a tolerance is negative or not finite.
+
+    Example:
+        >>> texts = ["So 48 + 24 = 72 clips.", r"\\boxed{72.0}", "#### $1,072", "72 or 73"]
+        >>> NumericMatch()(["?"] * 4, texts, [[1]] * 4, answer=["#### 72", 72, "1072", "72"])
+        [1.0, 1.0, 1.0, 0.0]
+    """
+
+    __name__ = "numeric_match"
+
+    def __init__(
+        self,
+        column: str = "answer",
+        *,
+        where: Sequence[str] = ("boxed", "####", "text"),
+        rel_tol: float = 0.0,
+        abs_tol: float = 0.0,
+    ):
+        self.column, self.where = _checked_column(column), _checked_where(where)
+        for name, tolerance in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
+            if not 0 <= tolerance < math.inf:
+                raise ValueError(f"{name}={tolerance} must be a finite number of at least 0")
+        self.rel_tol, self.abs_tol = rel_tol, abs_tol
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
+        """``B`` scores: 1.0, 0.0, or None where the gold is None or holds no number.
+
+        Raises:
+            KeyError: if the rows have no column of golds.
+            TypeError: if a gold is neither a number, a string nor None.
+        """
+        golds = _column(self, columns)
+        return [self._score(final_text(c), gold) for c, gold in zip(completions, golds, strict=True)]
+
+    def _score(self, text: str, gold: Real | Decimal | str | None) -> float | None:
+        if gold is None:
+            return None
+        if isinstance(gold, bool) or not isinstance(gold, Real | Decimal | str):
+            raise TypeError(f"{self.column} must hold numbers, strings or None, got {gold!r} ({type(gold).__name__})")
+        if isinstance(gold, Rational):
+            wanted = Number(Fraction(int(gold.numerator), int(gold.denominator)), False)
+        else:
+            wanted = find_number(str(gold), (*self.where, "text"))
+        if wanted is None or wanted.value is None:
+            return None
+        answer = find_number(text, self.where)
+        return float(answer is not None and answer.value is not None and self._equal(wanted, answer))
+
+    def _equal(self, gold: Number, answer: Number) -> bool:
+        if gold.percent == answer.percent:
+            return self._close(gold.value, answer.value)
+        hundredth = Fraction(1, 100)
+        scaled = (gold.value * hundredth, answer.value) if gold.percent else (gold.value, answer.value * hundredth)
+        return self._close(gold.value, answer.value) or self._close(*scaled)
+
+    def _close(self, gold: Fraction, answer: Fraction) -> bool:
+        return abs(gold - answer) <= max(Fraction(self.rel_tol) * abs(gold), Fraction(self.abs_tol))
+
+
+class Number(NamedTuple):
+    """A number in a text."""
+
+    value: Fraction | None  # None: it is not one that can be right
+    percent: bool
+
+
+def find_answers(text: str, where: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The places of ``where`` that ``text`` has, each with what stands there; see :class:`ExactMatch`."""
+    for place in where:
+        if place == "text":
+            yield place, text
+        elif place == "boxed":
+            if (content := last_boxed(text)) is not None:
+                yield place, content
+        else:
+            _, marker, rest = ("", "", text) if place == "last_line" else text.rpartition(place)
+            lines = [line for line in rest.splitlines() if line.strip()]
+            if lines and (marker or place == "last_line"):
+                yield place, lines[-1 if place == "last_line" else 0]
+
+
+def find_number(text: str, where: Sequence[str]) -> Number | None:
+    """The number that ``text`` answers, None if there is none; see :class:`NumericMatch`."""
+    for place, answer in find_answers(text, where):
+        if place == "boxed":
+            answer = "=" + answer.rpartition("=")[2]  # what follows a sign of equality may be "- 5"
+        first = last = None
+        for found in _NUMBER.finditer(_plain(answer)):
+            first, last = first or found, found
+        if last is not None:
+            if place == "boxed" and first is not last:
+                return Number(None, False)
+            return _number(last if place in ("text", "last_line") else first)
+    return None
+
+
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")  # India groups by two digits
+_SPELLINGS = [  # applied in this order; none may take more than linear time
+    (re.compile(r"\\!|\\,|\{(?=,\})|(?<=,)\}|(?<=[0-9])_(?=[0-9])"), ""),  # 1{,}000, 1\,000, 1_000
+    (re.compile("[\u2212\ufe63\uff0d]"), "-"),
+    (re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
+    (re.compile(r"(?<!\w)\\?[$\u20ac\u00a3\u00a5\u20b9](?=[-+]?[.0-9])"), ""),
+    (re.compile(r"\\?[$\u20ac\u00a3\u00a5\u20b9]"), " "),
+    (re.compile(r"\\%"), "%"),
+    (
+        re.compile(r"(?<![0-9.])[0-9]+(?:,[0-9]+)+"),
+        lambda m: m[0].replace(",", "" if _THOUSANDS.fullmatch(m[0]) else ", "),
+    ),
+    (re.compile(r"(?<=[0-9])\\[dt]?frac"), r" \\frac"),  # 1\frac{3}{4}
+    (re.compile(r"\\[dt]?frac\{?([0-9]+)\}?\{?([0-9]+)\}?"), r"\1/\2"),
+    (re.compile(r"(?<=[0-9])\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\^\{?([-+]?[0-9]+)\}?"), r"e\1"),
+    (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]+)\}?"), r"1e\1"),
+    (re.compile(r"\^\{?\\circ\}?"), ""),
+    (re.compile(r"(?<=[A-Za-z}])_(?:\{[^{}]*\}|\w)"), ""),
+    (re.compile(r"\^(?:\{[^{}]*\}|[-+]?\w+)"), "^"),
+    (re.compile(r"([={(:]\s?)-\s(?=[.0-9])"), r"\1-"),
+]
+_NUMBER = re.compile(
+    r"""
+    (?<![\w.]) (?: (?<![\w)\]}%.]) (?P<sign>[-+]) )?
+    (?: (?P<whole>[0-9]+) \s (?=[0-9]+/[0-9]) )?
+    (?P<digits> [0-9]+ (?:\.[0-9]+)? | \.[0-9]+ ) (?: [eE] (?P<exponent>[-+]?[0-9]+) )?
+    (?: \s?/\s? (?P<below>[0-9]+ (?:\.[0-9]+)?) )?
+    \s? (?: (?P<percent>%) | (?P<never>\^|\\pi|\\sqrt|\u03c0|\u221a) )?
+    """,
+    re.VERBOSE,
+)
+_LARGEST = 400
+
+
+def _plain(text: str) -> str:
+    """``text`` with the spellings of numbers reduced to those that ``_NUMBER`` reads."""
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _number(found: re.Match[str]) -> Number:
+    parts = [found["whole"] or "0", found["digits"], found["exponent"] or "0", found["below"] or "1"]
+    if found["never"] or any(len(part) > _LARGEST for part in parts) or abs(int(parts[2])) > _LARGEST:
+        return Number(None, False)
+    below = Fraction(parts[3])
+    if not below:
+        return Number(None, False)
+    value = Fraction(parts[0]) + Fraction(parts[1]) * Fraction(10) ** int(parts[2]) / below
+    return Number(-value if found["sign"] == "-" else value, bool(found["percent"]))
+
+
+def _checked_column(column: str) -> str:
+    if not column or not isinstance(column, str):
+        raise ValueError(f"column={column!r} must be the name of the dataset's column of golds")
+    return column
+
+
+def _checked_where(where: Sequence[str]) -> tuple[str, ...]:
+    places = () if isinstance(where, str) else tuple(where)
+    if not places or not all(isinstance(place, str) and place.strip() for place in places):
+        raise ValueError(f"where={where!r} must be a list of places and markers, such as ['boxed', '####', 'text']")
+    return places
+
+
+def _column(reward: ExactMatch | NumericMatch, columns: dict[str, Any]) -> Sequence[Any]:
+    if reward.column not in columns:
+        raise KeyError(f"{reward.__name__} needs the column {reward.column!r}; the rows have {sorted(columns)}")
+    return columns[reward.column]

@@ -1,0 +1,145 @@
+"""Reward functions by name: what a configuration says, and the function that it means."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
+
+# name -> dotted path, imported only where used
+REWARDS: dict[str, str] = {
+    "accuracy": "torchrl_rloo.rewards.accuracy.MathAccuracy",
+    "boxed_accuracy": "torchrl_rloo.rewards.boxed.boxed_accuracy",
+    "code_tests": "torchrl_rloo.rewards.code.CodeTests",
+    "cosine_scaled": "torchrl_rloo.rewards.accuracy.CosineScaled",
+    "countdown": "torchrl_rloo.rewards.countdown.Countdown",
+    "exact_match": "torchrl_rloo.rewards.matching.ExactMatch",
+    "for_task": "torchrl_rloo.rewards.tasks.ForTask",
+    "instruction_following": "torchrl_rloo.rewards.instructions.InstructionFollowing",
+    "json_schema": "torchrl_rloo.rewards.json_schema.JSONSchema",
+    "length": "torchrl_rloo.rewards.lengths.Length",
+    "length_budget": "torchrl_rloo.rewards.lengths.LengthBudget",
+    "llm_judge": "torchrl_rloo.rewards.judge.LLMJudge",
+    "multiple_choice": "torchrl_rloo.rewards.choices.MultipleChoice",
+    "numeric_match": "torchrl_rloo.rewards.matching.NumericMatch",
+    "reasoning_accuracy": "torchrl_rloo.rewards.accuracy.ReasoningAccuracy",
+    "regex_format": "torchrl_rloo.rewards.formats.RegexFormat",
+    "remote_scorer": "torchrl_rloo.rewards.remote.RemoteScorer",
+    "repetition_penalty": "torchrl_rloo.rewards.repetition.RepetitionPenalty",
+    "sequence_classifier": "torchrl_rloo.rewards.classifier.SequenceClassifier",
+    "shuffled": "torchrl_rloo.rewards.controls.Shuffled",
+    "soft_overlong": "torchrl_rloo.rewards.lengths.SoftOverlong",
+    "stop_properly": "torchrl_rloo.rewards.stopping.StopProperly",
+    "think_format": "torchrl_rloo.rewards.formats.think_format",
+}
+
+_OF_A_REWARD = {"prompts", "completions", "completion_ids"}
+
+
+def load_reward(spec: RewardFunction | str | Mapping[str, Any]) -> RewardFunction:
+    """The reward function that a configuration means.
+
+    Args:
+        spec: one of
+
+            - a callable, given back as it is;
+            - a name in :data:`REWARDS`, or the dotted path of a function or class; a class is instantiated;
+            - a mapping ``{"_target_": name or dotted path, setting: value, ...}``. A class, or a function that makes
+              reward functions, is called with the settings; those of a function that is itself a reward (it takes
+              ``prompts``, ``completions`` or ``completion_ids``, or any keyword) are bound to it. The setting ``name``
+              is the name under which the scores are logged, so that one class can be used twice.
+
+            A wrapper takes any of these for the function that it wraps.
+
+    Raises:
+        TypeError: if ``spec`` is none of these, or what it names is not callable.
+        ValueError: for a name or path that is not found, with near matches, and for settings that are missing or
+            unknown, with those that there are.
+        Exception: whatever the import, or the class itself, raises.
+
+    Example:
+        >>> load_reward("think_format").__name__
+        'think_format'
+        >>> reward = load_reward({"_target_": "soft_overlong", "max_completion_len": 8, "soft_punish_cache": 4})
+        >>> reward(["?"], ["..."], [[1] * 6])
+        [-0.5]
+        >>> load_reward({"_target_": "stop_properly", "function": "think_format", "name": "format"}).__name__
+        'format'
+    """
+    if isinstance(spec, str):
+        target, settings = _find(spec), {}
+        if not inspect.isclass(target):
+            return target
+    elif isinstance(spec, Mapping):
+        settings = {str(key): value for key, value in spec.items()}
+        path = settings.pop("_target_", None)
+        if not isinstance(path, str):
+            raise TypeError(f"the reward {dict(spec)} needs '_target_', a name or dotted path, and got {path!r}")
+        target = _find(path)
+    elif callable(spec):
+        return spec
+    else:
+        raise TypeError(f"a reward is a callable, a name, a dotted path or a mapping with '_target_', not {spec!r}")
+    return _build(target, settings)
+
+
+def _find(path: str) -> Any:
+    """What a name or dotted path stands for."""
+    module, _, name = REWARDS.get(path, path).rpartition(".")
+    if not module:
+        raise ValueError(
+            f"no reward is named {path!r}{_near(path, REWARDS)}: there are {', '.join(REWARDS)}; for one of your own "
+            "give its dotted path, module.function"
+        )
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise ValueError(f"reward {path!r}: there is no module {error.name!r}") from error
+    if not hasattr(found, name):
+        raise ValueError(f"reward {path!r}: module {module!r} has no {name!r}{_near(name, dir(found))}")
+    if not callable(getattr(found, name)):
+        raise TypeError(f"reward {path!r} is {getattr(found, name)!r:.100}, which is not callable")
+    return getattr(found, name)
+
+
+def _build(target: Any, settings: dict[str, Any]) -> RewardFunction:
+    """The reward function of a class, a factory or a reward function with settings."""
+    parameters = inspect.signature(target).parameters
+    log_name = None if "name" in parameters else settings.pop("name", None)
+    any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    is_reward = not inspect.isclass(target) and (any_keyword or bool(_OF_A_REWARD & parameters.keys()))
+    names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = f"its settings are {', '.join(names) or 'none'}"
+    if unknown := [] if any_keyword else [setting for setting in settings if setting not in names]:
+        raise ValueError(f"{reward_name(target)} has no setting {unknown[0]!r}{_near(unknown[0], names)}: {known}")
+    if is_reward:
+        function = _bind(target, settings) if settings else target
+    else:
+        missing = [name for name in names if parameters[name].default is inspect.Parameter.empty]
+        if missing := [name for name in missing if name not in settings]:
+            raise ValueError(f"{reward_name(target)} needs the settings {', '.join(missing)}: {known}")
+        function = target(**settings)
+        if not callable(function):
+            raise TypeError(f"{reward_name(target)} made {function!r:.100}, which is not callable")
+    if log_name is not None:
+        function = _bind(function, {}) if inspect.isroutine(function) else function  # not to rename it elsewhere
+        function.__name__ = str(log_name)
+    return function
+
+
+def _bind(function: RewardFunction, settings: dict[str, Any]) -> RewardFunction:
+    bound = partial(function, **settings)
+    bound.__dict__.update(getattr(function, "__dict__", {}))  # what it says of itself, such as whole_batch
+    return bound
+
+
+def _near(name: str, names: Any) -> str:
+    matches = get_close_matches(name, list(names), n=3)
+    return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""

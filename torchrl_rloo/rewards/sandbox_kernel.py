@@ -1,0 +1,275 @@
+"""What the kernel takes away from a process: resource limits, system calls (seccomp) and files (Landlock).
+
+Loaded by :mod:`torchrl_rloo.rewards.sandbox_child` without any package, so it holds ctypes calls of its own:
+bindings such as pyseccomp need a system library and site-packages. Linux on x86-64 and aarch64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+import sys
+import sysconfig
+from collections.abc import Sequence
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# Everything else is refused: processes, signals, sockets, pipes, mounts, tracing, shared memory, changes of files.
+# name: number on x86-64, number on aarch64 (None: there is none).
+SYSCALLS: dict[str, tuple[int | None, int | None]] = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "pread64": (17, 67),
+    "pwrite64": (18, 68),
+    "lseek": (8, 62),
+    "close": (3, 57),
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "dup3": (292, 24),
+    "stat": (4, None),
+    "lstat": (6, None),
+    "fstat": (5, 80),
+    "newfstatat": (262, 79),
+    "statx": (332, 291),
+    "access": (21, None),
+    "faccessat": (269, 48),
+    "getdents64": (217, 61),
+    "getcwd": (79, 17),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "mprotect": (10, 226),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "brk": (12, 214),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "pause": (34, None),
+    "getitimer": (36, 102),
+    "setitimer": (38, 103),
+    "alarm": (37, None),
+    "restart_syscall": (219, 128),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "times": (100, 153),
+    "getpid": (39, 172),
+    "getppid": (110, 173),
+    "gettid": (186, 178),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getrusage": (98, 165),
+    "getrlimit": (97, 163),
+    "uname": (63, 160),
+    "sysinfo": (99, 179),
+    "getrandom": (318, 278),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120),
+    "futex": (202, 98),
+    "set_tid_address": (218, 96),
+    "set_robust_list": (273, 99),
+    "rseq": (334, 293),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+# Allowed with some arguments only.
+_OPEN, _OPENAT, _CLONE, _FCNTL, _PRLIMIT = (2, None), (257, 56), (56, 220), (72, 25), (302, 261)
+_FIRST_COMMON = 424  # newer calls have one number everywhere; "does not exist" makes libraries fall back on older ones
+
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_PATH, __O_TMPFILE
+_OPEN_REFUSED = 0o3 | 0o100 | 0o1000 | 0o10000000 | 0o20000000
+_CLONE_THREAD = 0x10000
+_CLONE_NAMESPACES = 0x7E020000
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN: it sends signals to any process.
+_FCNTL_ALLOWED = (0, 1, 2, 3, 1030)
+
+_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def seccomp_filter(machine: str = platform.machine()) -> bytes:
+    """The classic BPF program that lets a process compute, read files and have threads, and nothing else.
+
+    Args:
+        machine: as ``platform.machine()`` names it.
+
+    Raises:
+        OSError: ENOSYS for a machine other than x86-64 and aarch64.
+    """
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call numbers for {machine}, only for {', '.join(_ARCHITECTURES)}")
+    column, arch = _ARCHITECTURES[machine]
+    refuse = _instruction(_RETURN, _ERRNO | errno.EPERM)
+    allow = _instruction(_RETURN, _ALLOW)
+
+    def argument(index: int, high: bool = False) -> bytes:
+        return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)  # both machines are little endian
+
+    def no_write(flags: int) -> list[bytes]:
+        return [argument(flags), _instruction(_AND, _OPEN_REFUSED), _instruction(_EQUAL, 0, 0, 1), allow, refuse]
+
+    conditions = {
+        _OPEN: no_write(1),
+        _OPENAT: no_write(2),
+        _CLONE: [  # threads, no processes
+            argument(0),
+            _instruction(_AND, _CLONE_THREAD | _CLONE_NAMESPACES),
+            _instruction(_EQUAL, _CLONE_THREAD, 0, 1),
+            allow,
+            refuse,
+        ],
+        _FCNTL: [argument(1), *(i for c in _FCNTL_ALLOWED for i in (_instruction(_EQUAL, c, 0, 1), allow)), refuse],
+        _PRLIMIT: [  # reading limits, as a null pointer to new ones
+            argument(2),
+            _instruction(_EQUAL, 0, 0, 3),
+            argument(2, high=True),
+            _instruction(_EQUAL, 0, 0, 1),
+            allow,
+            refuse,
+        ],
+    }
+    program = [
+        _instruction(_LOAD, _ARCH),
+        _instruction(_EQUAL, arch, 1, 0),
+        _instruction(_RETURN, _KILL_PROCESS),  # 32-bit calls
+        _instruction(_LOAD, _NUMBER),
+        _instruction(_AT_LEAST, _FIRST_COMMON, 0, 1),  # x32 calls too
+        _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+    ]
+    for numbers in SYSCALLS.values():
+        if (number := numbers[column]) is not None:
+            program += [_instruction(_EQUAL, number, 0, 1), allow]
+    for numbers, body in conditions.items():
+        if (number := numbers[column]) is not None:
+            program += [_instruction(_EQUAL, number, 0, len(body)), *body]
+    return b"".join([*program, refuse])
+
+
+def install_filter(program: bytes) -> None:
+    """Put a BPF program before every system call of the calling thread and all it starts, for good.
+
+    Raises:
+        OSError: where the kernel or an outer sandbox refuses.
+    """
+    buffer = ctypes.create_string_buffer(program, len(program))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_SECCOMP, 2, _FilterProgram(len(program) // 8, ctypes.addressof(buffer)))
+
+
+def die_with_parent() -> None:
+    """Be killed when the thread that forked this process ends, however it ends."""
+    _prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def _prctl(option: int, value: int, pointer: ctypes.Structure | None = None) -> None:
+    address = None if pointer is None else ctypes.byref(pointer)
+    if _libc.prctl(option, ctypes.c_ulong(value), address, ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # by ABI: how many kinds of access to files Landlock knows
+
+
+def landlock_ruleset(readable: Sequence[str]) -> int:
+    """A file descriptor of rules by which ``readable`` (files, folders with all in them) can be read, nothing else.
+
+    They forbid TCP from ABI 4 of the kernel on, abstract Unix sockets and signals to others from ABI 6 on.
+
+    Raises:
+        OSError: where the kernel has no Landlock or an outer sandbox refuses.
+    """
+    abi = _landlock(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    rights = (1 << _FS_RIGHTS[min(abi, 5)]) - 1
+    attributes = struct.pack("=QQQ", rights, 3, 3)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = _landlock(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
+    for path in readable:
+        if not os.path.exists(path):
+            continue
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE, handle)
+        _landlock(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0))
+        os.close(handle)
+    return ruleset
+
+
+def landlock_restrict(ruleset: int) -> None:
+    """Hold the calling thread, and all it starts, to the rules for good.
+
+    Raises:
+        OSError: where the kernel refuses.
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _landlock(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(0))
+
+
+def _landlock(number: int, *arguments: object) -> int:
+    result = _libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"Landlock call {number}: {os.strerror(code)}")
+    return result
+
+
+def python_paths() -> list[str]:
+    """What an interpreter reads to import the standard library: that, and shared libraries."""
+    standard = sysconfig.get_paths()
+    libraries = [os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    return [standard["stdlib"], standard["platstdlib"], *libraries]
+
+
+def set_limits(cpu_seconds: int, memory: int, max_output: int) -> None:
+    """Resource limits of the calling process.
+
+    Args:
+        cpu_seconds: CPU time of all its threads; then it is killed.
+        memory: address space, bytes.
+        max_output: size of any file it writes to, bytes.
+    """
+    stack = min(64 << 20, memory // 4)  # recursion through C code needs more than the usual 8 MB
+    limits = {
+        resource.RLIMIT_CPU: cpu_seconds,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: max_output,
+        resource.RLIMIT_STACK: stack,
+        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for name, value in limits.items():
+        hard = resource.getrlimit(name)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (value, value))

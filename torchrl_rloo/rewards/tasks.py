@@ -1,0 +1,53 @@
+"""Rewards of several tasks in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction
+from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
+
+
+class ForTask(RewardWrapper):
+    """Another reward function for the trajectories of one task; those of other tasks abstain.
+
+    The function is called with the rows of its task alone, and not at all if there are none, so it may raise on rows of
+    another kind. In columns that it logs the other rows hold None. Logged as ``<task>_<name of the function>``.
+
+    Args:
+        task: which rows, by their value of ``column``.
+        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        column: the dataset's column that names the task.
+
+    Raises:
+        ValueError: if ``task`` or ``column`` is empty.
+
+    Example:
+        >>> math = ForTask("math", "boxed_accuracy")
+        >>> texts = [r"\\boxed{1}", "print()", r"\\boxed{2}"]
+        >>> math(["?"] * 3, texts, [[1]] * 3, answer=["1", None, "1"], task=["math", "code", "math"])
+        [1.0, None, 0.0]
+        >>> math.__name__
+        'math_boxed_accuracy'
+    """
+
+    def __init__(self, task: str, function: RewardFunction | str | Mapping[str, Any], *, column: str = "task"):
+        if not task or not column:
+            raise ValueError(f"task={task!r} and column={column!r} must not be empty")
+        super().__init__(function, f"{task}_{{}}")
+        self.task, self.column = task, column
+
+    def rows(self, batch: RewardBatch) -> Sequence[int]:
+        """The rows of the task.
+
+        Raises:
+            KeyError: if the rows have no column of tasks.
+        """
+        if self.column not in batch.columns:
+            raise KeyError(f"{self.__name__} needs the column {self.column!r}; the rows have {sorted(batch.columns)}")
+        return [row for row, task in enumerate(batch.columns[self.column]) if task == self.task]
+
+    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+        """The scores themselves."""
+        return scores
