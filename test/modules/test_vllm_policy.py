@@ -173,7 +173,7 @@ def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows:
         if index == 1:
             now[0] += 3
             engine.pause("abort")
-            engine.update_weights("adapter", {"version": 4, "checksum": "", "path": ""}, timeout=1.0)
+            engine.update_weights("adapter", {"version": 4, "checksum": "", "path": ""}, timeout=60.0)
             engine.resume()
         turns = ([20] * 10, 10.0), ([30] * 2, 0.0), ([40] * 5, 0.0)
         return ScriptedTurn(turns[index][0], [-1.0 - index] * len(turns[index][0]), latency=turns[index][1])

@@ -93,6 +93,17 @@ def test_a_resumed_run_leaves_the_record_of_one_never_stopped(tmp_path: Path, na
         assert events.Scalars("reward")[4].value == pytest.approx(5 / 3)
 
 
+def test_completions_with_line_breaks_of_unicode_can_be_resumed(tmp_path: Path) -> None:
+    text = "next line\x85, line\u2028 and paragraph\u2029 separators, \x1c, \r and \n"
+    with RunLogger(tmp_path, progress=False) as logger:
+        logger.log_table(1, "completions", [{"completion": text}])
+        state = logger.state_dict()
+    with RunLogger(tmp_path, progress=False) as logger:
+        logger.load_state_dict(state)
+        assert logger.tables["completions"][0]["completion"] == text
+        assert logger.state_dict() == state
+
+
 def test_a_fresh_run_starts_the_files_anew(tmp_path: Path) -> None:
     with RunLogger(tmp_path, progress=False) as logger:
         for step in range(1, 5):

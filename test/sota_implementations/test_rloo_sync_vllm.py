@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -102,7 +103,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(overrides, finished, tmp
         time.sleep(0.002)
     process.kill()
     process.wait()
-    assert "resumed after step 3" in run(["inference=vllm", *overrides], tmp_path)
+    assert re.search("resumed after step [36]", run(["inference=vllm", *overrides], tmp_path))
     assert results(tmp_path) == results(finished)
 
 

@@ -196,7 +196,7 @@ def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
 
 def test_one_of_several_engines_fails(base_engine: Engine, log_prob_error: Callable[..., float]):
     model, version = adapted(), base_engine.version + 1
-    other = TransformersEngine(build_model(TOKENIZER, 0).eval(), TOKENIZER, request_timeout=5)
+    other = TransformersEngine(build_model(TOKENIZER, 0).eval(), TOKENIZER, request_timeout=60)
     updater = LoRAUpdater(model, [base_engine, other])
     with pytest.raises(WeightSyncError, match=r"engine 1 \(TransformersEngine\).*loads no adapters"):
         updater.push_weights(version)
@@ -208,14 +208,14 @@ def test_one_of_several_engines_fails(base_engine: Engine, log_prob_error: Calla
 def test_an_engine_that_hangs_is_given_up_in_time(tmp_path: Path):
     class Stuck(TransformersEngine):
         def pause(self, in_flight="finish", *, timeout=600.0):
-            released.wait(20)
+            released.wait(120)
 
     released = Event()
     updater = LoRAUpdater(adapted(), Stuck(build_model(TOKENIZER, 0)), directory=tmp_path, timeout=0.2)
     began = monotonic()
     with pytest.raises(WeightSyncError, match=r"engine 0 \(Stuck\).*timeout=0.2"):
         updater.push_weights(1)
-    assert monotonic() - began < 10
+    assert monotonic() - began < 60
     released.set()
 
 

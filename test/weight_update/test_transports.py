@@ -27,7 +27,7 @@ from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.transports import Transport
 
 WORKERS = [1, 2]  # of two engines
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 CPU = torch.device("cpu")
 
 
@@ -176,7 +176,7 @@ def test_a_worker_that_does_not_join_is_an_error_in_time():
     began = time.monotonic()
     with pytest.raises((TimeoutError, dist.DistError), match="not joined|imed out|imeout"):
         transport.connected()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     transport.close()
 
 

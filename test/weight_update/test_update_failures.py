@@ -29,7 +29,8 @@ from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.vllm import vLLMUpdater
 
 BUCKET = 100_000
-PATIENT = 60.0  # a time-out that a failure must not wait for
+PATIENT = 300.0  # a time-out that a failure must not wait for
+SOON = 100.0  # for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weight
     old, version = with_weights(engine), engine.version
     updater = vLLMUpdater(trained, engine, transport=kind(tmp_path), bucket_bytes=BUCKET, timeout=PATIENT)
     with fails_within(
-        10, f"version {version + 1} ", "engine 0 (VLLMEngine)", "bucket 1 (model.layers.0.", "corrupt", "Push again"
+        SOON, f"version {version + 1} ", "engine 0 (VLLMEngine)", "bucket 1 (model.layers.0.", "corrupt", "Push again"
     ):
         updater.push_weights(version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
@@ -140,7 +141,7 @@ def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_wei
     with_weights(engine)
     version = engine.version + 1
     updater = vLLMUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
-    with fails_within(10, f"parts of version {version}", "samples nothing"):
+    with fails_within(SOON, f"parts of version {version}", "samples nothing"):
         updater.push_weights(version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
         engine.generate([Request([5], limit=1, seed=0)])
@@ -173,7 +174,7 @@ def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, 
     old, version = with_weights(engine), engine.version
     source = WeightSource(trained, convert=convert)
     updater = vLLMUpdater(source, engine, transport=Direct(), staged=staged, timeout=PATIENT)
-    with fails_within(10, "engine 0 (VLLMEngine)", "connecting over direct", *words):
+    with fails_within(SOON, "engine 0 (VLLMEngine)", "connecting over direct", *words):
         updater.push_weights(version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
     updater.source = WeightSource(trained)
@@ -186,19 +187,20 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
     old, version = with_weights(own_process), own_process.version
 
     class Stopping(make_transport):
-        """Stops the worker's process before bucket 1."""
+        """Stops the worker's process before bucket 1, and has no patience from then on."""
 
         stops = True
 
         def send(self, version, bucket, infos, tensors):
             if bucket == 1 and self.stops:
                 os.kill(child_of(own_process), signal.SIGSTOP)
+            updater.timeout = 2 if self.stops else PATIENT
             return super().send(version, bucket, infos, tensors)
 
     transport = Stopping()
-    updater = vLLMUpdater(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=2)
+    updater = vLLMUpdater(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
     try:
-        with fails_within(15, "engine 0 (AsyncVLLMEngine)", "bucket ", "timeout=2"):
+        with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", "bucket ", "timeout=2"):
             updater.push_weights(version + 1)
     finally:
         transport.stops = False
@@ -226,7 +228,7 @@ def test_a_killed_engine_is_restarted_with_the_present_weights(make_transport, o
 
     incarnation, version = own_process.incarnation, own_process.version + 1
     updater = vLLMUpdater(trained, own_process, transport=Killing(), bucket_bytes=BUCKET, timeout=PATIENT)
-    with fails_within(20, "engine 0 (AsyncVLLMEngine)", f"version {version} ", "EngineDeadError", "restart()"):
+    with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", f"version {version} ", "EngineDeadError", "restart()"):
         updater.push_weights(version)
     assert updater.restart() == 1
     assert own_process.incarnation == incarnation + 1 and own_process.version == version
@@ -263,7 +265,7 @@ def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, 
     other.fail_updates[step] = [RuntimeError("out of luck"), None]
     transport = SharedMemory(tmp_path)
     updater = vLLMUpdater(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
-    with fails_within(10, "engine 1 (Fallible)", "RuntimeError: out of luck", "Push again"):
+    with fails_within(SOON, "engine 1 (Fallible)", "RuntimeError: out of luck", "Push again"):
         updater.push_weights(1)
     assert not list(tmp_path.iterdir())
     for engine in pair:
@@ -278,7 +280,7 @@ def test_no_engine_finishes_before_all_have_all_buckets(pair):
     one, other = pair
     updater = vLLMUpdater(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
     other.fail_updates["bucket"] = [None, RuntimeError("out of luck")]
-    with fails_within(10, "engine 0 (Fallible) has version 0", "engine 1 (Fallible) has version 0"):
+    with fails_within(SOON, "engine 0 (Fallible) has version 0", "engine 1 (Fallible) has version 0"):
         updater.push_weights(1)
     assert "finish" not in one.steps() + other.steps()
 
@@ -286,7 +288,7 @@ def test_no_engine_finishes_before_all_have_all_buckets(pair):
 def test_an_engine_whose_load_failed_says_so(pair):
     pair[1].fail_updates["finish"] = RuntimeError("out of luck")
     updater = vLLMUpdater(nn.Linear(2, 2), pair, timeout=PATIENT)
-    with fails_within(10, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
+    with fails_within(SOON, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
         updater.push_weights(1)
     with pytest.raises(EngineError, match="version 1 failed"):
         pair[1].generate([Request([1], limit=1, seed=0)])
@@ -294,10 +296,11 @@ def test_an_engine_whose_load_failed_says_so(pair):
 
 def test_a_step_that_hangs_is_an_error_in_time(pair):
     pair[1].update_latency["bucket"] = inf
-    updater = vLLMUpdater(nn.Linear(2, 2), pair, timeout=0.3)
-    with fails_within(5, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=0.3"):
+    updater = vLLMUpdater(nn.Linear(2, 2), pair, timeout=1)
+    with fails_within(SOON, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=1"):
         updater.push_weights(1)
     pair[1].update_latency.clear()
+    updater.timeout = PATIENT
     updater.push_weights(1)
     assert [engine.version for engine in pair] == [1, 1]
 
@@ -312,11 +315,12 @@ def test_an_engine_that_heeds_no_time_out_hangs_nobody():
             return super().update_weights(step, info, timeout=timeout)
 
     with Deaf() as engine:
-        updater = vLLMUpdater(nn.Linear(2, 2), engine, timeout=0.2)
-        with fails_within(5, "engine 0 (Deaf)", "EngineTimeoutError", "timeout=0.2"):
+        updater = vLLMUpdater(nn.Linear(2, 2), engine, timeout=1)
+        with fails_within(SOON, "engine 0 (Deaf)", "EngineTimeoutError", "timeout=1"):
             updater.push_weights(1)
         assert engine.resumes == 1
         engine.hears.set()
+        updater.timeout = PATIENT
         updater.push_weights(2)
         assert engine.version == 2
 
@@ -324,11 +328,11 @@ def test_an_engine_that_heeds_no_time_out_hangs_nobody():
 def test_requests_that_do_not_end_are_an_error_in_time(pair):
     with Fallible(latency=1000.0) as busy:
         busy.submit(Request([1], limit=1, seed=0))
-        updater = vLLMUpdater(nn.Linear(2, 2), [busy, pair[0]], timeout=0.2)
-        with fails_within(5, "engine 0 (Fallible)", "pausing", "timeout=0.2"):
+        updater = vLLMUpdater(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
+        with fails_within(SOON, "engine 0 (Fallible)", "pausing", "timeout=1"):
             updater.push_weights(1)
         assert [busy.resumes, pair[0].resumes] == [1, 1]
-        updater.in_flight = "abort"
+        updater.in_flight, updater.timeout = "abort", PATIENT
         updater.push_weights(1)
         assert busy.version == 1
 
@@ -340,7 +344,7 @@ def test_a_worker_that_reports_something_else_is_an_error(wrong):
             reports = super().update_weights(step, info, timeout=timeout)
             return [*reports, reports[0] | wrong] if step == "finish" else reports
 
-    with Mistaken() as engine, fails_within(10, "confirming the new weights", "not version 1"):
+    with Mistaken() as engine, fails_within(SOON, "confirming the new weights", "not version 1"):
         vLLMUpdater(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights(1)
 
 
@@ -354,7 +358,7 @@ def test_an_error_of_the_source_is_one_too(pair):
             return super().tensors(first, last)
 
     updater = vLLMUpdater(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
-    with fails_within(10, "the trainer failed", "out of memory"):
+    with fails_within(SOON, "the trainer failed", "out of memory"):
         updater.push_weights(1)
     updater.push_weights(1)
     assert pair[0].version == 1

@@ -129,7 +129,7 @@ def test_five_updates_of_another_process(
 ):
     trained = make_trained("tied")
     updater = vLLMUpdater(
-        trained, own_process, transport=make_transport(name), bucket_bytes=BUCKET, staged=staged, timeout=30
+        trained, own_process, transport=make_transport(name), bucket_bytes=BUCKET, staged=staged, timeout=120
     )
     for version in range(1, 6):
         change(trained, version)
@@ -150,7 +150,7 @@ def test_five_updates_by_reference(kind, make_engine, make_trained, change, log_
     for convert in converts:
         source = WeightSource(trained, convert=convert)
         for staged in (True, False):
-            updater = vLLMUpdater(source, engine, transport=Direct(), bucket_bytes=BUCKET, staged=staged, timeout=30)
+            updater = vLLMUpdater(source, engine, transport=Direct(), bucket_bytes=BUCKET, staged=staged, timeout=120)
             for _ in range(5):
                 version += 1
                 change(trained, version)
@@ -193,7 +193,7 @@ def test_nothing_cached_of_old_weights_is_used(make_engine, make_trained, change
 def test_several_engines_at_once(make_engine, make_trained, change, log_prob_error):
     trained = make_trained("tied")
     engines = [make_engine(trained), TransformersEngine(copy.deepcopy(trained))]
-    updater = vLLMUpdater(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=30)
+    updater = vLLMUpdater(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=120)
     for version in (1, 2):
         change(trained, version)
         updater.push_weights(version)
@@ -340,7 +340,7 @@ def test_all_ranks_of_a_sharded_model_push_together(tmp_path):
         subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], env=environment) for rank in range(2)
     ]
     try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -149,7 +149,7 @@ class RunLogger:
         self._close_loggers()
         self._latest.clear()
         for kind in _KINDS:
-            self._records[kind] = [json.loads(line) for line in state[kind].splitlines()]
+            self._records[kind] = [json.loads(line) for line in state[kind].split("\n")[:-1]]  # text has other breaks
         for record in [*self._records["metrics"], *self._records["timings"]]:
             record.update({name: math.nan for name, value in record.items() if value is None})
             self._latest.update({name: value for name, value in record.items() if name != "step"})

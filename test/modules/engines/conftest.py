@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torchrl_rloo.embedded import build_model
 from torchrl_rloo.functional.sampling import SamplingDistribution, process_logits
 from torchrl_rloo.modules.engines.base import Request, Sample
 
-CONTEXT = 2048
+CONTEXT = 16_384
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,19 @@ def vllm() -> None:
     """Skips where vLLM is not installed. Not imported here: an engine imports it with the settings that it wants."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    """``wait_until(condition)``: until it holds; far longer than any machine takes, as time is not what is tested."""
+
+    def wait(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, f"it did not happen in {seconds} s"
+            time.sleep(0.005)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

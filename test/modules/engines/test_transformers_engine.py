@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -341,7 +340,7 @@ def test_a_manifest_that_does_not_fit_is_refused(engine: TransformersEngine, spo
     spoil(info)
     with pytest.raises(EngineError, match=message):
         engine.update_weights("connect", info, timeout=1.0)
-    with pytest.raises(EngineError, match="no transport is connected" if "staged" in info else ""):
+    with pytest.raises(EngineError, match="no transport is connected"):
         engine.update_weights("start", {"version": 1}, timeout=1.0)
 
 
@@ -432,46 +431,49 @@ def slow_down(engine: TransformersEngine) -> tuple[threading.Event, threading.Ev
 
     def wait(*_: object) -> None:
         running.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     engine.head.decoder.register_forward_pre_hook(wait)
     return running, go_on
 
 
-def test_paused_requests_wait_and_then_have_the_new_weights(engine: TransformersEngine, sender, make_source) -> None:
+def test_paused_requests_wait_and_then_have_the_new_weights(
+    engine: TransformersEngine, sender: Sender, make_source, wait_until
+) -> None:
     with ThreadPoolExecutor() as pool:
         engine.pause()
         waiting = pool.submit(engine.generate, requests())
+        wait_until(lambda: waiting.done() or engine._turn._waiters)
         sender.send(engine, make_source(1), 1)
         assert not waiting.done()
         engine.resume()
-        assert {v for sample in waiting.result(10) for v in sample.versions} == {1}
+        assert {v for sample in waiting.result(60) for v in sample.versions} == {1}
 
 
 def test_pauses_and_updates_wait_for_the_running_batch(engine: TransformersEngine) -> None:
     running, go_on = slow_down(engine)
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(engine.generate, requests())
-        assert running.wait(10)
-        pausing = pool.submit(engine.pause, timeout=10.0)
+        assert running.wait(60)
+        pausing = pool.submit(engine.pause, timeout=60.0)
         with pytest.raises(EngineTimeoutError, match="not free within 0.05 s: another call runs"):
             engine.update_weights("connect", connect(engine.model), timeout=0.05)
         assert not pausing.done()
         go_on.set()
-        pausing.result(10)
-        assert len(batch.result(10)) == 4
+        pausing.result(60)
+        assert len(batch.result(60)) == 4
 
 
 def test_a_pause_that_takes_too_long_is_taken_back(engine: TransformersEngine) -> None:
     running, go_on = slow_down(engine)
-    engine.request_timeout = 10.0
+    engine.request_timeout = 60.0
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(engine.generate, requests())
-        assert running.wait(10)
+        assert running.wait(60)
         with pytest.raises(EngineTimeoutError, match="timeout=0.01 s: the pause is off"):
             engine.pause("abort", timeout=0.01)
         go_on.set()
-        assert len(batch.result(10)) == len(engine.generate(requests())) == 4
+        assert len(batch.result(60)) == len(engine.generate(requests())) == 4
 
 
 def test_a_pause_that_nobody_ends_is_an_error(random_model) -> None:
@@ -481,7 +483,9 @@ def test_a_pause_that_nobody_ends_is_an_error(random_model) -> None:
         engine.generate(requests())
 
 
-def test_every_sample_is_of_the_version_that_it_names(engine: TransformersEngine, sender: Sender, make_source) -> None:
+def test_every_sample_is_of_the_version_that_it_names(
+    engine: TransformersEngine, sender: Sender, make_source, wait_until
+) -> None:
     sources = [copy.deepcopy(engine.model), *(make_source(version) for version in range(1, 6))]
     expected = [TransformersEngine(source).generate(requests()) for source in sources]
     stop, drawn = threading.Event(), []
@@ -492,16 +496,16 @@ def test_every_sample_is_of_the_version_that_it_names(engine: TransformersEngine
 
     with ThreadPoolExecutor() as pool:
         workers = [pool.submit(sample) for _ in range(3)]
-        for version in range(1, 6):
-            enough, deadline = len(drawn) + 3, time.monotonic() + 10
-            while len(drawn) < enough and time.monotonic() < deadline:
-                time.sleep(0.001)
-            engine.pause()
-            sender.send(engine, sources[version], version)
-            engine.resume()
-        stop.set()
+        try:
+            for version in range(1, 6):
+                wait_until(lambda v=version - 1: sum(samples[0].versions[0] == v for samples in list(drawn)) >= 3)
+                engine.pause()
+                sender.send(engine, sources[version], version)
+                engine.resume()
+        finally:
+            stop.set()
         for worker in workers:
-            worker.result(30)
+            worker.result(60)
     for samples in drawn:
         (version,) = {v for sample in samples for v in sample.versions}
         for found, wanted in zip(samples, expected[version], strict=True):
@@ -548,13 +552,14 @@ def test_a_closed_engine_refuses_everything(engine: TransformersEngine) -> None:
             call()
 
 
-def test_closing_ends_the_wait_of_paused_requests(engine: TransformersEngine) -> None:
+def test_closing_ends_the_wait_of_paused_requests(engine: TransformersEngine, wait_until) -> None:
     engine.pause()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.generate, requests())
+        wait_until(lambda: waiting.done() or engine._turn._waiters)
         engine.close()
         with pytest.raises(EngineError, match="is closed"):
-            waiting.result(10)
+            waiting.result(60)
 
 
 def test_arguments_are_checked(random_model) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,31 +238,40 @@ def test_an_adapter_that_does_not_load_leaves_the_one_before(
     assert deviation(adapted, REQUESTS, samples) < EXACT and samples[0].versions == [1] * 12
 
 
-def test_requests_of_other_threads_wait_for_resume(engine: VLLMEngine):
+def test_requests_of_other_threads_wait_for_resume(engine: VLLMEngine, wait_until):
     expected = engine.generate(REQUESTS)
     engine.pause()
     thread, found = in_thread(lambda: engine.generate(REQUESTS))
-    time.sleep(0.1)
+    wait_until(lambda: found or engine._turn._waiters)
     assert not found
     with pytest.raises(EngineError, match="resume"):  # it would wait for itself
         engine.generate(REQUESTS)
     engine.resume()
-    thread.join(timeout=10.0)
+    thread.join(timeout=60.0)
     assert found == [expected]
     with pytest.raises(ValueError, match="in_flight='now'"):
         engine.pause("now")
 
 
-def test_a_running_request_and_an_update_exclude_each_other(engine: VLLMEngine):
+def test_a_running_request_and_an_update_exclude_each_other(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch):
+    executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
+    execute, running, go_on = executor.execute_model, threading.Event(), threading.Event()
+
+    def execute_when_told(*args: Any, **kwargs: Any) -> Any:
+        running.set()
+        assert go_on.wait(60.0)
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "execute_model", execute_when_told)
     thread, found = in_thread(lambda: engine.generate([Request([5], 250, seed) for seed in range(8)]))
-    while engine._turn.acquire(blocking=False):  # until the thread has it
-        engine._turn.release()
+    assert running.wait(60.0)
     with pytest.raises(EngineTimeoutError, match="pause.*timeout=0.01"):
         engine.pause(timeout=0.01)
     with pytest.raises(EngineTimeoutError, match="weight_report.*timeout=0.01"):
         engine._rpc("weight_report", timeout=0.01)
-    engine.pause(timeout=30.0)  # the requests end first
-    thread.join(timeout=5.0)
+    go_on.set()
+    engine.pause(timeout=60.0)  # the requests end first
+    thread.join(timeout=60.0)
     engine.resume()
     assert [len(s.tokens) for s in found[0]] == [250] * 8
 

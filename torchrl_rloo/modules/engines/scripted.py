@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -130,7 +130,7 @@ class ScriptedEngine(base.AsyncEngine):
         self._waiting: deque[_Run] = deque()
         self._running: dict[int, _Run] = {}
         self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until due
-        self._results: deque[tuple[Future[Sample], Sample | Exception]] = deque()
+        self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # of the call that holds the lock
         self._delivering = local()
         self._connection = self._update = None
         self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
@@ -178,6 +178,7 @@ class ScriptedEngine(base.AsyncEngine):
     @contextmanager
     def _now(self) -> Iterator[float]:
         """The lock, with all done that is due before and after. Results are delivered at the end: no waiting within."""
+        results = []
         try:
             with self._wake:
                 now = self.clock()
@@ -187,8 +188,9 @@ class ScriptedEngine(base.AsyncEngine):
                 finally:
                     self._advance(self.clock())
                     self._waiters.notify_all()
+                    results, self._results = self._results, results
         finally:
-            self._deliver()
+            self._deliver(results)
 
     def _advance(self, now: float) -> None:
         """Ends what is due by now, in the order of time; each free place goes to a waiting request at once."""
@@ -225,17 +227,17 @@ class ScriptedEngine(base.AsyncEngine):
         self.request_seconds += (now - self._counted_to) * running
         self._counted_to = now
 
-    def _deliver(self) -> None:
+    def _deliver(self, results: list[tuple[Future[Sample], Sample | Exception]]) -> None:
         """Hands results out, without the lock; what a callback submits is delivered after it, not within."""
-        if getattr(self._delivering, "now", False):
+        if (queue := getattr(self._delivering, "queue", None)) is not None:
+            queue += results
             return
-        self._delivering.now = True
-        with suppress(IndexError):  # nothing is left, be it by this thread or another
-            while True:
-                future, result = self._results.popleft()
-                if future.set_running_or_notify_cancel():
-                    (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
-        self._delivering.now = False
+        self._delivering.queue = queue = deque(results)
+        while queue:
+            future, result = queue.popleft()
+            if future.set_running_or_notify_cancel():
+                (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
+        self._delivering.queue = None
 
     def _receive(self, now: float) -> None:
         """Stamps the tokens that came so far; those to come may be of another version."""

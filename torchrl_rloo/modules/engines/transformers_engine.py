@@ -151,7 +151,7 @@ class TransformersEngine(Engine):
 
     def _connect(self, info: Mapping[str, Any]) -> None:
         self._disconnect()
-        manifest = read_manifest(info)
+        manifest, staged = read_manifest(info), info["staged"]
         own = self.model.state_dict(keep_vars=True)  # the parameters themselves: tied ones are one object
         for name, _, shape in manifest:
             if name not in own:
@@ -171,7 +171,7 @@ class TransformersEngine(Engine):
         aliases = ((i.name, first_name[id(own[i.name])]) for i in manifest)
         self._aliases = {name: first for name, first in aliases if name != first}
         self._receiver = RECEIVERS[info["transport"]](info.get("options", {}), self.model.device, 0)
-        self._manifest, self._staged = manifest, info["staged"]
+        self._manifest, self._staged = manifest, staged
 
     def _start(self, info: Mapping[str, Any]) -> None:
         if self._receiver is None:

@@ -77,7 +77,7 @@ class LoopThread:
         if self._thread is current_thread():  # the garbage collector may run anywhere
             self.loop.stop()
         elif self._thread.is_alive():
-            self.loop.call_soon_threadsafe(lambda: self.loop.call_later(0.1, self.loop.stop))  # let work see its end
+            asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
             self._thread.join(timeout=10.0)
         if not self._thread.is_alive() and not self.loop.is_closed():
             self.loop.close()
@@ -85,6 +85,13 @@ class LoopThread:
     def _cancel_work(self) -> None:
         for task in list(self._work):
             task.cancel()
+
+    async def _stop(self) -> None:
+        """Stops the loop once all work has seen its end: who waits for it would wait for ever."""
+        await asyncio.sleep(0.1)  # what others have on the loop may end too
+        if self._work:
+            await asyncio.wait(self._work, timeout=5.0)
+        self.loop.stop()
 
     async def _until_ended(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()

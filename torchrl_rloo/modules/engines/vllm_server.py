@@ -55,6 +55,8 @@ def server_command(model: str | PathLike, *, host: str = "127.0.0.1", port: int 
         flags.setdefault("distributed_executor_backend", UNIPROC)
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", os.fspath(model)]
     words += ["--host", host, "--port", str(port)]
+    if not flags["disable_log_stats"]:
+        del flags["disable_log_stats"]  # its flag has no opposite
     for name, value in flags.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
