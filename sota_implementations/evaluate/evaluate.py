@@ -22,7 +22,7 @@ from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
-from torchrl_rloo.data import PromptDataset, load_prompts
+from torchrl_rloo.data import PromptDataset
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation
 from torchrl_rloo.diagnostics.evaluation_result import FORMATS, EvaluationResult
@@ -89,10 +89,9 @@ def held_out_prompts(task: Any, data: dict[str, Any], seed: int, tokenizer: Any)
     """The prompts that a training run with the same settings holds out, or those of ``eval_source`` alone."""
     if data["eval_source"] is None or data["source"] is not None:
         return task.load(**data, seed=seed, tokenizer=tokenizer)[1]
-    own = {"row_map": getattr(task, "row_map", None), "system_prompt": getattr(task, "system_prompt", None)}
-    rest = {k: v for k, v in data.items() if k not in ("source", "eval_source", "eval_split", "eval_size")}
-    options = own | rest | ({"split": data["eval_split"]} if data["eval_split"] else {})
-    return load_prompts(data["eval_source"], limit=data["eval_size"], tokenizer=tokenizer, **options)
+    options = {k: v for k, v in data.items() if k not in ("source", "eval_source", "eval_split")}
+    options |= {"split": data["eval_split"]} if data["eval_split"] else {}
+    return task.load_held_out(data["eval_source"], tokenizer=tokenizer, **options)
 
 
 def make_policy(cfg: dict[str, Any], name: str) -> tuple[TurnPolicy, Engine | None]:

@@ -194,8 +194,10 @@ def pairs(
         source = [{"chosen": good, "rejected": bad} for good, bad in zip(clean, sloppy, strict=True) if good != bad]
     examples = list(load_preferences(source, type, **options))
     if eval_source is not None:
-        held_out = options | {"limit": eval_size} | ({"split": eval_split} if eval_split else {})
+        held_out = options | {"limit": None} | ({"split": eval_split} if eval_split else {})
         held_out = list(load_preferences(eval_source, type, **held_out))
+        if len(held_out) > eval_size:  # from all of it, which may be in order of subject
+            held_out = random.Random(0).sample(held_out, eval_size)
         seen = {str(example["prompt"]) for example in examples}
         if shared := sum(str(example["prompt"]) in seen for example in held_out):
             raise ValueError(f"{shared} of the {len(held_out)} pairs of eval_source have prompts of training pairs")
@@ -223,7 +225,7 @@ def fitting(rows: TensorDictBase, max_length: float, words: str) -> TensorDictBa
 
 
 def batches(num_pairs: int, size: int, seed: int, start: int) -> Iterator[list[int]]:
-    """Indices of the pairs of step ``start + 1`` and of all later ones: every epoch each pair once, in a new order."""
+    """Indices of the pairs of step ``start + 1`` and of all later ones: in each epoch no pair twice, in a new order."""
     per_epoch = num_pairs // size
     for epoch in range(start // per_epoch, 2**31):
         order = torch.randperm(num_pairs, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()

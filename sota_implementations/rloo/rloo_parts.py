@@ -161,7 +161,7 @@ def build(cfg: dict, output: Path) -> SimpleNamespace:
         engine=engine,
         evaluate=Evaluation(policy, eval_set, scorer, **evaluation),
         checkpoints=Checkpointer(output / "checkpoints", keep=cfg["checkpoint"]["keep"]),
-        counts=[part.counts for part in (rewards, advantage, *shaping, *curriculum.counted)],
+        counted=[rewards, advantage, *shaping, *curriculum.counted],
         stateful=stateful,
     )
 
@@ -198,9 +198,8 @@ def make_curriculum(
     cache: dict | None,
 ) -> SimpleNamespace:
     """Which prompts are drawn; how groups are chosen is passed on to :func:`make_collect`."""
-    returns = WeightedScores(
-        rewards.weights, rewards.clip_range, raw=True
-    )  # solved is solved, whatever shaping makes it
+    # a prompt that is solved is so whatever shaping makes of the scores
+    returns = WeightedScores(rewards.weights, rewards.clip_range, raw=True)
     sampler, observers = task.make_sampler(train_set), []
     counted = [] if sampler is None else [sampler]
     if pass_rate is not None:
@@ -349,9 +348,9 @@ def make_preset(cfg: dict, plan: TrainingPlan) -> tuple[Preset, float | Adaptive
         advantage = {"whiten_groups": plan.prompts_per_step} | advantage
     if cfg["curriculum"]["refill"] is not None and (whitens or not getattr(estimator, "needs_group", True)):
         raise ValueError(
-            f"curriculum.refill leaves out groups of equal returns, but algorithm={cfg['algorithm']} compares groups "
-            "with each other, by whitening or for want of a baseline, so it learns from them, too, and needs all of a "
-            "step: set curriculum.refill=null, or take an algorithm that compares a group's rows alone (rloo, grpo, dapo)"
+            "curriculum.refill leaves out groups of equal returns, but these advantages compare groups with each other "
+            f"(estimator={advantage['estimator']!r}, whiten={advantage.get('whiten') or own!r}), so they need all of a "
+            "step: set curriculum.refill=null, or take an algorithm that compares rows of one group (rloo, grpo, dapo)"
         )
     preset = replace(preset, loss=loss, advantage=advantage)
     if loss["ratio"] == "none" and plan.minibatches * plan.passes > 1:

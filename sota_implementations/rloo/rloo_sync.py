@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
         run.buffer.empty()
         metrics = merge_outputs(outputs, num_updates=len(norms)) | parity
         metrics["grad_norm"] = float(torch.stack(norms).mean())
-        return metrics | run.adapt(metrics, len(rows))
+        return metrics
 
     with run.engine or nullcontext(), closing(run.rewards), StopSignal() as stop, run.logger:
         if start == 0:
@@ -94,8 +94,9 @@ def main(cfg: DictConfig) -> None:
             metrics["staleness"] = run.staleness(sampled if rows is None else rows)
             with timer("train"), asleep(run.engine if cfg.inference.sleep else None):
                 metrics |= train(rows, step)
+            metrics |= run.adapt(metrics, len(sampled))
             metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
-            metrics |= {f"count/{name}": n for counts in run.counts for name, n in counts.items()}
+            metrics |= {f"count/{name}": n for part in run.counted for name, n in part.counts.items()}
 
             # update the sampler
             with timer("sync"):

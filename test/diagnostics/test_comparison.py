@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torchrl_rloo.diagnostics.comparison import compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.functional.paired import mcnemar_test
 
+SIGNS = list(itertools.product((-1, 1), repeat=3))
 SETTINGS = EvaluationSettings(("right", "short"), num_samples=4, ks=(4,), generate_kwargs={"temperature": 1.0})
 
 
@@ -69,6 +71,25 @@ def test_saved_results_can_be_compared(tmp_path):
     first, second = evaluated(0.3), evaluated(0.8, seed=1)
     loaded = [EvaluationResult.load(r.save(tmp_path / str(i))) for i, r in enumerate((first, second))]
     assert compare(*loaded).table() == compare(first, second).table()
+    stops = {"generate_kwargs": {"stop_token_ids": (1, 2)}}  # a tuple, which a file gives back as a list
+    first = evaluated(0.3, **stops)
+    assert not compare(EvaluationResult.load(first.save(tmp_path / "again")), evaluated(0.3, **stops)).differing
+
+
+def test_means_of_three_samples_that_are_equally_far_apart_tie():
+    """Thirds in float32 break ties of sign patterns: p-values came out too small."""
+
+    def thirds(*right: int) -> EvaluationResult:
+        scores = [(i, k, {"right": float(k < n)}) for i, n in enumerate(right) for k in range(3)]
+        samples = [EvaluatedSample(i, k, f"prompt {i}", "", scores) for i, k, scores in scores]
+        return EvaluationResult(samples, EvaluationSettings(("right",), num_samples=3, greedy=False))
+
+    for first, second in itertools.product(itertools.product(range(3), repeat=3), repeat=2):
+        found = compare(thirds(*first), thirds(*second)).metrics["sampled"].test
+        steps = [b - a for a, b in zip(first, second, strict=True)]
+        signed = [abs(sum(s * d for s, d in zip(signs, steps, strict=True))) for signs in SIGNS]
+        assert found.p_value == sum(value >= abs(sum(steps)) for value in signed) / len(SIGNS), (first, second)
+        assert found.difference == pytest.approx(sum(steps) / 9, abs=1e-12)
 
 
 def test_other_prompts_are_refused():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from torchrl_rloo.data import load_prompts
-from torchrl_rloo.diagnostics.answers import final_answer
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table
 from torchrl_rloo.diagnostics.evaluation_result import EvaluationResult
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
@@ -19,6 +18,7 @@ from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.functional.evaluation import maj_at_k, mean_interval, pass_at_k
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards import boxed_accuracy
+from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.executors import ThreadExecutor
 
 
@@ -53,7 +53,7 @@ def test_scores_every_prompt_once_with_its_columns():
     assert seen == answers * 2  # greedy, then sampled
     assert metrics["eval/greedy"] == pytest.approx(3 / 7) and metrics["eval/sampled"] == pytest.approx(4 / 7)
     ends = {f"eval/{name}_{end}" for name in ("greedy", "sampled") for end in ("low", "high")}
-    assert metrics.keys() == {"eval/greedy", "eval/sampled", "eval/failed"} | ends
+    assert metrics.keys() == {"eval/greedy", "eval/sampled", "eval/failed", "eval/abstained"} | ends
     assert metrics["eval/greedy_low"] == mean_interval(torch.tensor([0, 1, 0, 1, 0, 1, 0.0])).low
     assert [row["answer"] for row in table] == answers
     assert {"prompt", "completion", "reward", "truncated"} <= table[0].keys() and "What is" in table[0]["prompt"]
@@ -129,7 +129,8 @@ def test_own_sampling_and_no_greedy_completions():
     assert all(len({s.completion for s in result.samples if s.prompt_id == i}) == 1 for i in range(7))  # top_k 1
     assert len(result.table(limit=5)) == 5
     _, only_greedy = make(first_id, num_samples=0)
-    assert only_greedy().__getitem__(0).keys() == {"eval/greedy", "eval/greedy_low", "eval/greedy_high", "eval/failed"}
+    counts = {"eval/failed", "eval/abstained"}
+    assert only_greedy()[0].keys() == {"eval/greedy", "eval/greedy_low", "eval/greedy_high"} | counts
 
 
 def test_tasks_of_a_mixture_have_metrics_of_their_own():
@@ -258,6 +259,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, format):
     assert (
         loaded.metrics == result.metrics and loaded.values == result.values and loaded.failed == {"odd": 0, "gaps": 3}
     )
+    assert loaded.abstained == {"odd": 0, "gaps": 3} and loaded.metrics["eval/abstained"] == 3
+    assert "scorer gaps failed on 3" in loaded.summary() and "scorer gaps abstained on 3" in loaded.summary()
     recorded = json.loads((directory / "evaluation.json").read_text())
     assert recorded["metrics"]["eval/sampled"] == result.metrics["eval/sampled"]
     assert recorded["settings"]["generate_kwargs"] == {"max_new_tokens": 3}

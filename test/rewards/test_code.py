@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, extract_code, parse_tests, same_output
+from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, same_output
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
 
@@ -249,12 +249,9 @@ def test_a_broken_row_costs_itself_alone(sandbox: Sandbox):
 
 
 def test_code_in_a_completion():
-    assert extract_code("x = 1") == "x = 1"
-    assert extract_code("```python\na\n```\nor\n```py\nb\n```\nand\n```json\n{}\n```\n") == "b\n"
-    assert extract_code("```\na\n```") == "a\n"
-    assert extract_code("```Python3 title=x\na = '`'\n\nb\n```") == "a = '`'\n\nb\n"
-    assert extract_code("```json\n{}\n```") == "```json\n{}\n```"
-    assert extract_code("```python\ncut off") == "```python\ncut off"
+    for fence in ("```python", "```Python3 title=x", "```py", "```"):
+        text = f"So:\n{fence}\n{DOUBLE}\n```\nand\n```json\n{{}}\n```\n"
+        assert CodeTests()(["?"], [text], [[1]], tests=[ASSERTS]) == [1.0]
     messages = [{"role": "assistant", "content": f"So:\n```python\n{DOUBLE}```\n"}]
     assert CodeTests()(["?"], [messages], [[1]], tests=[ASSERTS]) == [1.0]
 

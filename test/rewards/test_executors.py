@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import ctypes
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
 
@@ -69,7 +67,7 @@ def obeys(completions, **_) -> list[float]:
 
 @pytest.fixture
 def processes() -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(workers=2, timeout=0.5)
+    executor = ProcessExecutor(workers=2, timeout=1.0)
     yield executor
     executor.close()
 
@@ -81,7 +79,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -116,24 +114,22 @@ def test_an_exception_costs_its_call(executor):
     executor.close()
 
 
-@pytest.mark.parametrize("executor", [ThreadExecutor(2, 0.3), ProcessExecutor(2, 0.3)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("executor", [ThreadExecutor(2, 1.0), ProcessExecutor(2, 1.0)], ids=lambda e: type(e).__name__)
 def test_a_hang_costs_its_call_and_its_time(executor):
-    executor.run(obeys, batches("ok", "ok"))
-    start = time.monotonic()
     results = executor.run(obeys, batches("ok", "hang", "ok", "exit", "ok", "hang", "ok"))
     assert outcomes(results) == [1.0, "timed_out", 1.0, "raised", 1.0, "timed_out", 1.0]
-    assert time.monotonic() - start < 3 and results[1].message == "no answer within 0.3 s"
+    assert results[1].message == "no answer within 1 s" and 1.0 <= results[1].seconds < 100.0
     assert results[3].message == "SystemExit: 3"
     executor.close()
 
 
 def test_more_rows_have_more_time(processes):
     def slow(completions, **_):
-        time.sleep(0.8)
+        time.sleep(1.2)
         return [1.0] * len(completions)
 
-    both = RewardBatch(["p"] * 2, ["a", "b"], [[1]] * 2)
-    assert [type(r) for r in processes.run(slow, [both, *batches("c")])] == [RewardCall, RewardFailure]
+    many = RewardBatch(["p"] * 20, ["a"] * 20, [[1]] * 20)
+    assert [type(r) for r in processes.run(slow, [many, *batches("c")])] == [RewardCall, RewardFailure]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +138,8 @@ def test_more_rows_have_more_time(processes):
         ("segfault", "worker_died", "SIGSEGV during call"),
         ("quit", "worker_died", "code 3"),
         ("leave", "worker_died", "code 4"),
-        ("spin", "timed_out", "0.5 s"),
-        ("stubborn", "timed_out", "0.5 s"),
+        ("spin", "timed_out", "1 s"),
+        ("stubborn", "timed_out", "1 s"),
     ],
 )
 def test_a_crash_or_a_hang_costs_its_call_and_one_worker(processes, command, kind, message):
@@ -204,15 +200,15 @@ def test_a_call_off_the_main_thread(processes):
 
 def test_an_interrupted_run_leaves_no_worker_at_work(processes):
     def interrupt() -> None:
-        time.sleep(0.4)
+        wait_until(processes._lock.locked)
         os.kill(os.getpid(), signal.SIGINT)
 
     processes.timeout = 60.0
     processes.run(obeys, batches("ok"))
-    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=interrupt).start()
         processes.run(obeys, batches("hang", "hang"))
-    processes.timeout = 0.5
+    processes.timeout = 1.0
     assert outcomes(processes.run(obeys, batches("ok", "ok"))) == [1.0, 1.0]
 
 
@@ -227,9 +223,9 @@ def test_closing_ends_a_run_in_another_thread(processes):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    time.sleep(0.3)
+    assert wait_until(processes._lock.locked)
     processes.close()
-    thread.join(5.0)
+    thread.join(60.0)
     assert errors == ["the ProcessExecutor was closed in the middle of a run"]
     assert outcomes(processes.run(obeys, batches("ok"))) == [1.0]
 
@@ -278,7 +274,7 @@ def test_a_copy_and_a_fork_have_workers_of_their_own(processes):
 
     parents = {r.scores[0] for r in processes.run(pid, batches("a"))}
     for other in (pickle.loads(pickle.dumps(processes)), copy.deepcopy(processes)):
-        assert (other.workers, other.timeout, other.rows_per_call) == (2, 0.5, 1)
+        assert (other.workers, other.timeout, other.rows_per_call) == (2, 1.0, 1)
         assert {r.scores[0] for r in other.run(pid, batches("a"))} != parents
         other.close()
     child = os.fork()
@@ -348,21 +344,21 @@ def test_a_killed_run_leaves_no_worker_and_no_child_of_one(tmp_path, number):
     paths = [tmp_path / "a", tmp_path / "b"]
     with subprocess.Popen([sys.executable, "-c", KILLED, *paths], stderr=subprocess.DEVNULL) as run:
         done = [Path(f"{path}.done") for path in paths]
-        assert wait_until(lambda: all(path.exists() for path in done), 20.0)
+        assert wait_until(lambda: all(path.exists() for path in done))
         pids = [int(pid) for path in done for pid in path.read_text().split()]
         assert all(map(is_running, pids))
         run.send_signal(number)
-        run.wait(10)
+        run.wait(60)
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_a_thread_given_up_holds_no_place():
-    executor, release = ThreadExecutor(workers=1, timeout=0.2), threading.Event()
+    executor, release = ThreadExecutor(workers=1, timeout=0.5), threading.Event()
     before = set(threading.enumerate())
 
     def waits(completions, **_):
         if completions == ["wait"]:
-            release.wait(20)
+            release.wait(60)
         return [1.0]
 
     assert outcomes(executor.run(waits, batches("wait", "a", "wait", "b"))) == ["timed_out", 1.0, "timed_out", 1.0]
@@ -370,78 +366,17 @@ def test_a_thread_given_up_holds_no_place():
     assert wait_until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_threads_and_workers_run_at_the_same_time():
-    def naps(**_):
-        time.sleep(0.3)
+@pytest.mark.parametrize("kind", [ThreadExecutor, ProcessExecutor])
+def test_threads_and_workers_run_at_the_same_time(kind, tmp_path):
+    def waits_for_the_others(completions, **_):
+        (tmp_path / completions[0]).touch()
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.01)
         return [1.0]
 
-    for executor in (ThreadExecutor(8), ProcessExecutor(8)):
-        executor.run(naps, batches(*"12345678"))
-        start = time.monotonic()
-        executor.run(naps, batches(*"12345678"))
-        assert time.monotonic() - start < 1.2  # one after the other: 2.4
-        executor.close()
-
-
-async def naps_or(completions, **_):
-    for text in completions:
-        if text == "raise":
-            raise KeyError("answer")
-        elif text == "exit":
-            sys.exit(3)
-        elif text == "hang":
-            await asyncio.sleep(1000)
-        elif text == "deaf":
-            while True:
-                try:
-                    await asyncio.sleep(1000)
-                except asyncio.CancelledError:
-                    continue
-        elif text == "block":
-            time.sleep(4)
-        elif text == "cancel":
-            raise asyncio.CancelledError
-    await asyncio.sleep(0.1)
-    return [1.0] * len(completions)
-
-
-def test_async_calls_overlap_and_fail_alone():
-    loop, texts = EventLoop(), ["ok", "raise", "hang", "exit", "deaf", "cancel", *["ok"] * 8]
-    start = time.monotonic()
-    expected = [1.0, "raised", "timed_out", "raised", "timed_out", "raised", *[1.0] * 8]
-    assert outcomes(loop.run(naps_or, batches(*texts), 0.5)) == expected
-    assert time.monotonic() - start < 1.0  # the calls one after the other: 1.9
-    assert outcomes(loop.run(naps_or, batches("ok"))) == [1.0]
-    loop.close()
-
-
-def test_a_coroutine_that_blocks_the_loop_loses_its_own_call_alone():
-    loop = EventLoop()
-    texts = ["ok", "block", "ok", "raise", "ok"]
-    assert outcomes(loop.run(naps_or, batches(*texts), 0.5)) == [1.0, "timed_out", 1.0, "raised", 1.0]
-    start = time.monotonic()
-    assert outcomes(loop.run(naps_or, batches("ok", "ok"), 0.5)) == [1.0, 1.0]
-    assert time.monotonic() - start < 0.4  # on a fresh loop
-
-
-def test_a_function_says_how_many_of_its_calls_may_be_under_way():
-    class Judge:
-        concurrency = 3
-
-        def __init__(self):
-            self.now = self.most = 0
-
-        async def __call__(self, completions, **_):
-            self.now += 1
-            self.most = max(self.most, self.now)
-            await asyncio.sleep(0.05)
-            self.now -= 1
-            return [1.0]
-
-    judge, loop = Judge(), EventLoop()
-    results = loop.run(judge, batches(*"123456789"), timeout=0.12)  # three turns of 0.05: waiting takes nothing off
-    assert outcomes(results) == [1.0] * 9 and judge.most == 3
-    loop.close()
+    executor = kind(4, timeout=60.0)
+    assert outcomes(executor.run(waits_for_the_others, batches(*"1234"))) == [1.0] * 4
+    executor.close()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,14 @@ def test_any_text_is_survived(text, case):
     assert score(text, case[0], case[1]) in (0.0, 1.0)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c[0])
+@pytest.mark.parametrize("piece", ["\n", " ", "\r\n", "*", "[", "<", "P.S"])
+def test_time_is_linear_in_the_text(case, piece):
+    name, arguments, *_ = case
+    if name != "language:response_language":
+        score("x" + piece * 100_000 + "x", name, arguments)  # quadratic time would take minutes
+
+
 def test_all_or_the_share():
     ids = ["punctuation:no_comma", "startend:quotation"]
     columns = {"instruction_id_list": [ids, ids, None], "kwargs": [[{}, None], [{}, {}], None]}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
 
-from torchrl_rloo.rewards.json_schema import JSONSchema, last_json  # noqa: E402
+from torchrl_rloo.rewards.json_schema import JSONSchema  # noqa: E402
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -51,21 +51,19 @@ def test_completions(text, right):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "right"),
     {
-        "no fence": "no fence",
-        "x\n```json\n1\n```\ny": "\n1\n",
-        "```json\n1\n```\n```json\n2\n```": "\n2\n",
-        "```json\n1\n```\n```python\n2\n```": "\n1\n",
-        "``` JSON\n1\n```": "\n1\n",
-        "```python\n2\n```": "```python\n2\n```",
-        "```json\n1\n```json\n2\n```": "\n2\n",
-        "```json\n1": "```json\n1",
-        '```json\n"```"\n```': '\n"```"\n',
+        "x\n```json\n1\n```\ny": 1,
+        "```json\n2\n```\n```json\n1\n```": 1,
+        "```json\n1\n```\n```python\n2\n```": 1,
+        "``` JSON\n1\n```": 1,
+        "```python\n1\n```": 0,
+        "```json\n2\n```json\n1\n```": 1,
+        "```json\n1": 0,
     }.items(),
 )
-def test_the_last_closed_fence_of_json(text, found):
-    assert last_json(text) == found
+def test_the_last_closed_fence_of_json_counts(text, right):
+    assert score(JSONSchema({"const": 1}), text) == right
 
 
 @settings(deadline=None)

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from aiohttp import web
@@ -187,9 +186,8 @@ def test_requests_overlap_up_to_the_limit(serve):
         return chat('{"score": 1}')
 
     service = serve(answer)
-    start = time.monotonic()
     call(judge_of(service, concurrency=5), [str(i) for i in range(20)])
-    assert service.most == 5 and 0.4 <= time.monotonic() - start < 1.5
+    assert service.most == 5
 
 
 def test_placeholders_in_a_completion_stay_text_and_its_tags_do_not_end(serve):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ from torchrl_rloo.rewards.protocol import (
     attempt_reward,
     call_reward,
     call_reward_async,
+    final_text,
     is_async,
-    is_finite,
     reward_name,
 )
 
@@ -48,7 +50,6 @@ def test_scores_come_back_as_floats_and_nones(scores):
     for score, value in zip(scores, values, strict=True):
         assert type(value) is (type(None) if score is None else float)
         assert value == score or math.isnan(value) and math.isnan(score)
-        assert is_finite(value) == (score is None or math.isfinite(score))
 
 
 @pytest.mark.parametrize("scores", [torch.tensor([0.5, 1.0]), (0.5, 1), [torch.tensor(0.5), True]], ids=repr)
@@ -215,3 +216,62 @@ def test_names():
 def test_workers_need_no_torch():
     code = "import sys, torchrl_rloo.rewards.runner; assert 'torch' not in sys.modules, sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_function_that_was_called_is_not_kept_alive():
+    class Reward:
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+    reward = Reward()
+    call_reward(reward, batch_of())
+    alive = weakref.ref(reward)
+    del reward
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_partial_is_async_and_named_as_what_it_is_of():
+    class Judge:
+        async def __call__(self, completions, scale=1.0, **columns):
+            return [scale] * len(completions)
+
+    bound = functools.partial(Judge(), scale=2.0)
+    bound.whole_batch = True  # an attribute keeps a partial of a partial from being flattened
+    bound = functools.partial(bound, scale=3.0)
+    assert is_async(bound) and reward_name(bound) == "Judge"
+    assert asyncio.run(call_reward_async(bound, batch_of())).scores == [3.0, 3.0]
+    assert not is_async(functools.partial(len))
+
+
+def raises(error: BaseException) -> RewardFailure:
+    def rewards(**columns):
+        raise error
+
+    return attempt_reward(rewards, batch_of())
+
+
+def test_a_failure_says_what_was_raised():
+    noted = ValueError("bad\nvalue")
+    noted.__notes__ = ["see the manual"]  # as add_note has it, from Python 3.11 on
+    assert raises(noted).message == "ValueError: bad\nvalue"
+    with pytest.raises(SyntaxError) as caught:
+        compile("1 +", "reward.py", "exec")
+    assert raises(caught.value).message.startswith("SyntaxError: ")
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert "Unprintable" in raises(Unprintable()).message
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no groups of exceptions")
+def test_a_group_of_exceptions_is_named():
+    failure = raises(ExceptionGroup("unhandled errors", [KeyError("a")]))  # noqa: F821
+    assert failure.message == "ExceptionGroup: unhandled errors (1 sub-exception)" and "KeyError" in failure.traceback
+
+
+def test_the_final_text_of_a_message_that_only_calls_tools_is_empty():
+    assert final_text([{"role": "assistant", "tool_calls": []}]) == ""
+    assert final_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""

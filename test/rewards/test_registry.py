@@ -13,6 +13,7 @@ import pytest
 from torchrl_rloo.rewards.lengths import SoftOverlong
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, is_async, reward_name
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
+from torchrl_rloo.rewards.runner import RewardRunner
 
 BOXES = [r"It is \boxed{7}.", r"<think>x</think>\boxed{8}", "7", ""]
 SETTINGS: dict[str, dict[str, Any]] = {  # of every reward here that needs some
@@ -129,6 +130,11 @@ class Named(Constant):
 async def waits(completions, **kwargs):
     await asyncio.sleep(0)
     return [float(len(c)) for c in completions]
+class Judge:
+    whole_batch = True
+    concurrency = 2
+    async def __call__(self, completions, scale=1.0, **kwargs): return [scale] * len(completions)
+judge = Judge()
 whole = lambda completions, **kwargs: [1.0] * len(completions)
 whole.whole_batch = True
 """
@@ -161,6 +167,16 @@ def test_another_log_name_leaves_the_function_alone(own):
     assert load_reward({"_target_": "own_rewards.whole", "name": "all"}).whole_batch is True
     waiting = load_reward({"_target_": "own_rewards.waits", "name": "slow"})
     assert is_async(waiting) and reward_name(pickle.loads(pickle.dumps(waiting))) == "slow"
+
+
+def test_an_object_of_a_module_under_two_names(own):
+    first = load_reward({"_target_": "own_rewards.judge", "name": "first"})
+    second = load_reward({"_target_": "own_rewards.judge", "scale": 2.0, "name": "second"})
+    assert (reward_name(first), reward_name(second)) == ("first", "second")
+    for judge in (first, second):
+        assert is_async(judge) and judge.whole_batch is True and judge.concurrency == 2
+    batch = RewardBatch(["?"], ["ab"], [[1]])
+    assert RewardRunner([first, second])(batch).scores == [[1.0], [2.0]]
 
 
 def test_one_class_twice_under_two_names():

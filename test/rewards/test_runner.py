@@ -61,7 +61,7 @@ def test_only_bad_rows_get_no_score(executor, caplog):
     assert scored.scores == [[1.0, None, None, None, None, None, 2.0, None]] * 2
     counts = {k: v for k, v in runner.counts.items() if not k.endswith("/repeated")}
     assert counts == {f"{n}/{k}": v for n in ("number", "other") for k, v in (("raised", 2), ("not_finite", 3))}
-    warnings = [r.getMessage() for r in caplog.records]
+    warnings = [r.getMessage() for r in caplog.records if r.name == "torchrl_rloo.rewards.runner"]
     assert len(warnings) == 4  # one for each function and kind
     assert "reward number: raised on 2 samples" in warnings[0] + warnings[1] and "say bad" in caplog.text
 
@@ -212,28 +212,43 @@ def test_the_quarantine_never_fails_a_run_and_never_fills_the_disk(tmp_path, cap
 
 
 def test_async_functions_run_beside_each_other_and_beside_the_rest():
+    under_way: set[str] = set()
+
     def make(name: str) -> Callable:
-        async def naps(completions, **_):
-            await asyncio.sleep(0.3)
+        async def waits_for_the_others(completions, **_):
+            under_way.add(name)
+            while len(under_way) < 4:
+                await asyncio.sleep(0.01)
             return [1.0] * len(completions)
 
-        return named(name, naps)
+        return named(name, waits_for_the_others)
 
     def here(completions, **_):
-        time.sleep(0.3)
+        there(completions, "here")
         return [float(threading.current_thread() is threading.main_thread())] * len(completions)
 
-    def there(completions, **_):
-        time.sleep(0.3)
+    def there(completions, name="there", **_):
+        under_way.add(name)
+        end = time.monotonic() + 60
+        while len(under_way) < 4:
+            assert time.monotonic() < end, f"only {under_way} run at the same time"
+            time.sleep(0.01)
         return [1.0] * len(completions)
 
-    executors = {"there": ThreadExecutor(4), "b": ThreadExecutor(4)}
+    executors = {"there": ThreadExecutor(4, 60.0), "b": ThreadExecutor(4, 60.0)}
     runner = RewardRunner([make("a"), here, there, make("b")], executor=executors)
-    start = time.monotonic()
     assert runner(batch_of("x", "y", "z")).scores == [[1.0] * 3] * 4
-    assert time.monotonic() - start < 0.8  # one after the other: 1.2
     assert runner.latency["a/call"].n == 1 and runner.latency["b/call"].n == 3  # rows_per_call of its executor
     runner.close()
+
+
+def test_what_runs_in_line_runs_in_the_calling_thread():
+    def thread(completions, **_):
+        return [float(threading.get_ident())] * len(completions)
+
+    functions = [named(name, lambda completions, **_: thread(completions)) for name in "ab"]
+    runner = RewardRunner(functions, executor={name: InlineExecutor() for name in "ab"})
+    assert runner(batch_of("x")).scores == [[float(threading.get_ident())]] * 2
 
 
 def test_an_async_function_has_the_time_limit_of_its_executor():
@@ -241,7 +256,7 @@ def test_an_async_function_has_the_time_limit_of_its_executor():
         await asyncio.sleep(1000 if completions == ["hang"] else 0)
         return [1.0] * len(completions)
 
-    runner = RewardRunner(judge, executor=ProcessExecutor(1, 0.3))
+    runner = RewardRunner(judge, executor=ProcessExecutor(1, 1.0))
     assert runner(batch_of("a", "hang", "b")).scores == [[1.0, None, 1.0]]
     assert runner.counts == {"judge/timed_out": 1}
     runner.close()

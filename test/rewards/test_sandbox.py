@@ -357,10 +357,17 @@ def test_an_interrupted_run_leaves_its_answer_to_nobody(sandbox: Sandbox):
 
 
 def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
-    own = Sandbox()
+    own = Sandbox(timeout=60)
     pid = own._idle[0].process.pid
-    threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
-    assert own.run("import time; time.sleep(9)").reason == "killed"
+
+    def kill() -> None:
+        while not children(pid):
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(RuntimeError, match="starts programs was killed"):  # no fault of the program, so no score for it
+        own.run("import time; time.sleep(60)")
     assert own.run("print(1)").ok
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from torchrl_rloo.rewards.accuracy import CosineScaled
 from torchrl_rloo.rewards.boxed import boxed_accuracy
+from torchrl_rloo.rewards.by_task import ByTask
 from torchrl_rloo.rewards.controls import Shuffled
 from torchrl_rloo.rewards.lengths import LengthBudget
 from torchrl_rloo.rewards.protocol import (
@@ -166,3 +168,22 @@ def test_shuffled_deals_the_same_scores_in_an_order_of_what_was_sampled(n):
 def test_shuffled_changes_the_order():
     rows = RewardBatch(["?"] * 20, ["x" * i for i in range(20)], [[i] for i in range(20)])
     assert call_reward(Shuffled(lengths), rows).scores != call_reward(lengths, rows).scores
+
+
+def test_a_failure_of_the_wrapped_function_is_no_score():
+    def fails(completions, **columns):
+        return [math.nan, math.inf, None, 0.0]
+
+    for reward in (StopProperly(fails, -0.5), StopProperly(fails, 0.5), CosineScaled(10, correctness=fails)):
+        scores = call_reward(reward, RewardBatch(["p"] * 4, ["c"] * 4, [[1]] * 4, {}, [True] * 4)).scores
+        assert math.isnan(scores[0]) and scores[1:3] == [math.inf, None] and math.isfinite(scores[3])
+
+
+def test_what_a_function_says_of_itself_holds_for_its_wrapper():
+    async def judge(completions, **columns):
+        return [0.0] * len(completions)
+
+    assert not hasattr(StopProperly(judge), "concurrency")
+    judge.concurrency, judge.whole_batch = 3, True
+    assert (StopProperly(judge).concurrency, StopProperly(judge).whole_batch) == (3, True)
+    assert ByTask({"a": Shuffled(lengths)}).whole_batch and not ByTask({"a": lengths}).whole_batch

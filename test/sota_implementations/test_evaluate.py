@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
     start = warm_start(seed=0, steps=150, cache_dir=tmp_path_factory.mktemp("cache"))
-    votes = "eval.votes=torchrl_rloo.diagnostics.answers.final_answer"
+    votes = "eval.votes=torchrl_rloo.diagnostics.final_answer"
     return [f"model.name={start}", "data.eval_size=12", "eval.num_samples=4", "eval.ks=[2,4]", votes]
 
 

@@ -162,6 +162,12 @@ def test_no_prompt_is_in_both_parts():
     train, held_out = module.pairs("embedded", "chat_template.argilla_chat", seed=0, limit=900, **options)
     prompts = [{str(e["prompt"]) for e in part} for part in (train, held_out)]
     assert len(held_out) == 100 and len(train) == 800 and not prompts[0] & prompts[1]
+    ordered = [{"question": f"{subject} {i}", "chosen": "a", "rejected": "b"} for subject in "abcd" for i in range(50)]
+    own = {"eval_source": ordered, "eval_split": None, "eval_size": 40}
+    chosen = module.pairs([{"question": "x", "chosen": "a", "rejected": "b"}], "chatml.intel", seed=0, limit=1, **own)[
+        1
+    ]
+    assert len(chosen) == 40 and {e["prompt"][0]["content"][0] for e in chosen} == set("abcd")
     seen = [i for _, batch in zip(range(2 * 6), module.batches(20, 3, 0, 0), strict=False) for i in batch]
     assert len(set(seen[:18])) == 18 and seen[:18] != seen[18:]
     later = [i for _, batch in zip(range(5), module.batches(20, 3, 0, 7), strict=False) for i in batch]
@@ -192,3 +198,8 @@ def test_impossible_settings_are_refused(overrides, tmp_path, bad, message):
 def test_other_settings_do_not_resume(overrides, finished):
     with pytest.raises(ValueError, match="optimizer.lr: 0.001 -> 0.1"):
         call_main([*overrides, "optimizer.lr=0.1"], finished)
+
+
+def test_help_says_how_to_use_it():
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=300)
+    assert "data.type=chat_template.default" in done.stdout and "pairs_per_step: 32" in done.stdout

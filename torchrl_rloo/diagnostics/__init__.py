@@ -1,6 +1,5 @@
 """What a run does and how it goes: plans, metrics, evaluation, reports."""
 
-from torchrl_rloo.diagnostics.answers import final_answer
 from torchrl_rloo.diagnostics.calibration import Calibration, calibrate, plot_calibration, write_calibration
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table
@@ -9,6 +8,7 @@ from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics
 from torchrl_rloo.diagnostics.parity import ParityProbe, ParityReport, advice, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.diagnostics.report import plot_curves, write_report
+from torchrl_rloo.rewards.answers import final_answer
 
 __all__ = [
     "DEFINITIONS",

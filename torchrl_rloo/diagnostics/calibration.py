@@ -71,7 +71,8 @@ class Calibration:
         temperature: what margins, and so scores, are to be divided by.
         pairs: how many it is fitted on.
         accuracy: share of them whose better completion has the higher score; a tie counts half.
-        interval: 95 % confidence interval of the accuracy (Wilson).
+        interval: 95 % confidence interval of the accuracy (Wilson), as if pairs were independent. Several pairs of one
+            prompt are not, and make it too narrow, as those of the bins.
         separable: whether there is no error among them. The temperature then says how many pairs were looked at rather
             than how sure the model may be: take more pairs, or harder ones.
         before: at temperature 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
-from torchrl_rloo.functional.evaluation import Interval
+from torchrl_rloo.functional.evaluation import Interval, clean
 from torchrl_rloo.functional.paired import PairedTest, paired_test
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
         ValueError: if the prompts differ, the settings do where they must not, or no metric is in both.
     """
     _check_prompts(first, second)
-    ours, theirs = asdict(first.settings), asdict(second.settings)
+    ours, theirs = (json.loads(json.dumps(asdict(r.settings), default=str)) for r in (first, second))  # as saved
     differing = {name: (ours[name], theirs[name]) for name in _MUST_AGREE if ours[name] != theirs[name]}
     if differing and same_settings:
         shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in differing.items())
@@ -158,7 +159,9 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
     metrics = {}
     for name in [name for name in first.values if name in second.values]:
         ids = list(first.values[name])
-        before, after = (torch.tensor([r.values[name][i] for i in ids]).double() for r in (first, second))
+        before, after = (
+            clean(torch.tensor([r.values[name][i] for i in ids], dtype=torch.float64)) for r in (first, second)
+        )
         test = paired_test(before, after)
         gained = tuple(i for i, up in zip(ids, (after > before).tolist(), strict=True) if up)
         lost = tuple(i for i, down in zip(ids, (after < before).tolist(), strict=True) if down)

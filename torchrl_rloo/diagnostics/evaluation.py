@@ -15,10 +15,10 @@ from torchrl.envs import EnvBase, Transform
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.diagnostics.answers import final_answer
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TurnPolicy
+from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, final_text, reward_name
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner

@@ -125,17 +125,24 @@ class EvaluationResult:
     def intervals(self) -> dict[str, Interval]:
         """The mean of each metric over its prompts, with the ends of its 95 % confidence interval."""
         return {
-            name: mean_interval(torch.tensor(list(of_prompt.values())), draws=self._draws(name))
+            name: mean_interval(torch.tensor(list(of_prompt.values()), dtype=torch.float64), draws=self._draws(name))
             for name, of_prompt in self.values.items()
         }
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``"eval/<metric>"``, with ``_low`` and ``_high``, and ``"eval/failed"``: scores that are missing."""
+        """``"eval/<metric>"``, with ``_low`` and ``_high``; counts ``"eval/failed"``, ``"eval/abstained"``."""
         metrics = {}
         for name, (mean, low, high) in self.intervals.items():
             metrics |= {f"eval/{name}": mean, f"eval/{name}_low": low, f"eval/{name}_high": high}
-        return metrics | {"eval/failed": float(sum(self.failed.values()))}
+        counts = {"failed": self.failed, "abstained": self.abstained}
+        return metrics | {f"eval/{name}": float(sum(count.values())) for name, count in counts.items()}
+
+    @property
+    def abstained(self) -> dict[str, int]:
+        """By scorer, the samples to which it gave no score without failing."""
+        missing = {name: sum(s.scores[name] is None for s in self.samples) for name in self.settings.scorers}
+        return {name: number - self.failed.get(name, 0) for name, number in missing.items()}
 
     def table(self, limit: int | None = None) -> list[dict[str, Any]]:
         """The greedy completions (or all, if there are none) as plain dictionaries for people to read."""
@@ -151,7 +158,8 @@ class EvaluationResult:
         ]
         prompts, truncated = len({s.prompt_id for s in self.samples}), sum(s.truncated for s in self.samples)
         lines.append(f"{prompts} prompts, {len(self.samples)} completions, {truncated} of them cut off")
-        lines += [f"scorer {name} failed on {n} of them, which count 0" for name, n in self.failed.items() if n]
+        for verb, counts in (("failed", self.failed), ("abstained", self.abstained)):
+            lines += [f"scorer {name} {verb} on {n} of them, which count 0" for name, n in counts.items() if n]
         return "\n".join(lines)
 
     def save(self, directory: str | os.PathLike, *, format: Literal["parquet", "jsonl"] = "parquet") -> Path:

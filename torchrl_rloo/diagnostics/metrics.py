@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, ragged
 from torchrl_rloo.functional import combine_rewards, k1, masked_mean, nanstd
+from torchrl_rloo.functional.groups import group_ranges
 
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty",
@@ -42,6 +43,7 @@ DEFINITIONS = {
     "eval/sampled": "mean score of the held-out prompts, answered by sampling as in training",
     "eval/<greedy|sampled>_<low|high>": "ends of its 95 % confidence interval over the held-out prompts",
     "eval/failed": "scores of held-out completions that a scorer failed to give in this evaluation; they count 0",
+    "eval/abstained": "held-out completions that a scorer had no opinion on in this evaluation; they count 0",
     "eval/<scorer>/greedy": "as eval/greedy, by a scorer other than the first",
     "eval/<scorer>/greedy_<low|high>": "ends of its 95 % confidence interval",
     "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples; expected best score of k samples; expected score "
@@ -92,8 +94,8 @@ DEFINITIONS = {
     "count/failed_turns": "turns so far whose reward function raised or gave no finite number; their rows abstain",
     "count/late_rows": "rows so far that came after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
-    "time/reward/<function>/<p50|p99|max>": "quantiles of the seconds that a reward function took for a sample, over all "
-    "of this process so far (in timings.jsonl)",
+    "time/reward/<function>/<p50|p99|max>": "quantiles of the seconds that a reward function took for a sample, of all "
+    "in this process so far (in timings.jsonl)",
     "cpu_seconds": "CPU seconds of the run so far, earlier processes included (in timings.jsonl)",
     "tokens_per_second": "action tokens sampled in the step per second of collecting (in timings.jsonl)",
 }
@@ -163,11 +165,7 @@ def _k1(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
 
 def _share_of_equal_groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """Groups of at least two rows that answered, all with one reward, over all groups."""
-    _, index = group_ids.unique(return_inverse=True)
-    n = int(index.max()) + 1
-    answered = torch.zeros(n).index_add(0, index, (~rewards.isnan()).float())
-    low = torch.full((n,), torch.inf).scatter_reduce(0, index, rewards.nan_to_num(torch.inf), "amin")
-    high = torch.full((n,), -torch.inf).scatter_reduce(0, index, rewards.nan_to_num(-torch.inf), "amax")
+    low, high, answered = group_ranges(rewards, group_ids.unique(return_inverse=True)[1])
     return ((answered > 1) & (low == high)).float().mean()
 
 

@@ -176,7 +176,7 @@ class CosineScaled(RewardWrapper):
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
         """The rewards instead of the verdicts; None where ``correctness`` abstains."""
         return [
-            None if score is None else self._scaled(bool(score), len(ids))
+            score if score is None or not math.isfinite(score) else self._scaled(bool(score), len(ids))
             for score, ids in zip(scores, batch.completion_ids, strict=True)
         ]
 

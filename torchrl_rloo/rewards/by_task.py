@@ -31,6 +31,7 @@ class ByTask:
 
     def __init__(self, functions: Mapping[str, RewardFunction | str | Mapping[str, Any]], *, column: str = "task"):
         self.parts = [ForTask(task, function, column=column) for task, function in functions.items()]
+        self.whole_batch = any(part.whole_batch for part in self.parts)
         if waiting := [reward_name(part) for part in self.parts if is_async(part)]:
             raise ValueError(f"{waiting} are async: give them as rewards of their own, each in ForTask")
 

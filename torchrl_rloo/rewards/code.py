@@ -7,27 +7,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "py", "python", "python3")
 _SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_peers; code_peers.judge()"
 
 
 class BrokenTestsError(ValueError):
     """A row's tests cannot be run, whatever the program is."""
-
-
-def extract_code(text: str) -> str:
-    """The last fenced block of Python (or of no language) in a text; the whole text if there is none.
-
-    Example:
-        >>> extract_code("So:\\n```python\\nx = 1\\n```\\nDone.")
-        'x = 1\\n'
-    """
-    blocks = [body for language, body in _FENCED.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
 
 
 def same_output(actual: str, expected: str) -> bool:
@@ -38,8 +27,8 @@ def same_output(actual: str, expected: str) -> bool:
 class CodeTests:
     """1.0 if the program in a completion passes all tests of its row, else 0.0.
 
-    The program is the last fenced block of Python, or all of the text. The tests are in a column of the dataset, as
-    values or as JSON, in one of these forms:
+    The program is the last fenced block of Python or of no language, or all of the text. The tests are in a column of
+    the dataset, as values or as JSON, in one of these forms:
 
     - **assertions**: a snippet of Python, or a list of them (MBPP's ``test_list``); each is a test. A snippet that
       defines ``check(candidate)`` is called with the function that the row's ``entry_point`` names (HumanEval's
@@ -106,6 +95,7 @@ class CodeTests:
 
         Raises:
             KeyError: if a column is missing.
+            RuntimeError: if the sandbox cannot say how a program ended, which is no fault of the program.
         """
         needed = [name for name in (self.column, self.setup, self.prelude) if name is not None]
         for name in needed:
@@ -119,7 +109,7 @@ class CodeTests:
         return [score for score, _ in judged]
 
     def _judge(self, text: str, row: Mapping[str, Any]) -> tuple[float | None, str]:
-        program = _joined(row[self.prelude] if self.prelude else None) + extract_code(text)
+        program = _joined(row[self.prelude] if self.prelude else None) + last_block(text, _PYTHON)
         try:
             tests = parse_tests(row[self.column], row.get(self.entry_point))
             if isinstance(tests[0], tuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from time import perf_counter
@@ -17,6 +18,7 @@ from torchrl_rloo.rewards.protocol import (
     RewardFailure,
     RewardFunction,
     call_reward_async,
+    reward_name,
 )
 
 CONCURRENCY = 16  # calls of one function under way at a time, for a function without an attribute `concurrency`
@@ -30,7 +32,8 @@ class EventLoop:
     end) cannot be: the loop is given up with its thread, and the calls that had no result yet run again, each on a loop
     and thread of its own, so that only the one that blocks is lost.
 
-    Any thread may call :meth:`run`; runs overlap. A pickled copy and a forked process have their own loop.
+    Any thread may call :meth:`run`; runs overlap. The loop ends with this object. A pickled copy and a forked process
+    have their own.
     """
 
     def __init__(self):
@@ -47,24 +50,28 @@ class EventLoop:
             function: an async reward function.
             batches: of ``n`` trajectories each.
             timeout: a call may take ``n`` times as many seconds; None for no limit.
+
+        Raises:
+            ValueError: if ``function.concurrency`` is below 1.
         """
         if self._owner != os.getpid():
             self.__init__()
-        results: list[Any] = [None] * len(batches)
+        limit, results = _concurrency(function), [None] * len(batches)
         loop, thread = self._start()
-        future = asyncio.run_coroutine_threadsafe(_call_all(function, batches, timeout, results), loop)
+        future = asyncio.run_coroutine_threadsafe(_call_all(function, batches, limit, timeout, results), loop)
         longest = None if timeout is None else timeout * max(map(len, batches), default=1)
         try:
-            if self._finishes(future, loop, thread, longest):
+            if self._finishes(future, loop, thread, longest) and not future.cancelled():  # by a function, say
                 future.result()
                 return results
         finally:
             future.cancel()  # nothing, unless interrupted or blocked
         with self._lock:
             if self._loop is loop:
-                self._loop = self._thread = None
+                self._forget()
+        results = list(results)  # the old loop may write into its own yet
         rest = [i for i, result in enumerate(results) if result is None]
-        alone = ThreadExecutor(len(rest) or 1, timeout).run(function, [batches[i] for i in rest])
+        alone = ThreadExecutor(_concurrency(function), timeout).run(function, [batches[i] for i in rest])
         for i, result in zip(rest, alone, strict=True):
             results[i] = result
         return results
@@ -73,8 +80,10 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="async rewards")
+                self._thread = threading.Thread(target=_serve, args=[self._loop], daemon=True, name="async rewards")
                 self._thread.start()
+                self._end = weakref.finalize(self, _stop, self._loop, self._owner)
+                self._end.atexit = False
             return self._loop, self._thread
 
     @staticmethod
@@ -93,9 +102,12 @@ class EventLoop:
     def close(self) -> None:
         """Ends the loop; the next run starts another."""
         with self._lock:
-            if self._loop is not None and self._owner == os.getpid():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = self._thread = None
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._loop is not None:
+            self._end()
+        self._loop = self._thread = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -104,10 +116,30 @@ class EventLoop:
         self.__init__()
 
 
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs a loop until it is stopped and the calls on it have ended, and closes its descriptors."""
+    loop.run_forever()
+    if tasks := asyncio.all_tasks(loop):  # of other runs than the one that gave it up
+        loop.run_until_complete(asyncio.wait(tasks))
+    loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, owner: int) -> None:
+    if os.getpid() == owner:
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _concurrency(function: RewardFunction) -> int:
+    limit = getattr(function, "concurrency", CONCURRENCY)
+    if limit < 1:
+        raise ValueError(f"reward {reward_name(function)}: concurrency={limit} must be at least 1, or no call begins")
+    return limit
+
+
 async def _call_all(
-    function: RewardFunction, batches: Sequence[RewardBatch], timeout: float | None, results: list[Any]
+    function: RewardFunction, batches: Sequence[RewardBatch], limit: int, timeout: float | None, results: list[Any]
 ) -> None:
-    free = asyncio.Semaphore(getattr(function, "concurrency", CONCURRENCY))
+    free = asyncio.Semaphore(limit)
 
     async def one(index: int, batch: RewardBatch) -> None:
         async with free:  # waiting for its turn takes nothing off a call's time

@@ -100,11 +100,11 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     marker = r"\s*".join(re.escape(c) for c in re.sub(r"\s", "", postscript_marker))
-    return re.search(rf"^\s*{marker}\s*\S", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\S\n]*{marker}\s*\S", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*[*-][ \t]+\S", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*[*-][ \t]+\S", text, re.MULTILINE)) == num_bullets
 
 
 def _constrained(text: str) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.protocol import final_text
-
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*$", re.MULTILINE)
 
 
 class JSONSchema:
@@ -67,26 +65,12 @@ class JSONSchema:
         ]
 
 
-def last_json(text: str) -> str:
-    """The content of the last closed fence of JSON, or else all of ``text``."""
-    found, language, start = text, None, 0
-    for fence in _FENCE.finditer(text):
-        if language is None:
-            language, start = fence[1].lower(), fence.end()
-        elif not fence[1]:
-            found = text[start : fence.start()] if language == "json" else found
-            language = None
-        else:
-            language, start = fence[1].lower(), fence.end()  # the one before was never closed
-    return found
-
-
 def _allows(schema: str, text: str) -> bool:
     from referencing.exceptions import Unresolvable
 
     validator = _validator(schema)
     try:
-        return validator.is_valid(json.loads(last_json(text), parse_constant=_finite, parse_float=_finite))
+        return validator.is_valid(json.loads(last_block(text, ("json",)), parse_constant=_finite, parse_float=_finite))
     except Unresolvable as error:
         raise ValueError(f"the schema refers to {error.ref!r}, which it does not contain: none is fetched") from error
     except (ValueError, OverflowError, RecursionError):  # no JSON; numbers that no float holds; nested too deeply

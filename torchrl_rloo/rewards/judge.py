@@ -108,6 +108,7 @@ class LLMJudge:
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
         self.cache = None if cache is None else DiskCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
+        self.concurrency = concurrency  # also of calls, where each is one trajectory
         self.endpoint = JsonEndpoint(url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env)
 
     async def __call__(

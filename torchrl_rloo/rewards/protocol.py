@@ -7,7 +7,8 @@ ids, and each of the dataset's other columns by name. ``None`` abstains. Also pa
 ==================  ================================================================================================
 ``trainer_state``   :class:`TrainerState`: how far the run is
 ``log_extra``       ``log_extra(column, values)``: another column of the completions table, one value per trajectory
-``log_metric``      ``log_metric(name, value)``: a scalar to plot; the mean over the calls of a step is logged
+``log_metric``      ``log_metric(name, value)``: a scalar to plot; the mean over the calls of a step is logged, in which
+                    identical trajectories count once
 ``truncated``       list of bool: whether a token, turn or time limit ended the trajectory
 ==================  ================================================================================================
 
@@ -25,11 +26,10 @@ Nothing here imports torch, so that a worker process starts in a fraction of a s
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from numbers import Real
 from time import perf_counter
 from typing import Any
@@ -130,9 +130,10 @@ class RewardFailure:
     @classmethod
     def of(cls, error: BaseException, seconds: float = 0.0) -> RewardFailure:
         """The failure that an exception is; even one that cannot be printed."""
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
         kind = "malformed" if isinstance(error, MalformedScoresError) else "raised"
-        return cls(kind, lines[-1].strip(), "".join(lines), seconds)
+        # around it may stand indented source (a SyntaxError), and behind it notes or the parts of a group
+        message = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+        return cls(kind, message.strip(), "".join(traceback.format_exception(error)), seconds)
 
     @classmethod
     def timed_out(cls, limit: float, seconds: float, traceback: str = "") -> RewardFailure:
@@ -142,12 +143,15 @@ class RewardFailure:
 
 def reward_name(function: RewardFunction) -> str:
     """The name under which a function's scores are logged."""
-    function = getattr(function, "func", function) if not hasattr(function, "__name__") else function  # a partial
+    while isinstance(function, partial) and not hasattr(function, "__name__"):
+        function = function.func
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def is_async(function: RewardFunction) -> bool:
     """Whether a call of the function has to be awaited."""
+    while isinstance(function, partial):
+        function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -200,7 +204,7 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
         return completion
     for message in reversed(completion):
         if message["role"] == "assistant":
-            return message["content"] or ""  # None beside tool calls
+            return message.get("content") or ""  # None, or no such key, beside tool calls
     return ""
 
 
@@ -235,14 +239,6 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
     """Names that a function takes; None for any."""
-    try:
-        return _signature(function)
-    except TypeError:  # not hashable
-        return _signature.__wrapped__(function)
-
-
-@lru_cache(maxsize=256)
-def _signature(function: RewardFunction) -> frozenset[str] | None:
     parameters = inspect.signature(function).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
@@ -259,8 +255,3 @@ def _finish(function: RewardFunction, call: RewardCall, scores: Any, n: int, sta
         raise MalformedScoresError(f"reward {name} returned {len(scores)} scores for {n} completions")
     call.scores = [None if s is None else float(s) for s in scores]
     return call
-
-
-def is_finite(score: float | None) -> bool:
-    """Whether a score is None or a finite number."""
-    return score is None or math.isfinite(score)

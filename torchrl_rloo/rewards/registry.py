@@ -129,14 +129,16 @@ def _build(target: Any, settings: dict[str, Any]) -> RewardFunction:
         if not callable(function):
             raise TypeError(f"{reward_name(target)} made {function!r:.100}, which is not callable")
     if log_name is not None:
-        function = _bind(function, {}) if inspect.isroutine(function) else function  # not to rename it elsewhere
+        function = function if inspect.isclass(target) else _bind(function, {})  # not to rename it elsewhere
         function.__name__ = str(log_name)
     return function
 
 
 def _bind(function: RewardFunction, settings: dict[str, Any]) -> RewardFunction:
     bound = partial(function, **settings)
-    bound.__dict__.update(getattr(function, "__dict__", {}))  # what it says of itself, such as whole_batch
+    for attribute in ("whole_batch", "concurrency"):
+        if hasattr(function, attribute):
+            setattr(bound, attribute, getattr(function, attribute))
     return bound
 
 

@@ -30,8 +30,9 @@ class RemoteScorer:
     ...     fields={"query": "prompts+completions", "prompts": "prompts", "labels": "answer"},
     ... )
 
-    If one request fails for good the call raises, and its other requests are dropped. ``concurrency`` bounds one call.
-    The object holds no connection: it pickles, and any number of threads and event loops may call it.
+    If one request fails for good the call raises, and its other requests are dropped. ``concurrency`` bounds one call,
+    and how many calls of one row each run at a time. The object holds no connection: it pickles, and any number of
+    threads and event loops may call it.
 
     Args:
         url: address of the service.
@@ -75,6 +76,7 @@ class RemoteScorer:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row per request")
         self.scores_field, self.batch_size, self.__name__ = scores_field, batch_size, name
+        self.concurrency = concurrency  # also of calls, where each is one trajectory
         self.endpoint = JsonEndpoint(
             url, timeout, total_timeout, retries, backoff, concurrency, dict(headers or {}), api_key_env
         )

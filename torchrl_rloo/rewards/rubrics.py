@@ -46,7 +46,7 @@ is a fault of the material.
 
 REMINDER = f"That reply had no usable score. {_FORM}"
 
-_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_NUMBER = r"[-+]?(?<!\d)\d+(?:\.\d+)?"
 _NAMED = re.compile(rf"\bscore\b[\"'*]*\s*[:=]\s*[\"'*]*\s*({_NUMBER})", re.IGNORECASE)
 _LAST = re.compile(rf"({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?[\s.*`]*$")
 _IN_TEXT = re.compile(rf"\s*({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?\s*")

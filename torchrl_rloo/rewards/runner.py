@@ -151,17 +151,16 @@ class RewardRunner:
         outcomes: list[Any] = [None] * len(self.functions)
         chains: dict[Any, list[int]] = {}
         for k, (function, executor) in enumerate(zip(self.functions, self.executors, strict=True)):
-            chains.setdefault(("async", k) if is_async(function) else id(executor), []).append(k)
+            inline = isinstance(executor, InlineExecutor)
+            chain = ("async", k) if is_async(function) else "inline" if inline else id(executor)
+            chains.setdefault(chain, []).append(k)
 
         def run(chain: Sequence[int]) -> None:
             for k in chain:
                 whole = getattr(self.functions[k], "whole_batch", False)
                 outcomes[k] = self._run(k, batch if whole else distinct)
 
-        def stays(chain: Sequence[int]) -> bool:
-            return isinstance(self.executors[chain[0]], InlineExecutor) and not is_async(self.functions[chain[0]])
-
-        *beside, here = sorted(chains.values(), key=stays)
+        *beside, here = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
         futures = [_in_background(partial(run, chain)) for chain in beside]
         run(here)
         for future in futures:

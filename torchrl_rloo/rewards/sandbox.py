@@ -129,6 +129,9 @@ class Sandbox:
             guest: a second program, in a process of its own, that runs beside the first and ends with it. Each has one
                 end of a socket as file descriptor 3. How the guest ends is not reported.
             guest_stdin: what the guest reads from its standard input.
+
+        Raises:
+            RuntimeError: if the process that starts programs was killed or hangs, so nobody knows how this one ended.
         """
         texts = [program, stdin, "", ""] + ([] if guest is None else [guest, guest_stdin, "", ""])
         starter = self._take()
@@ -144,8 +147,10 @@ class Sandbox:
             if starter.reply_due:  # nobody will read the answer to this request: the next must not get it
                 starter.process.kill()
         if reply is None:
-            starter.process.kill()
-            return SandboxResult("killed", -9, "", "the process that starts programs ended", self.timeout + _GRACE)
+            raise RuntimeError(
+                "the process that starts programs was killed (for want of memory, say), or gave no answer within "
+                f"{self.timeout + _GRACE:g} s: how this program ended is not known"
+            )
         self._idle.append(starter)
         return self._result(reply, stdout, stderr)
 

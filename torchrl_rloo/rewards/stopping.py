@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ class StopProperly(RewardWrapper):
     """
 
     def __init__(self, function: RewardFunction | str | Mapping[str, Any], coefficient: float = 0.0):
-        if not -float("inf") < coefficient <= 1:
+        if not -math.inf < coefficient <= 1:
             raise ValueError(
                 f"coefficient={coefficient} must be in [0, 1], to multiply the score of a truncated completion, or "
                 "negative and finite, to replace it"
@@ -50,7 +51,7 @@ class StopProperly(RewardWrapper):
             return scores
         return [
             score
-            if score is None or not cut
+            if score is None or not cut or not math.isfinite(score)
             else score * self.coefficient
             if self.coefficient >= 0
             else self.coefficient

@@ -26,7 +26,9 @@ class RewardWrapper(ABC):
 
     A subclass says in :meth:`change` what it makes of the scores, and in :meth:`rows` which trajectories it asks about.
     The wrapped function gets only what it takes, as without the wrapper; what it logs is passed on. Around an async
-    function a wrapper is async too, and around a function that must see whole batches it must see them too.
+    function a wrapper is async too, and ``whole_batch`` and ``concurrency`` of the function hold for its wrapper, too.
+
+    A score that is not finite stands for a failure of the wrapped function and must stay one in :meth:`change`.
 
     Args:
         function: the wrapped function, or anything that :func:`~torchrl_rloo.rewards.registry.load_reward` takes.
@@ -37,6 +39,8 @@ class RewardWrapper(ABC):
         self.function = load_reward(function)
         self.__name__ = name.replace("{}", reward_name(self.function))
         self.whole_batch = getattr(self.function, "whole_batch", False)
+        if hasattr(self.function, "concurrency"):
+            self.concurrency = self.function.concurrency
         if is_async(self.function):
             self.__call__ = self._call_async  # `is_async` looks here; a call itself goes through the class
 

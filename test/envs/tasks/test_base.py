@@ -40,10 +40,24 @@ def test_held_out_prompts_are_split_off_or_come_from_elsewhere(tmp_path):
     assert (len(train), len(held_out)) == (6, 2)
 
 
-def test_a_prompt_is_not_both(tmp_path):
-    source = write(tmp_path / "train.jsonl", "abcd")
-    with pytest.raises(ValueError, match="3 of the 3 held-out prompts of eval_source are training prompts"):
-        TASK.load(source, eval_source=source, eval_size=3)
+def test_of_many_held_out_prompts_a_choice_from_all_is_taken():
+    """A test split may be in order of subject, as MMLU's is."""
+    ordered = [{"prompt": f"{subject} {i}", "answer": "1"} for subject in "abcd" for i in range(100)]
+    held_out = TASK.load_held_out(ordered, eval_size=40)
+    assert {str(r["query"])[0] for r in held_out} == set("abcd") and len({r["query"] for r in held_out}) == 40
+    assert (
+        TASK.load([{"prompt": "p", "answer": "1"}], eval_source=ordered, eval_size=40, seed=7)[1].rows == held_out.rows
+    )
+    assert len(TASK.load_held_out(ordered[:9], eval_size=40)) == 9
+
+
+def test_a_prompt_is_not_both(tmp_path, caplog):
+    source, other = write(tmp_path / "train.jsonl", "abcd"), write(tmp_path / "test.jsonl", "xbyd")
+    train, held_out = TASK.load(source, eval_source=other)
+    assert [r["query"] for r in train] == ["a", "c"] and [r["query"] for r in held_out] == ["x", "b", "y", "d"]
+    assert "2 of 4 training prompts are held out" in caplog.text
+    with pytest.raises(ValueError, match="all 4 training prompts are held out"):
+        TASK.load(source, eval_source=source)
     with pytest.raises(ValueError, match="eval_split='test' is a split of eval_source, which is null"):
         TASK.load(source, eval_split="test")
 
@@ -56,7 +70,9 @@ def test_the_published_dataset_comes_with_its_own_test_split():
     task = replace(TASK, dataset={"source": published, "split": "train"}, eval_split="test")
     train, held_out = task.load(eval_size=5)
     assert [r["query"] for r in train] == ["p0", "p1", "p2", "p3"] and [r["query"] for r in held_out] == ["t"]
-    assert len(task.load("embedded", eval_size=2)[1]) == 2
+    own = task.load(eval_source=[{"prompt": "mine", "answer": "1"}])[1]  # of which the published split says nothing
+    assert [r["query"] for r in own] == ["mine"]
+    assert len(task.load("embedded", eval_size=2, limit=1)[1]) == 2
     assert len(replace(task, eval_split=None).load(eval_size=1)[0]) == 3
 
 

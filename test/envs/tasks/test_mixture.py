@@ -79,7 +79,12 @@ def test_draws_keep_to_the_weights_and_metrics_are_by_task(tokenizer):
         (lambda: Mixture(PARTS, [1, 2]), r"weights=\[1, 2\] must be one positive number for each"),
         (lambda: Mixture(PARTS, [1, 2, 0]), "positive number"),
         (lambda: Mixture(PARTS, options={"math": {}}), r"options are given for \['math'\]"),
-        (lambda: Mixture(PARTS).load("x.jsonl"), "give each task its own"),
+        (lambda: Mixture(PARTS).load("x.jsonl"), "source='x.jsonl' .* give each task its own"),
+        (
+            lambda: Mixture(PARTS).load("embedded", eval_source="x.jsonl"),
+            "eval_source='x.jsonl' .* give each task its own",
+        ),
+        (lambda: Mixture(PARTS).load_held_out("x.jsonl"), "'x.jsonl' .* give each its own"),
         (lambda: resolve_task("mixture"), "with mixture=None"),
         (lambda: resolve_task("gsm8k", {"addition": 1, "gsm8k": 1}), "a mixture is named 'mixture'"),
     ],

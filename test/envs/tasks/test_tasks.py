@@ -24,6 +24,13 @@ except SandboxUnavailableError as error:
 NAMES = [pytest.param(n, marks=pytest.mark.skipif(n == "code" and bool(MISSING), reason=MISSING)) for n in TASKS]
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
+HUMANEVAL = {
+    "prompt": 'def mirrored(s):\n    return s[::-1]\n\n\ndef undo(s):\n    """Undoes mirrored."""\n',
+    "test": "def check(candidate):\n    assert candidate(mirrored('ab')) == 'ab'\n",
+    "entry_point": "undo",
+}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
+APPS = {"question": "Add.", "input_output": json.dumps(CALLS), "starter_code": "def add(a, b):"}
 # task, a row as published, what becomes of it
 PUBLISHED = [
     ("gsm8k", {"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}, {"prompt": "2+2?", "answer": "4"}),
@@ -33,6 +40,9 @@ PUBLISHED = [
         {"problem": "p", "level": "Level 5", "type": "Algebra", "solution": r"so $\boxed{\frac{1}{2}}$."},
         {"prompt": "p", "solution": r"\frac{1}{2}"},
     ),
+    ("math", {"problem": "p", "solution": r"$3$, so $\boxed 12$ and not 4."}, {"solution": "12"}),
+    ("math", {"problem": "p", "solution": r"$\boxed{3}$, no, $\fbox{x^{2}}$."}, {"solution": "x^{2}"}),
+    ("math", {"prompt": [{"role": "user", "content": "p"}], "solution": "Yes"}, {"solution": r"\text{Yes}"}),
     ("math", {"question": "p", "final_answer": "2\\pi", "difficulty": 5.0}, {"prompt": "p", "solution": "2\\pi"}),
     (
         "math",
@@ -53,13 +63,17 @@ PUBLISHED = [
     (
         "code",
         {"task_id": "HumanEval/0", "prompt": "def f", "test": CHECK, "entry_point": "f", "canonical_solution": ""},
-        {"prompt": "def f", "tests": [f"{CHECK}\ncheck(f)"]},
+        {"prompt": "def f", "tests": [CHECK], "entry_point": "f", "prelude": "def f"},
     ),
     (
         "code",
         {"question": "Add.", "input_output": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})},
-        {"tests": {"inputs": ["1 2"], "outputs": ["3"]}},
+        {
+            "prompt": "Add.\nRead standard input and write standard output.",
+            "tests": {"inputs": ["1 2"], "outputs": ["3"]},
+        },
     ),
+    ("code", APPS, {"prompt": "Add.\nWrite add. Begin with\ndef add(a, b):"}),
 ]
 
 
@@ -149,6 +163,43 @@ def test_right_answers_earn_all_and_wrong_ones_less(name):
             batch = RewardBatch([row["prompt"] for row in rows], completions, [[1]] * 24, columns)
             scores = call_reward(function, batch).scores
             assert max(scores) <= most if most < 1 else scores == [1.0] * 24, (name, scores)
+
+
+def scores(task, rows: list[dict[str, Any]], completions: list[str]) -> list[list[float | None]]:
+    """What each reward of a task and its scorer give to rows as published."""
+    rows = [task.row_map(row) for row in rows]
+    columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
+    batch = RewardBatch([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)
+    return [call_reward(function, batch).scores for function in [*task.make_rewards(), task.make_scorer()]]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_functions_of_humaneval_and_apps_are_judged():
+    programs = ["def undo(s):\n    return s[::-1]", "def undo(s):\n    return s"]
+    programs += ["def add(a, b):\n    return a + b", "def add(a, b):\n    return a - b"]
+    assert scores(TASKS["code"], [HUMANEVAL, HUMANEVAL, APPS, APPS], programs) == [[1.0, 0.0, 1.0, 0.0]] * 2
+
+
+def test_yes_and_no_are_answers():
+    rows = [{"question": "p", "final_answer": answer} for answer in ("Yes", "No", "True", "False")]
+    assert (
+        scores(TASKS["math"], rows, [r"\boxed{Yes}", r"\boxed{\text{No}}", r"\boxed{False}", "no"])
+        == [[1, 1, 0, 0]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "another", "none"),
+    [
+        ("gsm8k", [r"\boxed{1,200}", "#### 1200.0", "So it is $1,200."], [r"\boxed{12}"], ["I do not know."]),
+        ("math", [r"\boxed{\frac{1}{2}}", r"\boxed{ \dfrac12 }", r"\boxed{$\frac{1}{2}$}"], [r"\boxed{2}"], ["1/2"]),
+        ("multiple_choice", [r"\boxed{C}", r"\boxed{\text{(C) 7}}", "The answer is C."], ["D"], ["It is 7."]),
+    ],
+)
+def test_what_the_reward_takes_for_one_answer_is_one_vote(name, one, another, none):
+    vote = TASKS[name].extract_answer
+    assert len({vote(text) for text in one}) == 1 and vote(one[0]) not in (None, *map(vote, another))
+    assert [vote(text) for text in none] == [None]
 
 
 @pytest.mark.parametrize("name", NAMES)

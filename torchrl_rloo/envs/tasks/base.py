@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,8 @@ from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.rewards.protocol import RewardFunction
 from torchrl_rloo.rewards.registry import load_reward
+
+_LOGGER = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"  # the source that stands for a task's own generated rows
 
@@ -26,6 +30,12 @@ class TaskBase:
     def load(self, source: Any = None, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
         """Training and held-out prompts."""
         raise NotImplementedError
+
+    def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
+        """Held-out prompts alone, of a source of their own."""
+        raise ValueError(
+            f"{source!r} cannot hold the held-out prompts of every task of a {self.name}: give each its own"
+        )
 
     def make_rewards(self) -> list[RewardFunction]:
         """The reward functions."""
@@ -95,41 +105,54 @@ class Task(TaskBase):
         seed: int = 0,
         **kwargs: Any,
     ) -> tuple[PromptDataset, PromptDataset]:
-        """Training and held-out prompts, none of them in both.
+        """Training and held-out prompts; those of a source of held-out prompts are left out of training.
 
         Args:
             source: None for the published dataset (the stand-in, if there is none); ``"embedded"`` for the stand-in;
                 else what :func:`~torchrl_rloo.data.load_prompts` takes, in the format of the published dataset.
             eval_source: held-out prompts, in the same format; None splits them off ``source``.
             eval_split: split of ``eval_source``; None takes the same as of ``source``.
-            eval_size: number of held-out prompts.
+            eval_size: number of held-out prompts; of more, see :meth:`load_held_out`.
             seed: of the split and of the stand-in.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
 
         Raises:
-            ValueError: if a held-out prompt is a training prompt, or the arguments do not fit each other.
+            ValueError: if the arguments do not fit each other, or all training prompts are held out.
         """
-        options = {"system_prompt": self.system_prompt, "row_map": self.row_map} | kwargs
+        options, eval_options = dict(kwargs), dict(kwargs)
         if source is None and self.dataset:
-            source, options = self.dataset["source"], dict(self.dataset) | options
-            options.pop("source")
+            options = dict(self.dataset) | kwargs
+            source = options.pop("source")
             if eval_source is None and self.eval_split is not None:
-                eval_source, eval_split = source, eval_split or self.eval_split
+                eval_source, eval_split, eval_options = source, eval_split or self.eval_split, options
         if source in (None, EMBEDDED):
             return self._load_stand_in(eval_source, eval_split, eval_size, seed, options)
         if eval_source is None:
             if eval_split is not None:
                 raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
-            return split_prompts(load_prompts(source, **options), eval_size, seed)
-        eval_options = options | {"limit": eval_size} | ({"split": eval_split} if eval_split else {})
-        train, held_out = load_prompts(source, **options), load_prompts(eval_source, **eval_options)
-        seen = {str(row["query"]) for row in train}
-        if shared := sum(str(row["query"]) in seen for row in held_out):
-            raise ValueError(
-                f"{shared} of the {len(held_out)} held-out prompts of eval_source are training prompts: set "
-                "eval_split, give other prompts, or leave eval_source null to split some off"
-            )
-        return train, held_out
+            return split_prompts(self._load(source, **options), eval_size, seed)
+        eval_options = eval_options | ({"split": eval_split} if eval_split else {}) | {"limit": None}
+        held_out = self.load_held_out(eval_source, eval_size=eval_size, **eval_options)
+        return _without(self._load(source, **options), held_out), held_out
+
+    def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
+        """Held-out prompts alone, of a source of their own.
+
+        Of more than ``eval_size`` a random choice is taken, the same in every run: a test split may be in order of
+        subject or difficulty.
+
+        Args:
+            source: see :func:`~torchrl_rloo.data.load_prompts`, in the format of the published dataset.
+            eval_size: how many at most.
+            **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
+        """
+        held_out = self._load(source, **kwargs)
+        if len(held_out) <= eval_size:
+            return held_out
+        return held_out.select(sorted(random.Random(0).sample(range(len(held_out)), eval_size)))
+
+    def _load(self, source: Any, **options: Any) -> PromptDataset:
+        return load_prompts(source, **{"system_prompt": self.system_prompt, "row_map": self.row_map} | options)
 
     def _load_stand_in(
         self, eval_source: Any, eval_split: str | None, eval_size: int, seed: int, options: dict[str, Any]
@@ -137,7 +160,7 @@ class Task(TaskBase):
         if eval_source is not None or eval_split is not None:
             raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
         train, held_out = self.stand_in("train", None, seed), self.stand_in("test", eval_size, seed)
-        return load_prompts(train, **options), load_prompts(held_out, **options)
+        return self._load(train, **options), self._load(held_out, **options | {"limit": None})
 
     def make_rewards(self) -> list[RewardFunction]:
         """The reward functions."""
@@ -146,3 +169,16 @@ class Task(TaskBase):
     def make_scorer(self) -> RewardFunction:
         """The evaluation metric, called like a reward."""
         return load_reward(self.scorer)
+
+
+def _without(train: PromptDataset, held_out: PromptDataset) -> PromptDataset:
+    """The training prompts that are not held out."""
+    prompts = {str(row["query"]) for row in held_out.rows}
+    kept = [i for i, row in enumerate(train.rows) if str(row["query"]) not in prompts]
+    if len(kept) == len(train):
+        return train
+    if not kept:
+        raise ValueError(f"all {len(train)} training prompts are held out: set eval_split, or give other prompts")
+    shared = len(train) - len(kept)
+    _LOGGER.warning("%d of %d training prompts are held out, and so left out of training", shared, len(train))
+    return train.select(kept)

@@ -17,10 +17,11 @@ _FUNCTIONS = (
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with a prompt and ``tests`` as :class:`~torchrl_rloo.rewards.CodeTests` takes them.
+    """A row with a prompt and ``tests``, as :class:`~torchrl_rloo.rewards.CodeTests` takes them.
 
     MBPP gives ``test_list``, HumanEval ``test`` and ``entry_point``, others ``inputs`` and ``outputs``, perhaps as JSON
-    in ``input_output``.
+    in ``input_output`` (APPS, TACO), of a program or, with ``fn_name``, of a function. HumanEval's prompt is also the
+    ``prelude`` of the program: its tests call helpers that are defined there.
 
     >>> row({"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""})["tests"]
     ['assert add(1, 2) == 3']
@@ -32,15 +33,19 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
         setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or [])
         tests = [f"{setup}\n{test}" if setup else test for test in example["test_list"]]
         prompt = f"{text}\nYour code should pass this test:\n{example['test_list'][0]}"
-        return {"prompt": prompt, "tests": tests}
+        return {"prompt": prompt, "tests": tests, "entry_point": None, "prelude": None}
     if "entry_point" in example:
-        return {"prompt": text, "tests": [f"{example['test']}\ncheck({example['entry_point']})"]}
+        function = example["entry_point"]
+        return {"prompt": text, "tests": [example["test"]], "entry_point": function, "prelude": example["prompt"]}
     pairs = example.get("input_output", example)
     pairs = json.loads(pairs) if isinstance(pairs, str) else pairs
     if "inputs" not in pairs or "outputs" not in pairs:
         raise ValueError("a row needs 'test_list', 'test' and 'entry_point', or 'inputs' and 'outputs'")
-    prompt = f"{text}\nRead standard input and write standard output."
-    return {"prompt": prompt, "tests": {"inputs": list(pairs["inputs"]), "outputs": list(pairs["outputs"])}}
+    tests = {name: pairs[name] for name in ("fn_name", "inputs", "outputs") if pairs.get(name)}
+    task = f"Write {tests['fn_name']}" if "fn_name" in tests else "Read standard input and write standard output"
+    starter = example.get("starter_code")
+    prompt = f"{text}\n{task}." if not starter else f"{text}\n{task}. Begin with\n{starter}"
+    return {"prompt": prompt, "tests": tests, "entry_point": None, "prelude": None}
 
 
 def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
@@ -68,8 +73,8 @@ CODE = Task(
     name="code",
     stand_in=stand_in,
     row_map=row,
-    rewards=({"_target_": "code_tests", "column": "tests", "partial": True},),
-    scorer={"_target_": "code_tests", "column": "tests"},
+    rewards=({"_target_": "code_tests", "prelude": "prelude", "partial": True},),
+    scorer={"_target_": "code_tests", "prelude": "prelude"},
     dataset={"source": "google-research-datasets/mbpp", "name": "full", "split": "train"},
     eval_split="test",
     system_prompt="Answer with one block of Python code, between ```python and ```.",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import NumericMatch, find_number
 
 _STORIES = (
     "{name} has {a} apples and buys {b} more. How many apples does {name} have now?",
@@ -41,14 +41,27 @@ def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
     return rows
 
 
+_PLACES = NumericMatch().where
+
+
+def answer(text: str) -> str | None:
+    r"""The number that a completion answers, found as the reward finds it, so that equal numbers are one vote.
+
+    >>> answer("So it is $1,072."), answer(r"\boxed{1072.0}"), answer("72, I think."), answer("No idea.")
+    ('1072', '1072', '72', None)
+    """
+    number = find_number(text, _PLACES)
+    return None if number is None or number.value is None else str(number.value)
+
+
 GSM8K = Task(
     name="gsm8k",
     stand_in=stand_in,
     row_map=row,
-    rewards=({"_target_": "numeric_match", "column": "answer"},),
-    scorer={"_target_": "numeric_match", "column": "answer"},
+    rewards=("numeric_match",),
+    scorer="numeric_match",
     dataset={"source": "openai/gsm8k", "name": "main", "split": "train"},
     eval_split="test",
     system_prompt="Think step by step, then put the final number in \\boxed{}.",
-    extract_answer=last_boxed,
+    extract_answer=answer,
 )

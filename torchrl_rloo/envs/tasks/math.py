@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
+from torchrl_rloo.rewards.answers import boxed_answer
 from torchrl_rloo.rewards.boxed import last_boxed
 
 _PROBLEMS = ("problem", "question", "prompt")
 _ANSWERS = ("final_answer", "answer", "solution")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]))")  # MATH has \boxed 2 and \fbox{2}, too
+_WORDS = ("True", "False", "Yes", "No")  # answers of DeepMath, without dollars
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
     r"""A row with the problem and the answer: that in the last box where the dataset has worked solutions.
+
+    Yes, no, true and false become ``\text{...}``, since math-verify has no opinion on other words.
 
     >>> row({"problem": "1+1?", "level": "Level 1", "solution": "It is $1+1=\\boxed{2}$."})
     {'prompt': '1+1?', 'solution': '2'}
@@ -23,8 +29,9 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     answer = next((example[name] for name in _ANSWERS if name in example), None)
     if problem is None or answer is None:
         raise ValueError(f"a row needs one of {_PROBLEMS} and one of {_ANSWERS}")
-    boxed = last_boxed(str(answer))
-    return {"prompt": problem, "solution": str(answer) if boxed is None else boxed}
+    answer = str(answer).strip()
+    boxed = last_boxed(_BOX.sub(lambda m: r"\boxed{" + (f"{m[1]}}}" if m[1] else ""), answer))
+    return {"prompt": problem, "solution": rf"\text{{{answer}}}" if answer in _WORDS else boxed or answer}
 
 
 def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
@@ -53,5 +60,5 @@ MATH = Task(
     scorer="accuracy",
     dataset={"source": "trl-lib/DeepMath-103K", "split": "train"},
     system_prompt="Think step by step, then put the final answer in \\boxed{}.",
-    extract_answer=last_boxed,
+    extract_answer=boxed_answer,
 )

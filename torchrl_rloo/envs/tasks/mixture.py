@@ -61,8 +61,9 @@ class Mixture(TaskBase):
         Raises:
             ValueError: for a source of another kind, or tasks of which some have text prompts and some messages.
         """
-        if source not in (None, "embedded"):
-            raise ValueError(f"source={source!r} cannot be that of every task of a mixture: give each task its own")
+        for name, value in (("source", source), ("eval_source", kwargs.get("eval_source"))):
+            if value is not None and (name, value) != ("source", "embedded"):
+                raise ValueError(f"{name}={value!r} cannot be that of every task of a mixture: give each task its own")
         each = max(1, eval_size // len(self.tasks))
         loaded = {
             task.name: task.load(**({"source": source, "eval_size": each} | kwargs | self.options.get(task.name, {})))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.choices import MultipleChoice
 
 LETTERS = "ABCDEFGHIJ"
 _PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
@@ -63,5 +63,5 @@ MULTIPLE_CHOICE = Task(
     dataset={"source": "cais/mmlu", "name": "all", "split": "auxiliary_train"},
     eval_split="test",
     system_prompt="Think, then put the letter of the right choice in \\boxed{}.",
-    extract_answer=last_boxed,
+    extract_answer=MultipleChoice().chosen,
 )

@@ -8,6 +8,7 @@ from decimal import Decimal
 from torchrl_rloo.rewards.boxed import last_boxed
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_FRACTION = re.compile(r"\\[dt](?=frac)")
 _LAYOUT = re.compile(r"\\(?:left|right|,|!|;|:|text|mathrm|mathbf)(?![A-Za-z])|[\s${}]")
 
 
@@ -20,16 +21,26 @@ def final_answer(text: str) -> str | None:
         >>> final_answer(r"So it is \boxed{1,234.0}."), final_answer("2+2 = 5\nno, 4."), final_answer("It is  B.")
         ('1234', '4', 'itisb')
     """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return _normal(boxed)
+    if last_boxed(text) is not None:
+        return boxed_answer(text)
     line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     numbers = _NUMBER.findall(line)
     return _number(numbers[-1]) if numbers else _normal(line)
 
 
+def boxed_answer(text: str) -> str | None:
+    r"""The last closed ``\boxed{...}``, written as :func:`final_answer` writes it; None without one, or if it is blank.
+
+    Example:
+        >>> boxed_answer(r"\boxed{\dfrac{1}{2}}") == boxed_answer(r"\boxed{\frac12}"), boxed_answer("It is 4.")
+        (True, None)
+    """
+    boxed = last_boxed(text)
+    return None if boxed is None else _normal(boxed)
+
+
 def _normal(answer: str) -> str | None:
-    bare = _LAYOUT.sub("", answer).rstrip(".").casefold()
+    bare = _LAYOUT.sub("", _FRACTION.sub(r"\\", answer)).rstrip(".").casefold()
     return (_number(bare) if _NUMBER.fullmatch(bare) else bare) or None
 
 

@@ -1,0 +1,160 @@
+"""EventLoop: async calls that overlap, fail, hang, or block all others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from torchrl_rloo.rewards.executor_async import EventLoop
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
+
+
+def batches(*completions: str) -> list[RewardBatch]:
+    return [RewardBatch(["p"], [c], [[1, 2]], {"answer": ["4"]}) for c in completions]
+
+
+def outcomes(results: list[RewardCall | RewardFailure]) -> list[float | None | str]:
+    return [r.kind if isinstance(r, RewardFailure) else r.scores[0] for r in results]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+async def naps_or(completions, **_):
+    for text in completions:
+        if text == "raise":
+            raise KeyError("answer")
+        elif text == "exit":
+            sys.exit(3)
+        elif text == "hang":
+            await asyncio.sleep(1000)
+        elif text == "deaf":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    continue
+        elif text == "cancel":
+            raise asyncio.CancelledError
+    await asyncio.sleep(0.1)
+    return [1.0] * len(completions)
+
+
+def test_async_calls_overlap_and_fail_alone():
+    loop, texts = EventLoop(), ["ok", "raise", "hang", "exit", "deaf", "cancel", *["ok"] * 8]
+    expected = [1.0, "raised", "timed_out", "raised", "timed_out", "raised", *[1.0] * 8]
+    assert outcomes(loop.run(naps_or, batches(*texts), 2.0)) == expected
+    assert outcomes(loop.run(naps_or, batches("ok"))) == [1.0]
+
+    waiting = set()
+
+    async def waits_for_the_others(completions, **_):
+        waiting.update(completions)
+        while len(waiting) < 4:
+            await asyncio.sleep(0.01)
+        return [1.0]
+
+    assert outcomes(loop.run(waits_for_the_others, batches(*"1234"), 60.0)) == [1.0] * 4
+    loop.close()
+
+
+def test_a_coroutine_that_blocks_the_loop_loses_its_own_call_alone():
+    loop, release, threads = EventLoop(), threading.Event(), set()
+
+    async def blocks_or(completions, **_):
+        if completions == ["block"]:
+            release.wait(60)
+        threads.add(threading.current_thread().name)
+        return await naps_or(completions)
+
+    texts = ["ok", "block", "ok", "raise", "ok"]
+    assert outcomes(loop.run(blocks_or, batches(*texts), 1.0)) == [1.0, "timed_out", 1.0, "raised", 1.0]
+    threads.clear()
+    assert outcomes(loop.run(blocks_or, batches("ok", "ok"), 60.0)) == [1.0, 1.0]
+    assert threads == {"async rewards"}  # a fresh loop, while the old one is blocked yet
+    release.set()
+
+
+def test_a_blocked_loop_costs_other_runs_on_it_nothing():
+    loop, release, calls = EventLoop(), threading.Event(), []
+
+    async def patient(completions, **_):
+        calls.extend(completions)
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return [1.0]
+
+    async def blocks(**_):
+        release.wait(60)
+        return [1.0]
+
+    found: list = []
+    other = threading.Thread(target=lambda: found.extend(loop.run(patient, batches("a", "b"))))
+    other.start()
+    assert wait_until(lambda: len(calls) == 2)
+    assert outcomes(loop.run(blocks, batches("a"), 0.5)) == ["timed_out"]
+    release.set()
+    other.join(60)
+    assert outcomes(found) == [1.0, 1.0] and calls == ["a", "b"]
+
+
+def test_a_function_that_cancels_all_that_it_finds_costs_its_calls_alone():
+    async def cancels(completions, **_):
+        for task in asyncio.all_tasks() if completions == ["all"] else ():
+            task.cancel()
+        await asyncio.sleep(0.01)
+        return [1.0]
+
+    assert outcomes(EventLoop().run(cancels, batches("a", "all", "b"))) == [1.0, "raised", 1.0]
+
+
+def test_a_loop_ends_with_its_object_and_when_it_is_given_up():
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, files, release = set(threading.enumerate()), open_files(), threading.Event()
+
+    async def blocks(**_):
+        release.wait(60)
+        return [1.0]
+
+    loop = EventLoop()
+    assert outcomes(loop.run(blocks, batches("a"), 0.5)) == ["timed_out"]
+    release.set()
+    assert wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
+    assert outcomes(loop.run(naps_or, batches("ok"))) == [1.0]
+    del loop
+    assert wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
+
+
+def test_a_function_says_how_many_of_its_calls_may_be_under_way():
+    class Judge:
+        concurrency = 3
+
+        def __init__(self):
+            self.now = self.most = 0
+
+        async def __call__(self, completions, **_):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.6)
+            self.now -= 1
+            return [1.0]
+
+    judge, loop = Judge(), EventLoop()
+    results = loop.run(judge, batches(*"123456789"), timeout=1.5)  # three turns of 0.6: waiting takes nothing off
+    assert outcomes(results) == [1.0] * 9 and judge.most == 3
+    judge.concurrency = 0
+    with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):
+        loop.run(judge, batches("a"))
+    loop.close()
