@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
             prompts,
             scorers,
             num_samples=cfg.eval.num_samples,
-            ks=settings["eval"]["ks"],
+            ks=half_and_all(cfg.eval.num_samples) if cfg.eval.ks is None else settings["eval"]["ks"],
             greedy=cfg.eval.greedy,
             extract=make_extract(cfg.eval.votes, task),
             batch_size=cfg.eval.batch_size,
@@ -78,6 +78,11 @@ def main(cfg: DictConfig) -> None:
 def make_scorers(specs: dict[str, Any] | None, task: Any) -> dict[str, Any]:
     """The scorers by name; without any, the task's own."""
     return {name: load_reward(spec) for name, spec in specs.items()} if specs else {"score": task.make_scorer()}
+
+
+def half_and_all(num_samples: int) -> list[int]:
+    """The numbers of samples that pass@k and maj@k are of by default; of one sample they say nothing new."""
+    return sorted({k for k in (num_samples // 2, num_samples) if k > 1})
 
 
 def make_extract(votes: str | bool | None, task: Any) -> Callable[[str], str | None] | None:

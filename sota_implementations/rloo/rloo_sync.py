@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rloo_checks import check_settings
 from rloo_parts import build  # the file beside this one: what is made from the settings
 from tensordict import TensorDictBase
 from torch.nn.utils import clip_grad_norm_
@@ -38,6 +39,7 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(cfg.seed)
     if cfg.resume not in ("auto", "never"):
         raise ValueError(f"resume={cfg.resume!r} must be 'auto' or 'never'")
+    check_settings(settings)
     run = build(copy.deepcopy(settings), output)
     gc.collect()
     gc.freeze()  # prompts and libraries stay; the collector need not sweep them at every step

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics.evaluation import completion_table
-from torchrl_rloo.embedded import build_model
+from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.modules import TransformersWrapper
@@ -377,3 +377,15 @@ def test_bad_kl_arguments_are_refused(tokenizer, model, settings):
 def test_a_reference_that_generates_is_refused(tokenizer, model):
     with pytest.raises(ValueError, match="generate=False"):
         KLRewardTransform(TransformersWrapper(model, tokenizer=tokenizer), 0.1)
+
+
+def test_a_column_that_a_function_asks_for_is_missed_at_once():
+    def graded(completions, ground_truth, hint=None, **columns):
+        return [1.0] * len(completions)
+
+    dataset = load_prompts([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}], chat=False)
+    with pytest.raises(ValueError, match=r"graded asks for \['ground_truth'\], .* it has the columns \['answer'\]"):
+        DatasetChatEnv(dataset, build_tokenizer(), prompts_per_batch=1, rewards=graded)
+    renamed = load_prompts([{"prompt": "a", "ground_truth": "1"}], chat=False)
+    env = DatasetChatEnv(renamed, build_tokenizer(), prompts_per_batch=1, rewards=graded)
+    assert env.reward_transform.names == ["graded"]

@@ -229,7 +229,11 @@ def test_the_config_names_the_tasks_that_there_are(tmp_path):
     comment = re.search(r"one of config/task: (.*?)\.", (CONFIG / "rloo_sync.yaml").read_text(), re.DOTALL)[1]
     assert sorted(set(re.findall(r"\w+", comment)) - {"or"}) == TASK_FILES
     shown = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=120)
-    assert f"task: {', '.join(TASK_FILES)}" in shown.stdout
+    listed = re.search(r"^ *task= +(.*)$", shown.stdout, re.MULTILINE)[1]
+    assert sorted(set(re.findall(r"\w+", listed)) - {"or"}) == TASK_FILES
+    engines = re.search(r"^ *inference= +(.*)$", shown.stdout, re.MULTILINE)[1]
+    files = sorted(p.stem for p in (CONFIG / "inference").glob("*.yaml") if not p.stem.startswith("_"))
+    assert sorted(set(re.findall(r"\w+", engines)) - {"or"}) == files
     for setting in ("executor:", "shaping:", "pass_rate:", "rerolls:", "refill:", "cache:", "num_samples:", "ks:"):
         assert setting in shown.stdout
 

@@ -23,6 +23,7 @@ DEFINITIONS = {
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal: they teach nothing",
     "frac_abstained": "share of the rows on which every reward function abstained: they train nothing",
     "rewards/<function>/<mean|std>": "of one reward function, over the rows on which it did not abstain",
+    "rewards/<function>/abstained": "share of the rows on which it did; 0 in their sum if another one answered",
     "rewards/<chosen|rejected>": "mean score that a reward model gives the better (worse) completions of a step",
     "rewards/<chosen|rejected>_std": "unbiased standard deviation of the same",
     "rewards/margin": "mean difference of the two over the pairs",
@@ -128,6 +129,7 @@ def completion_metrics(
     for name, column in zip(reward_names, scores.unbind(-1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean()
         metrics[f"rewards/{name}/std"] = nanstd(column)
+        metrics[f"rewards/{name}/abstained"] = column.isnan().float().mean()
     actions = action_tokens(rows)
     truncated = rows[keys.TRUNCATED].reshape(-1)
     metrics |= _lengths(actions.mask.sum(1).float(), truncated)

@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -146,7 +147,8 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
-    axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none")
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2} if len(axes.lines) > 3 else {}
+    axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none", **place)
     _style(axes, [entry["step"] for entry in history])
 
 
@@ -185,7 +187,8 @@ def write_report(
         history: see :func:`plot_curves`.
         summary: what a reader should see first: figures by name.
         tables: sample completions by table name; each shows rows of its first and last ``step``.
-        definitions: what each metric means, by its name.
+        definitions: what each metric means, by its name; ``<a|b>`` is one of the words, ``<word>`` any. The page has
+            those of the history's metrics.
         settings: the run's configuration; the page ends with it.
         panels: see :func:`plot_curves`.
         figures: further pictures, PNG files by title.
@@ -208,14 +211,25 @@ def write_report(
         *(_section(name, _picture(name, Path(file))) for name, file in (figures or {}).items()),
         *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
     ]
-    if definitions:
-        sections.append(_section("What the metrics mean", _pairs(definitions)))
+    if shown := _definitions_of(history, definitions or {}):
+        sections.append(_section("What the metrics mean", _pairs(shown)))
     if settings:
         sections.append(_section("Settings", _pairs(settings)))
     page = directory / "report.html"
     text = _PAGE.replace("%TITLE%", html.escape(title)).replace("%SECTIONS%", "\n".join(sections))
     page.write_text(text, encoding="utf-8", errors="backslashreplace")
     return page
+
+
+def _definitions_of(history: Sequence[Row], definitions: Mapping[str, str]) -> dict[str, str]:
+    names = {name for entry in history for name in entry}
+
+    def pattern(name: str) -> str:
+        parts = re.split(r"(<.*?>)", name)
+        words = (f"({p[1:-1]})" if "|" in p else "[^/]+" if p.startswith("<") else re.escape(p) for p in parts)
+        return "".join(words)
+
+    return {k: text for k, text in definitions.items() if any(re.fullmatch(pattern(k), name) for name in names)}
 
 
 def _without_nan(value: Any) -> Any:

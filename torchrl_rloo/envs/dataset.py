@@ -13,7 +13,7 @@ from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.transforms.reward import RewardTransform
-from torchrl_rloo.rewards.protocol import RewardFunction
+from torchrl_rloo.rewards.protocol import RewardFunction, missing_columns, reward_name
 
 
 class ForwardCompose(Compose):
@@ -50,6 +50,9 @@ class DatasetChatEnv(TransformedEnv):
         input_mode: see :class:`ChatEnv`.
         max_tokens: see :class:`ChatEnv`.
         template_kwargs: see :class:`ChatEnv`.
+
+    Raises:
+        ValueError: for a number below 1, or a reward function that asks for a column the dataset has not.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -95,6 +98,18 @@ class DatasetChatEnv(TransformedEnv):
         primer = DataLoadingPrimer(dataset, num_generations=num_generations, **draws)
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)
+        if rewards is not None and not transforms:  # which may bring columns along
+            _check_columns(rewards.functions, dataset.columns)
         scored = () if rewards is None else (rewards,)
         super().__init__(base, ForwardCompose(primer, *transforms, *scored, *after_rewards))
         self.primer, self.reward_transform = primer, rewards
+
+
+def _check_columns(functions: Sequence[RewardFunction], columns: Sequence[str]) -> None:
+    for function in functions:
+        if missing := missing_columns(function, columns):
+            raise ValueError(
+                f"reward {reward_name(function)} asks for {missing}, which the dataset has not: it has the columns "
+                f"{list(columns)}. Rename one (load_prompts(column_map=...), +data.column_map={{old: {missing[0]}}}), "
+                "or give the argument a default"
+            )

@@ -27,10 +27,13 @@ def load_model(
             where a model is (``revision=``, ``trust_remote_code=``, ...) to ``AutoTokenizer.from_pretrained`` too.
 
     Raises:
-        ValueError: for an unknown dtype, or a tokenizer without an end-of-sequence token.
+        ValueError: for an unknown dtype, a CUDA device where there is none, or a tokenizer without an end-of-sequence
+            token.
         OSError: if there is no such model.
     """
     torch_dtype = parse_dtype(dtype)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch {torch.__version__} finds no CUDA device: set device='cpu'")
     tokenizer = AutoTokenizer.from_pretrained(name, **{k: kwargs[k] for k in _OF_THE_HUB if k in kwargs})
     if tokenizer.eos_token_id is None:
         raise ValueError(

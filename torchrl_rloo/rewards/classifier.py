@@ -132,6 +132,15 @@ class SequenceClassifier:
             logits = model.eval()(input_ids=ids, attention_mask=mask).logits  # [rows, labels]
         return logits[:, self.label or 0].float().tolist()
 
+    def prepare(self) -> None:
+        """Loads the model and its tokenizer, if that is still to be done.
+
+        Raises:
+            OSError: if there is no such model.
+            ValueError: for a model that gives no scores.
+        """
+        self._load()
+
     def _load(self) -> tuple[torch.nn.Module, Any]:
         """The model and its tokenizer, loaded and checked once."""
         from torchrl_rloo.functional.dtypes import parse_dtype

@@ -59,7 +59,8 @@ class InlineExecutor:
     timeout: float | None = None
 
     def prepare(self, function: RewardFunction) -> None:
-        """Takes any function."""
+        """Takes any function; one that has a ``prepare()`` of its own is told to make itself ready."""
+        prepare_here(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """See :class:`Executor`."""
@@ -90,7 +91,8 @@ class ThreadExecutor:
         self.workers, self.timeout, self.rows_per_call = workers, timeout, rows_per_call
 
     def prepare(self, function: RewardFunction) -> None:
-        """Takes any function."""
+        """Takes any function; one that has a ``prepare()`` of its own is told to make itself ready."""
+        prepare_here(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """See :class:`Executor`."""
@@ -127,6 +129,12 @@ class ThreadExecutor:
 
     def close(self) -> None:
         """Nothing to end: threads end with their calls."""
+
+
+def prepare_here(function: RewardFunction) -> None:
+    """Calls ``function.prepare()`` where there is one: what it has to load is missed before a run starts, not in it."""
+    if callable(prepare := getattr(function, "prepare", None)):
+        prepare()
 
 
 def make_executor(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -154,6 +154,33 @@ def is_async(function: RewardFunction) -> bool:
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+_ALWAYS_GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "truncated",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+
+
+def missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
+    """Columns that a function's signature asks for and rows with ``columns`` have not.
+
+    >>> def graded(completions, answer, hint=None, **others): ...
+    >>> missing_columns(graded, ["question"])
+    ['answer']
+    """
+    known = {*columns, *_ALWAYS_GIVEN}
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have none
+        return []
+    asked = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in asked if name not in known]
 
 
 def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:

@@ -44,6 +44,11 @@ class RewardWrapper(ABC):
         if is_async(self.function):
             self.__call__ = self._call_async  # `is_async` looks here; a call itself goes through the class
 
+    def prepare(self) -> None:
+        """Makes the wrapped function ready, see :mod:`torchrl_rloo.rewards.executors`."""
+        if callable(prepare := getattr(self.function, "prepare", None)):
+            prepare()
+
     @abstractmethod
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
         """The scores instead of those that the wrapped function gave to the ``B`` trajectories of ``batch``."""

@@ -130,7 +130,15 @@ class Task(TaskBase):
         if eval_source is None:
             if eval_split is not None:
                 raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
-            return split_prompts(self._load(source, **options), eval_size, seed)
+            train, held_out = split_prompts(self._load(source, **options), eval_size, seed)
+            if len(held_out) > len(train):
+                _LOGGER.warning(
+                    "eval_size=%d holds out %d prompts and leaves %d to train on: lower it, or give an eval_source",
+                    eval_size,
+                    len(held_out),
+                    len(train),
+                )
+            return train, held_out
         eval_options = eval_options | ({"split": eval_split} if eval_split else {}) | {"limit": None}
         held_out = self.load_held_out(eval_source, eval_size=eval_size, **eval_options)
         return _without(self._load(source, **options), held_out), held_out

@@ -1,0 +1,50 @@
+"""Refuses settings that nothing would read, by the names that they have in the configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from torchrl_rloo.collectors import RefillingCollector
+from torchrl_rloo.data import load_prompts
+from torchrl_rloo.diagnostics import Evaluation, TrainingPlan
+from torchrl_rloo.envs.tasks import Task
+from torchrl_rloo.envs.transforms import RewardTransform
+from torchrl_rloo.replay import DeferredRerolls, GroupCache, PassRatePool, ZeroSignalFilter
+from torchrl_rloo.run import linear_schedule
+
+READERS: dict[str, tuple[Callable, ...]] = {
+    "plan": (TrainingPlan,),
+    "data": (Task.load, load_prompts),
+    "schedule": (linear_schedule,),
+    "optimizer": (torch.optim.AdamW,),
+    "eval": (Evaluation,),
+    "reward": (RewardTransform,),
+    "curriculum.pass_rate": (PassRatePool,),
+    "curriculum.rerolls": (DeferredRerolls,),
+    "curriculum.refill": (RefillingCollector, ZeroSignalFilter),
+    "curriculum.cache": (GroupCache,),
+}
+OWN = {"eval": {"scorer", "every"}, "reward": {"functions", "shaping"}}  # settings that this script reads itself
+
+
+def check_settings(cfg: dict[str, Any]) -> None:
+    """Compares the keys of each section with the arguments of what it is passed to.
+
+    Raises:
+        ValueError: naming the unknown setting, a near match and what there is.
+    """
+    for section, readers in READERS.items():
+        given: Any = cfg
+        for name in section.split("."):
+            given = given[name]
+        known = OWN.get(section, set()).union(*(inspect.signature(reader).parameters for reader in readers))
+        known -= {"self", "kwargs", "returns", "params"}
+        for name in set(given or {}) - known:
+            near = get_close_matches(name, known, n=1)
+            hint = f": did you mean {section}.{near[0]}?" if near else ""
+            raise ValueError(f"{section}.{name} is no setting{hint}; {section} has {sorted(known)}")
