@@ -324,7 +324,8 @@ def test_functions_of_a_script_work_and_the_script_runs_once(tmp_path):
 
 
 KILLED = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
 
@@ -348,7 +349,10 @@ def test_a_killed_run_leaves_no_worker_and_no_child_of_one(tmp_path, number):
         pids = [int(pid) for path in done for pid in path.read_text().split()]
         assert all(map(is_running, pids))
         run.send_signal(number)
-        run.wait(60)
+        try:
+            run.wait(60)
+        finally:
+            run.kill()
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
