@@ -66,7 +66,7 @@ SCORES = {"hangs": 0.25, "raises": 0.5, "returns_nan": 0.125, "crashes": 1.0}
 def test_a_run_with_bad_rewards_loses_exactly_the_bad_samples_scores(tokenizer, model, tmp_path, caplog):
     path = tmp_path / "bad.jsonl"
     functions = [hangs, raises, returns_nan, crashes, boxed_accuracy]
-    rewards = RewardTransform(functions, executor=ProcessExecutor(workers=2, timeout=2.0), quarantine=path)
+    rewards = RewardTransform(functions, executor=ProcessExecutor(workers=2, timeout=4.0), quarantine=path)
     env = DatasetChatEnv(
         load_prompts(addition_prompts("train", size=PROMPTS * BATCHES)),
         tokenizer,

@@ -147,12 +147,12 @@ def test_a_function_says_how_many_of_its_calls_may_be_under_way():
         async def __call__(self, completions, **_):
             self.now += 1
             self.most = max(self.most, self.now)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.5)
             self.now -= 1
             return [1.0]
 
     judge, loop = Judge(), EventLoop()
-    results = loop.run(judge, batches(*"123456789"), timeout=1.5)  # three turns of 0.6: waiting takes nothing off
+    results = loop.run(judge, batches(*"123456789"), timeout=4.0)  # three turns of 1.5: waiting takes nothing off
     assert outcomes(results) == [1.0] * 9 and judge.most == 3
     judge.concurrency = 0
     with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):

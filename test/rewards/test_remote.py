@@ -117,7 +117,7 @@ def test_total_timeout_ends_a_request_that_hangs(serve):
     start = time.monotonic()
     with pytest.raises(RemoteRewardError, match=r"no answer within.*total_timeout=0.5"):
         score(scorer_of(serve(answer), timeout=0.2, total_timeout=0.5, retries=1000))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_no_server_at_all():
@@ -143,7 +143,7 @@ def test_a_wait_past_the_time_limit_is_not_begun(serve):
     start = time.monotonic()
     with pytest.raises(RemoteRewardError, match="quota.*3.6e"):
         score(scorer_of(serve(answer)))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -206,7 +206,7 @@ def test_one_refused_request_ends_the_others(serve):
     start = time.monotonic()
     with pytest.raises(RemoteRewardError, match="bad row"):
         score(scorer_of(serve(answer), batch_size=1))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_requests_overlap_up_to_the_limit(serve):

@@ -164,7 +164,7 @@ def test_rounded_weights_are_no_wrong_weights(overrides, tmp_path) -> None:
     ],
 )
 def test_what_an_engine_would_fail_at_is_refused_before_it_starts(settings: list[str], message: str | None) -> None:
-    check_engine = runpy.run_path(str(SCRIPT))["check_engine"]
+    check_engine = runpy.run_path(str(SCRIPT.with_name("rloo_engine.py")))["check_engine"]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         cfg = OmegaConf.to_container(compose("rloo_sync", settings))
     plan = SimpleNamespace(max_prompt_tokens=40, max_new_tokens=12)

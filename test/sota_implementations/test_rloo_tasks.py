@@ -355,7 +355,7 @@ def test_killed_and_resumed_with_all_that_has_a_state(tiny, own, tmp_path, kind)
     seed = int.from_bytes(os.urandom(4), "big")
     print("seed of the instants:", seed)
     rng, output = random.Random(seed), tmp_path / "killed"
-    for at_least in sorted(rng.sample(range(1, STEPS), 2 if kind == "plain" else 1)):
+    for at_least in sorted(rng.sample(range(4, STEPS - 2), 2 if kind == "plain" else 1)):
         process = start(overrides, output, own, start_new_session=True)
         wait_for_steps(process, output, at_least)
         time.sleep(rng.uniform(0, 0.3))
@@ -379,7 +379,7 @@ def bad_samples(output: Path) -> list[tuple]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]:  # one that was not waited for has no exe
             return
@@ -387,18 +387,19 @@ def wait_until_gone(pids: list[int]) -> None:
     raise AssertionError(f"workers {pids} are left")
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["stopped", "aborted"])
-def test_no_worker_outlives_a_run_that_is_stopped(tiny, own, tmp_path, signals):
+@pytest.mark.parametrize("aborted", [False, True])
+def test_no_worker_outlives_a_run_that_is_stopped(tiny, own, tmp_path, aborted):
     more = ["reward.functions=[own_rewards.slow]", "reward.executor.mode=process", "plan.steps=1000", "eval.every=0"]
     process = start([*tiny, *more], tmp_path / "out", own)
     wait_for_steps(process, tmp_path / "out", 1)
     left = workers(process.pid)
     assert left
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.05)
-    out, _ = process.communicate(timeout=60)
-    assert (process.returncode == 0) == (len(signals) == 1), out[-3000:]
+    process.send_signal(signal.SIGINT if aborted else signal.SIGTERM)
+    while aborted and process.poll() is None:  # signals that come too soon after each other are taken for one
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    out, _ = process.communicate(timeout=200)
+    assert (process.returncode != 0) == aborted, out[-3000:]
     wait_until_gone(left)
 
 
@@ -407,7 +408,7 @@ def test_no_worker_outlives_a_run_that_is_stopped(tiny, own, tmp_path, signals):
 
 def test_bad_samples_cost_their_scores_and_nothing_else(tiny, tmp_path, importable):
     functions = ",".join(f"own_rewards.{name}" for name in ("coin", *BAD))
-    more = [f"reward.functions=[{functions}]", "reward.executor={mode: process, workers: 2, timeout: 2}"]
+    more = [f"reward.functions=[{functions}]", "reward.executor={mode: process, workers: 2, timeout: 4}"]
     call_main([*tiny, *more, "plan.steps=6", "plan.prompts_per_step=16", "generate.max_new_tokens=2"], tmp_path)
     assert not workers(os.getpid())
     samples = table(tmp_path, "training completions")
