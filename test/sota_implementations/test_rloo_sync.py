@@ -218,7 +218,7 @@ def test_impossible_settings_are_refused(overrides, tmp_path, bad, message, monk
     ("other", "message"),
     [
         ("optimizer.lr=0.1", "optimizer.lr: 0.0003 -> 0.1"),
-        ("reward.functions=[torchrl_rloo.rewards.last_boxed]", "reward.functions: "),
+        ("reward.functions=[think_format]", "reward.functions: "),
     ],
 )
 def test_other_settings_do_not_resume(overrides, finished, other, message):

@@ -111,7 +111,7 @@ def tiny(tmp_path_factory) -> list[str]:
 def own(tmp_path_factory) -> Path:
     """The folder of a user's module of rewards."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    (folder / "run_rewards.py").write_text(OWN_REWARDS)
     return folder
 
 
@@ -244,7 +244,7 @@ def test_the_config_names_the_tasks_that_there_are(tmp_path):
 def test_groups_without_signal_train_nothing(tiny, tmp_path, importable):
     """No group of any step has a signal, though the KL in the reward makes every return another."""
     more = [
-        "reward.functions=[own_rewards.flat]",
+        "reward.functions=[run_rewards.flat]",
         "curriculum.refill={max_batches: 2}",
         "curriculum.cache={capacity: 8}",
     ]
@@ -260,7 +260,7 @@ def test_groups_without_signal_train_nothing(tiny, tmp_path, importable):
     check_names(tmp_path)
 
 
-REFILLED = ["reward.functions=[own_rewards.coin]", "plan.steps=8", "inference.parity_every=1", "optimizer.lr=3e-3"]
+REFILLED = ["reward.functions=[run_rewards.coin]", "plan.steps=8", "inference.parity_every=1", "optimizer.lr=3e-3"]
 
 
 def test_short_batches_surplus_and_cached_groups_train(tiny, tmp_path, importable):
@@ -286,7 +286,7 @@ def test_parity_is_of_what_was_sampled_by_the_present_weights(tiny, tmp_path, im
 def test_pass_rates_are_of_scores_before_shaping(tiny, tmp_path, importable):
     """Centred and divided, a score of 1 is no longer 1: the pool must not take that for a failure."""
     shaping = "{_target_: torchrl_rloo.envs.transforms.NormalizeRewards, min_count: 2, center: true}"
-    more = ["reward.functions=[own_rewards.flat]", f"reward.shaping=[{shaping}]", "curriculum.pass_rate={}"]
+    more = ["reward.functions=[run_rewards.flat]", f"reward.shaping=[{shaping}]", "curriculum.pass_rate={}"]
     call_main([*tiny, *more, "curriculum.rerolls={}"], tmp_path)
     last = lines(tmp_path / "metrics.jsonl")[-1]
     assert last["pool/too_easy"] > 0 and last["pool/too_hard"] == 0 and "count/rerolls/queued" not in last
@@ -294,7 +294,7 @@ def test_pass_rates_are_of_scores_before_shaping(tiny, tmp_path, importable):
 
 def test_several_rewards_kept_apart(tiny, tmp_path, importable):
     """GDPO: with its own weights and whitening, and with groups refilled by the signal of each reward."""
-    more = ["reward.functions=[own_rewards.coin,own_rewards.flat]", "+advantage.rewards=normalize_then_sum"]
+    more = ["reward.functions=[run_rewards.coin,run_rewards.flat]", "+advantage.rewards=normalize_then_sum"]
     more += ["algorithm=grpo", "reward.weights=[1,2]"]
     call_main([*tiny, *more], tmp_path / "whole")
     refilled = ["+advantage.whiten=none", "curriculum.refill={}"]
@@ -322,11 +322,11 @@ EVERYTHING = [
 ]
 KINDS = {
     "plain": [
-        "reward.functions=[own_rewards.coin,own_rewards.raises]",
+        "reward.functions=[run_rewards.coin,run_rewards.raises]",
         "curriculum.pass_rate={floor: 0.2, success: 2}",
         "curriculum.rerolls={delay: 6, threshold: 1}",
     ],
-    "mixture": ["task=mixture", "reward.functions=[own_rewards.coin]", "curriculum.rerolls={delay: 6}"],
+    "mixture": ["task=mixture", "reward.functions=[run_rewards.coin]", "curriculum.rerolls={delay: 6}"],
 }
 
 
@@ -389,7 +389,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_no_worker_outlives_a_run_that_is_stopped(tiny, own, tmp_path, aborted):
-    more = ["reward.functions=[own_rewards.slow]", "reward.executor.mode=process", "plan.steps=1000", "eval.every=0"]
+    more = ["reward.functions=[run_rewards.slow]", "reward.executor.mode=process", "plan.steps=1000", "eval.every=0"]
     process = start([*tiny, *more], tmp_path / "out", own)
     wait_for_steps(process, tmp_path / "out", 1)
     left = workers(process.pid)
@@ -407,7 +407,7 @@ def test_no_worker_outlives_a_run_that_is_stopped(tiny, own, tmp_path, aborted):
 
 
 def test_bad_samples_cost_their_scores_and_nothing_else(tiny, tmp_path, importable):
-    functions = ",".join(f"own_rewards.{name}" for name in ("coin", *BAD))
+    functions = ",".join(f"run_rewards.{name}" for name in ("coin", *BAD))
     more = [f"reward.functions=[{functions}]", "reward.executor={mode: process, workers: 2, timeout: 4}"]
     call_main([*tiny, *more, "plan.steps=6", "plan.prompts_per_step=16", "generate.max_new_tokens=2"], tmp_path)
     assert not workers(os.getpid())
@@ -442,7 +442,7 @@ def _text(prompt: list[dict]) -> str:
 
 def test_a_reward_that_only_fails_ends_the_run_with_the_evidence(tiny, tmp_path, importable):
     more = [
-        "reward.functions=[own_rewards.broken]",
+        "reward.functions=[run_rewards.broken]",
         "reward.executor.mode=process",
         "reward.max_consecutive_failures=5",
     ]
