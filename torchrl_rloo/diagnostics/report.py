@@ -38,7 +38,13 @@ class _Panel:
 
 _DEFAULT_PANELS = (
     _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
-    _Panel("Held-out evaluation", "score", ("eval/*", "!eval/failed", "!eval/tasks/*"), points=True, share=True),
+    _Panel(
+        "Held-out evaluation",
+        "score",
+        ("eval/*", "!eval/failed", "!eval/abstained", "!eval/tasks/*"),
+        points=True,
+        share=True,
+    ),
     _Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
     _Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
     _Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
