@@ -36,6 +36,8 @@ class _Panel:
     least: int = 1  # metrics without which it is left out
 
 
+_NO_SCORES = ("!eval/failed", "!eval/abstained", "!eval/tasks/*")  # counts, and what has a panel of its own
+
 _DEFAULT_PANELS = (
     _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
     _Panel(
