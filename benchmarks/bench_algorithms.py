@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "sota_implementations" / "rloo" / "rloo_sync.py"
 METHODS = {
     "rloo": ["algorithm=rloo"],
-    "reinforce": ["algorithm=rloo", "+advantage.estimator=reinforce"],
+    "reinforce": ["algorithm=rloo", "advantage.estimator=reinforce"],
     "grpo": ["algorithm=grpo"],
     "dr_grpo": ["algorithm=dr_grpo"],
     "gspo": ["algorithm=gspo"],

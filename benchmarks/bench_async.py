@@ -28,11 +28,11 @@ from common import ONE_THREAD, cpu_seconds, print_result, print_table
 from torchrl_rloo.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.engines.base import Request
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.base import Request
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 
 PLACES, GENERATIONS, MOST_TURNS = 64, 4, 8
 TAIL = 2.0  # exponent of the Pareto distribution: its variance is infinite
@@ -173,7 +173,7 @@ def paced(collector: AsyncLLMCollector, engine: ScriptedEngine, now: list[float]
     thread.start()
     memory, looking = 0, 0.0
     while thread.is_alive():
-        if len(engine.requests) == count - sum(list(collector.player.ended.values())) > 0:
+        if len(engine.requests) == count - sum(list(collector.runner.ended.values())) > 0:
             begin = time.thread_time()
             memory = max(memory, resident())
             looking += time.thread_time() - begin

@@ -46,8 +46,8 @@ def main() -> None:
         for control in args.only:
             for seed in args.seeds:
                 r = run(control, seed, args.steps, directory)
-                greedy = f"{r['held_out_accuracy_before']:.3f} -> {r['held_out_accuracy_after']:.3f}"
-                sampled = f"{r['held_out_sampled_before']:.3f} -> {r['held_out_sampled_after']:.3f}"
+                greedy = f"{r['eval/greedy_before']:.3f} -> {r['eval/greedy_after']:.3f}"
+                sampled = f"{r['eval/sampled_before']:.3f} -> {r['eval/sampled_after']:.3f}"
                 print(f"{control:<10} {seed:>4}  {greedy:<23}  {sampled:<23}  {r['cpu_seconds']:>6.1f}", flush=True)
                 figures = {k: v for k, v in r.items() if k not in ("model", "report")}  # their directory is temporary
                 results.append({"control": control, "seed": seed, **figures})

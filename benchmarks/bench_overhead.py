@@ -150,6 +150,7 @@ def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Coun
         (TransformersWrapper, "forward", "policy rows"),
         (TransformersWrapper, "score", "score rows"),
         (policies, "generate", "model"),
+        (TransformersWrapper, "_hidden_states", "model"),
         (policies, "score_positions", "model"),
     ]
     with clock.patches(*shared_targets(tokenizer), *targets):
@@ -264,13 +265,16 @@ def run(
     loss: torch.nn.Module,
     iterations: int,
 ) -> list[Counter[str]]:
-    """The loop of both sides; the first iteration only warms up."""
+    """The loop of both sides, with what stays frozen, as a ``Run`` has it; the first iteration only warms up."""
     results = []
+    gc.collect()
+    gc.freeze()
     for _ in range(iterations + 1):
         clock.seconds = Counter()
         with clock.garbage_collection():
             iterate(clock, batches, stored, buffer, loss)
         results.append(clock.seconds)
+    gc.unfreeze()
     return results[1:]
 
 

@@ -4,7 +4,7 @@
     python benchmarks/bench_packing.py --answers 6 32 --prompt 16
 
 One step is forward and backward of REINFORCE over groups of answers to shared prompts. Each figure is of a process of
-its own, one thread; the layouts take turns, and ratios are formed round by round.
+its own, one thread; the packings take turns, and ratios are formed round by round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
 PROMPTS = {"embedded": 16, "large": 8}
 STEPS = {"embedded": 6, "large": 2}  # measured steps of one process, after one that warms up
 GROUP = 8
-LAYOUTS = ("padded", "packed", "shared_prefix")
+PACKINGS = ("none", "packed", "shared_prefix")
 
 
 def make_rows(size: str, prompt: int, shortest: int, longest: int):
@@ -57,8 +57,8 @@ def make_rows(size: str, prompt: int, shortest: int, longest: int):
     return tokens, masks
 
 
-def measure(size: str, layout: str, prompt: str, shortest: str, longest: str) -> None:
-    """One layout at one size, in this process."""
+def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -> None:
+    """One packing at one size, in this process."""
     import torch
     from common import qwen2, word_tokenizer
 
@@ -72,11 +72,11 @@ def measure(size: str, layout: str, prompt: str, shortest: str, longest: str) ->
     targets = torch.cat([t[m] for t, m in zip(tokens, masks, strict=True)])
     advantages = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
     weights = torch.cat([a.expand(int(m.sum())) for a, m in zip(advantages, masks, strict=True)]) / len(tokens)
-    assert layout == "padded" or supports_packing(decoder)
+    assert packing == "none" or supports_packing(decoder)
 
     def hidden_states() -> torch.Tensor:
-        if layout != "padded":
-            return action_hidden(decoder, tokens, masks, layout)
+        if packing != "none":
+            return action_hidden(decoder, tokens, masks, packing)
         out = decoder(input_ids=pad(tokens), use_cache=False).last_hidden_state
         return out[:, :-1][pad(masks, False)[:, 1:]]
 
@@ -98,7 +98,7 @@ def measure(size: str, layout: str, prompt: str, shortest: str, longest: str) ->
     shared = sum(lengths) - len(lengths) * int(prompt) + PROMPTS[size] * int(prompt)
     figures = {
         "parameters": model.num_parameters(),
-        "positions": {"padded": len(lengths) * max(lengths), "packed": sum(lengths), "shared_prefix": shared}[layout],
+        "positions": {"none": len(lengths) * max(lengths), "packed": sum(lengths), "shared_prefix": shared}[packing],
         "decoder_s": decoder_s,
         "head_s": head_s,
         "peak_mb": peak_memory_mb(),
@@ -108,36 +108,36 @@ def measure(size: str, layout: str, prompt: str, shortest: str, longest: str) ->
 
 
 def compare(size: str, rounds: int, rows: list[str]) -> dict[str, Any]:
-    """``rounds`` runs of each layout in turn."""
-    done: dict[str, list[dict[str, Any]]] = {layout: [] for layout in LAYOUTS}
+    """``rounds`` runs of each packing in turn."""
+    done: dict[str, list[dict[str, Any]]] = {packing: [] for packing in PACKINGS}
     for number in range(rounds):
-        order = LAYOUTS if number % 2 == 0 else LAYOUTS[::-1]
-        for layout in order:
-            done[layout].append(run_python(__file__, "--measure", size, layout, *rows))
-            took = f"{done[layout][-1]['decoder_s']:.3f} CPU s in the decoder"
-            print(f"{size}, round {number + 1} of {rounds}, {layout}: {took}", file=sys.stderr, flush=True)
+        order = PACKINGS if number % 2 == 0 else PACKINGS[::-1]
+        for packing in order:
+            done[packing].append(run_python(__file__, "--measure", size, packing, *rows))
+            took = f"{done[packing][-1]['decoder_s']:.3f} CPU s in the decoder"
+            print(f"{size}, round {number + 1} of {rounds}, {packing}: {took}", file=sys.stderr, flush=True)
     norms = [r["gradient_norm"] for runs in done.values() for r in runs]
     if max(norms) - min(norms) > 1e-4 * max(norms):
-        raise AssertionError(f"the layouts have different gradients, of norms {norms}")
+        raise AssertionError(f"the packings have different gradients, of norms {norms}")
     table = []
-    for layout, runs in done.items():
+    for packing, runs in done.items():
         decoder, head, peak = (median(r[k] for r in runs) for k in ("decoder_s", "head_s", "peak_mb"))
-        pairs = list(zip(done["padded"], runs, strict=True))
+        pairs = list(zip(done["none"], runs, strict=True))
         ratios = [p["decoder_s"] / r["decoder_s"] for p, r in pairs]
         whole = [(p["decoder_s"] + p["head_s"]) / (r["decoder_s"] + r["head_s"]) for p, r in pairs]
-        figures = {"layout": layout, "positions": runs[0]["positions"], "decoder CPU s": decoder, "head CPU s": head}
+        figures = {"packing": packing, "positions": runs[0]["positions"], "decoder CPU s": decoder, "head CPU s": head}
         figures |= {"peak MB": peak, "padded / this, decoder": median(ratios)}
         figures |= {"lowest": min(ratios), "highest": max(ratios), "padded / this, step": median(whole)}
         table.append(figures)
-    parameters = done["padded"][0]["parameters"]
+    parameters = done["none"][0]["parameters"]
     print_table(f"{size}: {parameters:,} parameters, {PROMPTS[size]} prompts x {GROUP} answers", table)
-    return {"parameters": parameters, "layouts": table}
+    return {"parameters": parameters, "packings": table}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each layout at each size")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each packing at each size")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--answers", type=int, nargs=2, default=(32, 320), help="fewest and most tokens of an answer")
     args = parser.parse_args()

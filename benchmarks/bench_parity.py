@@ -69,8 +69,8 @@ def sampled_rows(engine, prompts: list[list[int]], stop_ids: tuple[int, ...], se
     from tensordict import TensorDict
 
     from torchrl_rloo.data import keys, stack_rows
+    from torchrl_rloo.engines.base import Request
     from torchrl_rloo.functional import SamplingDistribution
-    from torchrl_rloo.modules.engines.base import Request
 
     distribution = SamplingDistribution(**setting)
     requests = [Request(p, LIMIT, seed, distribution, stop_ids) for seed, p in enumerate(prompts)]
@@ -90,9 +90,9 @@ def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
     """One line of the table for each engine, setting and trainer."""
     from torchrl_rloo.data import keys
     from torchrl_rloo.data.rows import gather_actions, ragged
-    from torchrl_rloo.functional.parity import log_prob_gap
+    from torchrl_rloo.diagnostics.statistics.parity import log_prob_gap
+    from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
     from torchrl_rloo.modules import TransformersWrapper, load_model
-    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
 
     trainers = {dtype: load_model(path, dtype=dtype) for dtype in DTYPES}
     tokenizer = trainers["float32"][1]

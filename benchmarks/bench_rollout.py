@@ -29,8 +29,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.embedded import build_tokenizer
+from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines import AsyncVLLMEngine, VLLMEngine
 
 SIZES = {"11M": (4, 256, 512, 4, 32_000), "110M": (12, 768, 2048, 12, 32_000)}
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
 
-Sends the weights of a random float32 model through a ``vLLMUpdater``: by reference into a ``VLLMEngine``, by all other
-transports into an ``AsyncVLLMEngine`` in a process of its own. Each transport is measured in a process to itself, and
+Sends the weights of a random float32 model through an ``EngineUpdater``: by reference into a ``VLLMEngine``, by all
+other transports into an ``AsyncVLLMEngine`` in a child process. Each transport is measured in its own process, and
 the copy with it. After the last push the engine's log-probs are compared with the model's. Ends in one line of JSON.
 """
 
@@ -25,12 +25,12 @@ def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged
     """Pushes the model in ``directory`` into an engine started from it."""
     from transformers import AutoModelForCausalLM
 
-    from torchrl_rloo.weight_update.vllm import vLLMUpdater
+    from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
     with tempfile.TemporaryDirectory() as folder, make_engine(transport, directory) as engine:
         sender = make_transport(transport, folder)
-        updater = vLLMUpdater(model, engine, transport=sender, bucket_bytes=bucket_mib << 20, staged=staged)
+        updater = EngineUpdater(model, engine, transport=sender, bucket_bytes=bucket_mib << 20, staged=staged)
         seconds = []
         for version in range(1, pushes + 2):
             scale_weights(model, 1 + 0.01 * version)
@@ -54,19 +54,19 @@ def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged
 def make_engine(transport: str, directory: str) -> Any:
     arguments = {"dtype": "float32", "max_model_len": 256}
     if transport == "direct":
-        from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
+        from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
 
         return VLLMEngine(directory, **arguments)
-    from torchrl_rloo.modules.engines.vllm_async import AsyncVLLMEngine
+    from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 
     return AsyncVLLMEngine(directory, **arguments)
 
 
 def make_transport(transport: str, folder: str) -> Any:
     from torchrl_rloo.weight_update.collective import Collective
-    from torchrl_rloo.weight_update.direct import Direct
     from torchrl_rloo.weight_update.files import Files
     from torchrl_rloo.weight_update.shared_memory import SharedMemory
+    from torchrl_rloo.weight_update.transport import Direct
 
     makers = {"direct": Direct, "shared_memory": SharedMemory, "collective": Collective, "files": lambda: Files(folder)}
     return makers[transport]()
@@ -84,7 +84,7 @@ def log_prob_error(engine: Any, model: Any) -> float:
     """Largest difference in nats over the sampled tokens of one turn."""
     import torch
 
-    from torchrl_rloo.modules.engines.base import Request
+    from torchrl_rloo.engines.base import Request
 
     (sample,) = engine.generate([Request(prompt=PROMPT, limit=8, seed=0)])
     ids = torch.tensor([[*PROMPT, *sample.tokens]])

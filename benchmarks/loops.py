@@ -142,14 +142,14 @@ def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = Fa
         transform=MCAdvantage(run.num_generations),
         batch_size=run.rows,
     )
-    loss_module = RLOOLoss(policy.get_new_version(generate=False), clip_epsilon=0.2)
+    loss_module = RLOOLoss(policy.get_new_version(generate=False))
     optimizer, schedule = make_optimizer(model, run)
     meter.start()
     for rows in collector:
         buffer.extend(tensor_rows(rows))
         for batch in buffer:
             kept = drop_zero_advantage(batch) if drop_zero else batch
-            loss_module(kept, loss_module.count(batch)).loss.backward()
+            loss_module(kept, loss_module.normalizers(batch)).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -1,10 +1,17 @@
-"""Tiny real models and tokenizers for all tests."""
+"""Tiny real models and tokenizers for all tests, and what keeps tests to themselves."""
 
 from __future__ import annotations
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+# One thread per process: the workers of xdist and the OpenMP pool of each would contend for the same cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +20,25 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from support.checkpoints import save_checkpoint
+from support.engines import (  # noqa: F401  fixtures
+    GROUP,
+    SHARED,
+    VLLMEngines,
+    async_engine,
+    engine_checkpoint,
+    make_vllm_engine,
+    models,
+    shared_async_engine,
+    vllm,
+    vllm_engine,
+    vllm_engines,
+)
+from support.fork_server import ForkServer
+from support.hermetic import refuse_remote_connections
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
 
 VOCAB_SIZE = 384  # a multiple of 64, so the model has no id that the tokenizer lacks
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bot|>", "<|header|>", "<|header_end|>", "<|eot|>", "<s>")
@@ -55,6 +78,71 @@ TEMPLATES = {
     ),
 }
 END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # of the others: <|im_end|>
+
+
+WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enough to earn some rewards
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for one worker: those that share engines, else those of a file; slow groups come first."""
+    slow = set()
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shares = set(SHARED) & set(getattr(item, "fixturenames", ()))
+            name = GROUP if shares else item.path.relative_to(item.config.rootpath).as_posix()
+            item.add_marker(pytest.mark.xdist_group(name))
+        if item.get_closest_marker("slow"):
+            slow.add(_group(item))
+    items.sort(key=lambda item: _group(item) not in slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Close the shared engine in this process before tests that may start their own."""
+    if _group(item) != GROUP:
+        VLLMEngines.close()
+
+
+def _group(item: pytest.Item) -> str:
+    return item.get_closest_marker("xdist_group").args[0]
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that all xdist workers share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hermetic(shared_folder: Path) -> None:
+    """Keep the network and the user's caches out."""
+    refuse_remote_connections()
+    os.environ["TORCHRL_RLOO_CACHE"] = str(shared_folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Starts scripts in processes that need not import anything."""
+    server = ForkServer(tmp_path_factory.mktemp("processes"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def warm_model() -> Callable[[str], Path]:
+    """``warm_model(task="addition")``: the folder of a short warm start, built once for all workers."""
+    return lambda task="addition": warm_start(seed=0, task=task, steps=WARM_START_STEPS[task])
+
+
+@pytest.fixture(scope="session")
+def checkpoint(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of ``model`` and ``tokenizer`` in Hugging Face format. Not to be changed."""
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), model, tokenizer)
 
 
 @pytest.fixture(scope="session")

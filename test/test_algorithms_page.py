@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo.functional import AGGREGATIONS, CORRECTIONS, ESTIMATORS, RATIOS, SURROGATES
+from torchrl_rloo.functional import AGGREGATIONS, CORRECTIONS, ESTIMATORS, NORMALIZATIONS, RATIOS, SURROGATES
 from torchrl_rloo.objectives import PRESETS
+from torchrl_rloo.replay.credit import CREDITS
 
 TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 
@@ -19,7 +20,9 @@ def page() -> str:
     return (TUTORIALS / "algorithms.md").read_text()
 
 
-@pytest.mark.parametrize("table", [AGGREGATIONS, CORRECTIONS, ESTIMATORS, RATIOS, SURROGATES], ids=range(5))
+@pytest.mark.parametrize(
+    "table", [AGGREGATIONS, CORRECTIONS, CREDITS, ESTIMATORS, NORMALIZATIONS, RATIOS, SURROGATES], ids=range(7)
+)
 def test_the_page_names_every_choice(page, table):
     choices = page.split("## Presets")[0]
     assert [name for name in table if f"`{name}`" not in choices] == []
@@ -32,7 +35,7 @@ def test_each_preset_has_its_row(page):
         row = rows[name]
         if not preset.critic:
             assert f"`{preset.advantage['estimator']}`" in row, name
-        assert f"`{preset.loss['aggregation']}`" in row and str(preset.kl_coeff or "none") in row, name
+        assert f"`{preset.loss['aggregation']}`" in row and (str(preset.kl.coeff) if preset.kl else "none") in row, name
         assert (f"`{preset.loss['ratio']}`" if preset.loss["ratio"] != "none" else "none") in row, name
         number = re.search(r"arXiv (\d{4}\.\d{5})", preset.paper)
         assert number is None or number[1] in row, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -18,15 +19,18 @@ MAX_LINES = 400
 
 # Top to bottom: a folder imports only from those after it.
 FOLDERS = (
+    "cli",
     "embedded",
     "run",
     "diagnostics",
     "collectors",
-    "weight_update",
     "envs",
+    "training",
     "replay",
     "objectives",
     "modules",
+    "engines",
+    "weight_update",
     "rewards",
     "data",
     "functional",
@@ -171,11 +175,16 @@ def test_no_tracked_line_names_a_path_of_one_machine():
 
 
 IMPORT_EVERYTHING = """
-import importlib, logging, pkgutil, random, sys
-import numpy, torch
-import torchrl.modules.llm.policies  # imports vllm itself where that is installed
+import importlib, logging, pkgutil, random, sys, threading
 
-loaded = set(sys.modules)
+def check_absent(*names):
+    loaded = [name for name in names if name in sys.modules]
+    assert not loaded, f"import loaded {loaded}"
+
+import torchrl_rloo.cli, torchrl_rloo.rewards
+check_absent("torch", "torchrl", "numpy", "transformers")
+
+import numpy, torch
 
 def state():
     rng = (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist())
@@ -185,18 +194,82 @@ def state():
     return {"rng": rng, "threads": threads, "defaults": defaults, "logging": (logger.level, logger.handlers[:])}
 
 before = state()
-import torchrl_rloo
-for module in pkgutil.walk_packages(torchrl_rloo.__path__, "torchrl_rloo."):
-    if module.ispkg:
+heavy = "vllm", "ray", "datasets", "peft", "wandb", "mlflow", "matplotlib", "pandas", "hydra"
+for module in pkgutil.iter_modules(torchrl_rloo.__path__, "torchrl_rloo."):
+    light = module.name not in ("torchrl_rloo.embedded", "torchrl_rloo.cli")  # these load transformers and hydra
+    if module.ispkg and light:
         importlib.import_module(module.name)
+check_absent("transformers", *heavy)
+for module in pkgutil.walk_packages(torchrl_rloo.__path__, "torchrl_rloo."):
+    if module.ispkg and module.name != "torchrl_rloo.cli":
+        importlib.import_module(module.name)
+check_absent(*heavy)
 after = state()
 changed = [name for name in before if before[name] != after[name]]
-heavy = [name for name in ("vllm", "ray", "peft", "wandb", "matplotlib") if name in set(sys.modules) - loaded]
 assert not changed, f"import changed the global {changed}"
-assert not heavy, f"import loaded {heavy}"
+
+import torchrl.modules.llm as llm
+import torchrl.modules.llm.policies as policies
+
+from torchrl.modules.llm.policies.vllm_wrapper import RequestOutput, vLLMWrapper
+assert llm.vLLMWrapper is policies.vLLMWrapper is vLLMWrapper
+assert RequestOutput is sys.modules["vllm.outputs"].RequestOutput  # TorchRL has found vLLM
+assert callable(llm.make_async_vllm_engine)  # TorchRL's own lookup
+assert not hasattr(llm, "nothing") and not hasattr(policies, "nothing")
 """
 
 
-def test_import_has_no_side_effects():
-    result = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], cwd=ROOT, capture_output=True, text=True)
+def run_in_fresh_interpreter(code: str, path: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(path), str(ROOT)))}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_import_is_light_and_has_no_side_effects(tmp_path: Path):
+    (tmp_path / "vllm").mkdir()  # a stand-in, so that the test needs no vLLM and costs no import of it
+    (tmp_path / "vllm" / "__init__.py").touch()
+    for module, name in (
+        ("outputs", "RequestOutput"),
+        ("sampling_params", "SamplingParams"),
+        ("inputs", "TokensPrompt"),
+    ):
+        (tmp_path / "vllm" / f"{module}.py").write_text(f"class {name}: ...")
+    result = run_in_fresh_interpreter(IMPORT_EVERYTHING, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Triton" not in result.stdout + result.stderr
+
+
+IMPORT_IN_TWO_THREADS = """
+import sys, threading
+import torchrl_rloo
+
+class Interruption:
+    def find_spec(self, name, *args):
+        if name == "torchrl.modules.llm.late":  # the packages are being imported
+            sys.meta_path.remove(self)
+            thread.start()
+
+def import_wrapper():
+    from torchrl.modules.llm.policies.vllm_wrapper import vLLMWrapper
+    wrappers.append(vLLMWrapper)
+
+wrappers, thread = [], threading.Thread(target=import_wrapper)
+sys.meta_path.insert(0, Interruption())
+finders = sys.meta_path[2:]
+import torchrl.modules.llm as llm
+thread.join()
+assert wrappers == [llm.vLLMWrapper] and wrappers[0].__module__ == "torchrl.modules.llm.policies.vllm_wrapper"
+assert sys.meta_path == finders
+"""
+
+
+def test_a_thread_that_asks_for_vllm_in_the_middle_of_an_import_waits(tmp_path: Path):
+    llm = tmp_path / "torchrl" / "modules" / "llm"
+    (llm / "policies").mkdir(parents=True)
+    for package in (llm.parents[1], llm.parent):
+        (package / "__init__.py").touch()
+    (llm / "__init__.py").write_text("from .policies import vLLMWrapper\nfrom . import late")
+    (llm / "late.py").touch()
+    (llm / "policies" / "__init__.py").write_text("from .vllm_wrapper import vLLMWrapper")
+    (llm / "policies" / "vllm_wrapper.py").write_text("class vLLMWrapper: ...")
+    result = run_in_fresh_interpreter(IMPORT_IN_TWO_THREADS, tmp_path)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""PPO with a critic: the loop in a page with a value head, GAE and a second loss.
+"""PPO with a critic: the loop in a page with a value head, TokenGAE and a second loss.
 
     python tutorials/ppo.py          about two minutes on one CPU core after the warm start
 
@@ -16,7 +16,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, ValueHead, frozen_reference, load_model
 from torchrl_rloo.objectives import PRESETS, RLOOLoss, ValueLoss
-from torchrl_rloo.replay import GAE
+from torchrl_rloo.replay import TokenGAE
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
@@ -35,16 +35,16 @@ env = DatasetChatEnv(
     prompts_per_batch=PROMPTS,
     num_generations=COMPLETIONS,
     rewards=boxed_accuracy,
-    after_rewards=[KLRewardTransform(frozen_reference(scorer), 0.0)],  # records the log-probs that GAE's KL reads
+    after_rewards=[KLRewardTransform(frozen_reference(scorer), 0.0)],  # records the log-probs that TokenGAE's KL reads
 )
 collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
 buffer = ReplayBuffer(
     storage=LazyStackStorage(PROMPTS * COMPLETIONS),
     sampler=SamplerWithoutReplacement(),
-    transform=GAE(critic, **preset.advantage),
+    transform=TokenGAE(critic, **preset.advantage_arguments),
     batch_size=PROMPTS * COMPLETIONS // 2,
 )
-policy_loss, value_loss = RLOOLoss(scorer, **preset.loss), ValueLoss(critic)
+policy_loss, value_loss = RLOOLoss(scorer, **preset.loss_arguments), ValueLoss(critic)
 optimizer = torch.optim.AdamW(
     [{"params": list(model.parameters()), "lr": 3e-4}, {"params": list(critic.parameters()), "lr": 1e-3}],
     betas=(0.9, 0.99),
@@ -56,7 +56,7 @@ for step, rows in enumerate(collector, 1):
     for _ in range(PASSES):
         for batch in buffer:
             value = value_loss(batch)
-            (policy_loss(batch).loss + value.loss_critic).backward()
+            (policy_loss(batch).loss + value.loss).backward()
             for parameters in (model.parameters(), critic.parameters()):
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()

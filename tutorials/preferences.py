@@ -11,8 +11,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl_rloo.data import encode_preferences, keys, load_preferences, load_prompts
 from torchrl_rloo.diagnostics import Evaluation
 from torchrl_rloo.embedded import addition_prompts, demonstrations, warm_start
+from torchrl_rloo.functional.preference import DPO
 from torchrl_rloo.modules import TransformersWrapper, load_model, record_log_probs
-from torchrl_rloo.objectives import PreferenceLoss, merge_preferences
+from torchrl_rloo.objectives import PreferenceLoss, merge_outputs
 from torchrl_rloo.rewards import boxed_accuracy
 
 STEPS, PAIRS_PER_STEP = 60, 32
@@ -36,7 +37,7 @@ rows = encode_preferences(dataset, tokenizer)
 # The reference is the model as it is now. Its log-probs are recorded once, so that no second model is kept.
 for part in ("chosen", "rejected"):
     record_log_probs(scorer, rows[part], log_probs=keys.REF_LOG_PROBS, micro_batch_size=256)
-loss_fn = PreferenceLoss(scorer, "dpo", reference="recorded", beta=0.1)
+loss_fn = PreferenceLoss(scorer, DPO(beta=0.1), reference="recorded")
 # A small learning rate: the loss asks for a gap, not for likely answers. With 3e-4 and 120 steps it goes to 0.00 while
 # both answers become unlikely, the clean one's log-prob falls from -2 to -28, and the model can no longer add.
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.9, 0.99), weight_decay=0.0)
@@ -51,12 +52,12 @@ before, _ = evaluate()
 
 for step in range(1, STEPS + 1):
     out = loss_fn(buffer.sample())
-    out.loss_objective.backward()
+    out.loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if step % 20 == 0 or step == 1:
-        metrics = merge_preferences([out.detach()])
+        metrics = merge_outputs([out])
         print(
             f"step {step}: loss {metrics['loss']:.3f}, preferred the clean answer {metrics['rewards/accuracy']:.0%}, "
             f"log-prob of the clean answer {metrics['log_probs/chosen']:.1f}"

@@ -5,13 +5,15 @@ given, so that ratios, clips and KL act; the table shows minus the gradient with
 100: what a step would add. No model is needed: anything with ``score(rows)`` can stand in for one.
 """
 
+from dataclasses import replace
+
 import torch
 from tensordict import TensorDict
 
 from torchrl_rloo.data import keys, pad, stack_rows
 from torchrl_rloo.data.rows import action_tokens
 from torchrl_rloo.modules import ScoredActions
-from torchrl_rloo.objectives import PRESETS, RLOOLoss
+from torchrl_rloo.objectives import PRESETS, RLOOLoss, make_method
 from torchrl_rloo.replay import MCAdvantage
 
 LENGTHS = [3, 2, 3, 1]  # action tokens of each row; one prompt token before them
@@ -50,19 +52,18 @@ def batch():
 
 
 def step_of(name: str) -> torch.Tensor:
-    """``[4, 3]``: minus the gradient of a preset's loss. PPO, whose advantages need a critic, is given GRPO's."""
-    preset = PRESETS[name]
-    advantage = {"estimator": "grpo"} if preset.critic else dict(preset.advantage)
-    loss = dict(preset.loss) | ({"aggregation_constant": 3} if "aggregation_constant" in preset.to_set else {})
+    """Return ``[4, 3]``: minus the gradient of a method's loss. PPO, which needs a critic, has GRPO's advantages."""
+    if PRESETS[name].critic:
+        method = replace(make_method("grpo", num_generations=2), loss=PRESETS[name].loss)
+    else:
+        method = make_method(name, kl="default", num_generations=2, prompts_per_step=2, max_new_tokens=3)
     rows = batch()
-    if preset.kl_in_reward:  # what KLRewardTransform does in an environment
+    if coeff := method.reward_kl_arguments["kl_to_ref_coeff"]:  # what KLRewardTransform does in an environment
         for row in rows.unbind(0):
-            row[keys.REWARD] -= preset.kl_in_reward * (row[keys.LOG_PROBS] - row[keys.REF_LOG_PROBS]).sum()
-    if "whiten_groups" in preset.to_set:
-        advantage["whiten_groups"] = 2
-    rows = MCAdvantage(2, **advantage).inv(rows)
+            row[keys.REWARD] -= coeff * (row[keys.LOG_PROBS] - row[keys.REF_LOG_PROBS]).sum()
+    rows = MCAdvantage(**method.advantage_arguments).inv(rows)
     policy = GivenLogProbs()
-    RLOOLoss(policy, **loss)(rows).loss.backward()
+    RLOOLoss(policy, **method.loss_arguments)(rows).loss.backward()
     return -policy.log_probs.grad
 
 

@@ -17,6 +17,7 @@ from torchrl_rloo.envs.transforms import ToolTransform
 from torchrl_rloo.modules import TransformersWrapper, load_model
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 
@@ -61,18 +62,16 @@ env = DatasetChatEnv(
 # Each conversation goes on as soon as its own turn is sampled and its own calls are answered.
 collector = AsyncLLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
 buffer = ReplayBuffer(
-    storage=LazyStackStorage(128), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(8), batch_size=128
+    storage=LazyStackStorage(128), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=128
 )
-loss_fn = RLOOLoss(policy.get_new_version(generate=False), clip_epsilon=0.2)
+loss_fn = RLOOLoss(policy.get_new_version(generate=False))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.0)
 for step in range(30):
     batch = collector.collect()
     buffer.extend(tensor_rows(batch))
     for part in buffer:
-        loss_fn(part).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        accumulate(loss_fn, part)
+        optimizer_step(model, optimizer, max_grad_norm=1.0)
     buffer.empty()
     collector.update_policy_weights_()
     calls = batch["num_tool_calls"].float().mean()

@@ -1,139 +1,157 @@
-"""Evaluation of a checkpoint: held-out prompts, answered greedily and by sampling, with confidence intervals.
+"""Evaluate a checkpoint: answer held-out prompts greedily and by sampling, with confidence intervals.
 
-python evaluate.py model.name=outputs/rloo_sync/seed0/model            what a training run left
-python evaluate.py model.name=... compare=outputs/evaluate/base        and a paired test against an earlier result
-python evaluate.py --help                                              all settings; config/evaluate.yaml explains them
-python compare.py outputs/evaluate/base outputs/evaluate/trained       the paired test alone
+Examples:
+  evaluate.py model.name=outputs/rloo_sync/addition/seed0/model         a trained model, on what its run held out
+  evaluate.py model.name=... compare=outputs/evaluate/base              and a paired test against an earlier result
+  evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only the paired test, of the second to the first
+  evaluate.py task=gsm8k data.eval_source=test.jsonl model.name=... eval.num_samples=16 eval.ks=[1,4,16]
+  evaluate.py inference=vllm inference.engine.dtype=bfloat16 model.name=...
 """
 
 from __future__ import annotations
 
-import json
-import math
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import hydra
+from torchrl_rloo.cli import config as c
+from torchrl_rloo.cli.recipe import parse_args, run_recipe
+from torchrl_rloo.cli.schema import given
+
+
+@dataclass
+class ScoringConfig:
+    scorers: dict[str, Any] = field(default_factory=dict)  # {right: boxed_accuracy}, headline first; {}: the task's
+    num_samples: int = 8  # sampled completions of each prompt; 0: only the greedy one
+    ks: list[int] | None = None  # of pass@k and maj@k; null: half and all of num_samples
+    greedy: bool = True  # also one completion of each prompt with the most likely tokens
+    votes: Any = None  # dotted path of a function from text to an answer, for maj@k; null: the task's; false: no maj@k
+    batch_size: int = 256  # conversations at once
+    transcripts: bool = False  # true: a page of the conversations, token by token
+
+
+@dataclass
+class Config:
+    seed: int = 0  # of samples, held-out prompts and the built-in model's warm start
+    threads: int | None = 1  # CPU threads; null: torch's choice
+    output_dir: str = "outputs/evaluate/${now:%Y-%m-%d_%H-%M-%S}"  # completions, metrics, comparison
+    format: str = "parquet"  # of the completions; or jsonl
+    label: str | None = None  # name in tables and figures; null: model.name
+    compare: Any = None  # directory of an earlier result to test this one against, or two to test against each other
+    same_settings: bool = True  # false: compare even if sampling or scorers differ
+    task: c.TaskConfig = field(default_factory=c.TaskConfig)
+    model: c.ModelConfig = field(default_factory=c.ModelConfig)
+    data: c.DataConfig = field(default_factory=c.DataConfig)  # as in training: then the prompts are those held out
+    generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
+    environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
+    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # only the engine matters here
+    eval: ScoringConfig = field(default_factory=ScoringConfig)
+
+
+if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
+    CONFIG = parse_args(Config, __file__, __doc__)
+
+import json  # noqa: E402
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+
 import torch
 from hydra.utils import get_method, instantiate
-from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer
 
 from torchrl_rloo.data import PromptDataset
-from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
-from torchrl_rloo.diagnostics.evaluation import Evaluation
-from torchrl_rloo.diagnostics.evaluation_result import FORMATS, EvaluationResult
-from torchrl_rloo.diagnostics.transcripts import write_evaluation_transcripts
+from torchrl_rloo.diagnostics import Evaluation, EvaluationResult, compare, write_evaluation_transcripts
+from torchrl_rloo.diagnostics.evaluation_result import check_format
 from torchrl_rloo.embedded import resolve_model, resolve_task
-from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, context_length, load_model, vLLMWrapper
-from torchrl_rloo.modules.engines import Engine
-from torchrl_rloo.rewards.registry import load_reward
-from torchrl_rloo.run import StepTimer
+from torchrl_rloo.engines import Engine
+from torchrl_rloo.envs.tasks import TaskBase, conversation_settings
+from torchrl_rloo.modules import (
+    TransformersWrapper,
+    TurnPolicy,
+    context_length,
+    load_model,
+    load_tokenizer,
+    vLLMWrapper,
+)
+from torchrl_rloo.rewards import load_reward
 
-HERE = Path(__file__).resolve().parent
-SHARED = HERE.parent / "rloo" / "config"  # the training script's tasks and inference settings
-sys.path.append(str(SHARED.parent))  # and how it makes environments
-from rloo_environment import make_environment  # noqa: E402
+
+def main(cfg: Config) -> None:
+    # Earlier results first: two of them are all that a comparison needs
+    check_format(cfg.format)
+    torch.set_num_threads(cfg.threads or torch.get_num_threads())
+    folders = [] if cfg.compare is None else [cfg.compare] if isinstance(cfg.compare, str) else list(cfg.compare)
+    results, output = [EvaluationResult.load(folder) for folder in folders], Path(cfg.output_dir)
+    if len(results) < 2:
+        results.append(evaluate(cfg, output))
+    if len(results) == 2:
+        comparison = compare(*results, same_settings=cfg.same_settings)
+        comparison.save(output)
+        print(f"\n{comparison.table()}\n\ncomparison in {output.resolve()}")
 
 
-def main(cfg: DictConfig) -> None:
-    settings, timer = OmegaConf.to_container(cfg, resolve=True), StepTimer()
-    if cfg.threads:
-        torch.set_num_threads(cfg.threads)
-    # what would fail after the work fails before it
-    if cfg.format not in FORMATS:
-        raise ValueError(f"format={cfg.format!r} must be one of {FORMATS}")
-    earlier = None if cfg.compare is None else EvaluationResult.load(cfg.compare)
-    name = str(resolve_model(cfg.model.name, cfg.seed, task=cfg.task.name, log=print))
-    task = resolve_task(**settings["task"])
-    scorers = make_scorers(settings["eval"]["scorers"], task)
-    policy, engine = make_policy(settings, name)
-    context = context_length(policy.model) if engine is None else engine.context_length
-    make_transforms, limits = make_environment(task, settings["environment"], context)
+def evaluate(cfg: Config, output: Path) -> EvaluationResult:
+    """Answer and score the held-out prompts, save the result, and print it as text and as one line of JSON."""
+    # Task, policy and the environment's turns
+    task = resolve_task(**given(cfg.task))
+    policy, engine = make_policy(cfg, str(resolve_model(cfg.model.name, cfg.seed, task.name, log=print)))
+    limits, context = (
+        given(cfg.environment, "transforms"),
+        engine.context_length if engine else context_length(policy.model),
+    )
+    make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
     with engine or nullcontext():
-        prompts = held_out_prompts(task, settings["data"], cfg.seed, policy.tokenizer)
+        prompts = held_out_prompts(cfg, task, policy.tokenizer)
+        print(f"{cfg.model.name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
+        # Completions and scores
+        asked, started = cfg.eval, perf_counter()
+        half_and_all = sorted({k for k in (asked.num_samples // 2, asked.num_samples) if k > 1})
         evaluation = Evaluation(
             policy,
             prompts,
-            scorers,
-            num_samples=cfg.eval.num_samples,
-            ks=half_and_all(cfg.eval.num_samples) if cfg.eval.ks is None else settings["eval"]["ks"],
-            greedy=cfg.eval.greedy,
-            extract=make_extract(cfg.eval.votes, task),
-            batch_size=cfg.eval.batch_size,
+            {name: load_reward(spec) for name, spec in asked.scorers.items()} or {"score": task.make_scorer()},
+            num_samples=asked.num_samples,
+            ks=half_and_all if asked.ks is None else asked.ks,
+            greedy=asked.greedy,
+            extract=task.extract_answer if asked.votes is None else get_method(asked.votes) if asked.votes else None,
+            batch_size=asked.batch_size,
             seed=cfg.seed,
             make_transforms=make_transforms,
-            env_kwargs=limits | {"template_kwargs": settings["data"].get("template_kwargs") or {}},
-            label=cfg.label or str(cfg.model.name),
+            env_kwargs=chat | {"template_kwargs": cfg.data.template_kwargs},
+            label=cfg.label or cfg.model.name,
         )
-        print(f"{name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
-        with timer("eval"):
-            result = evaluation.run(keep_rows=cfg.transcripts)
-    output = result.save(cfg.output_dir, format=cfg.format)
-    if cfg.transcripts:
-        write_evaluation_transcripts(
-            output / "transcripts.html", result, policy.tokenizer, title=evaluation.settings.label
-        )
-    print(result.summary())
-    if earlier is not None:
-        show(compare(earlier, result, same_settings=cfg.same_settings), output)
-    metrics = {key: value if math.isfinite(value) else None for key, value in result.metrics.items()}
-    seconds = round(timer.take()["time/eval"], 1)
-    print(json.dumps(metrics | {"prompts": len(prompts), "seconds": seconds, "result": str(output.resolve())}))
+        result = evaluation.run(keep_rows=asked.transcripts)
+    # Files and figures
+    result.save(output, format=cfg.format)
+    if asked.transcripts:
+        page = output / "transcripts.html"
+        write_evaluation_transcripts(page, result, policy.tokenizer, title=result.settings.label)
+    closing = {"prompts": len(prompts), "seconds": round(perf_counter() - started, 1), "result": str(output.resolve())}
+    print(f"{result.summary()}\n{json.dumps(result.plain_metrics | closing)}", flush=True)
+    return result
 
 
-def make_scorers(specs: dict[str, Any] | None, task: Any) -> dict[str, Any]:
-    """The scorers by name; without any, the task's own."""
-    return {name: load_reward(spec) for name, spec in specs.items()} if specs else {"score": task.make_scorer()}
-
-
-def half_and_all(num_samples: int) -> list[int]:
-    """The numbers of samples that pass@k and maj@k are of by default; of one sample they say nothing new."""
-    return sorted({k for k in (num_samples // 2, num_samples) if k > 1})
-
-
-def make_extract(votes: str | bool | None, task: Any) -> Callable[[str], str | None] | None:
-    """What finds the answer that a completion votes for; None: there are no votes."""
-    return task.extract_answer if votes is None else get_method(votes) if votes else None
-
-
-def held_out_prompts(task: Any, data: dict[str, Any], seed: int, tokenizer: Any) -> PromptDataset:
-    """The prompts that a training run with the same settings holds out, or those of ``eval_source`` alone."""
-    if data["eval_source"] is None or data["source"] is not None:
-        return task.load(**data, seed=seed, tokenizer=tokenizer)[1]
-    options = {k: v for k, v in data.items() if k not in ("source", "eval_source", "eval_split")}
-    options |= {"split": data["eval_split"]} if data["eval_split"] else {}
-    return task.load_held_out(data["eval_source"], tokenizer=tokenizer, **options)
-
-
-def make_policy(cfg: dict[str, Any], name: str) -> tuple[TurnPolicy, Engine | None]:
-    """What answers, and the engine behind it if it is not the Hugging Face model itself."""
-    turns, arguments = {"generate_kwargs": {"seed": cfg["seed"], **cfg["generate"]}}, cfg["inference"]["engine"]
+def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
+    """Load what answers, and the engine that samples for it unless the Hugging Face model does."""
+    turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}, cfg.inference.engine
     if arguments is None:
-        model, tokenizer = load_model(**(cfg["model"] | {"name": name}))
+        model, tokenizer = load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
         return TransformersWrapper(model, tokenizer=tokenizer, **turns), None
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model.name={name} is an adapter, which the engine cannot load alone: inference=transformers")
+        raise ValueError(f"model.name={name} is an adapter, which an engine cannot load: set inference=transformers")
     if "model" in arguments:
         arguments = arguments | {"model": arguments["model"] or name}
     engine = instantiate(arguments)
-    return vLLMWrapper(engine, tokenizer=AutoTokenizer.from_pretrained(name), **turns), engine
+    return vLLMWrapper(engine, tokenizer=load_tokenizer(name, chat_template=cfg.model.chat_template), **turns), engine
 
 
-def show(comparison: Comparison, directory: Path) -> None:
-    """Prints the paired tests, and saves them with a figure and the prompts that changed sides."""
-    directory.mkdir(parents=True, exist_ok=True)
-    print(f"\n{comparison.table()}\n")
-    plot_comparison(comparison, directory / "comparison.png")
-    found = comparison.to_dict() | {"flipped": comparison.flipped()}
-    text = json.dumps(found, indent=2, ensure_ascii=False, default=str)
-    (directory / "comparison.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDataset:
+    """Load the prompts that training with these settings holds out, or ``eval_source`` without the rest."""
+    if cfg.data.eval_source is None or cfg.data.source is not None:
+        return task.load(**given(cfg.data), seed=cfg.seed, tokenizer=tokenizer)[1]
+    options = given(cfg.data, "eval_source", "eval_split")
+    options |= {"split": cfg.data.eval_split} if cfg.data.eval_split else {}
+    return task.load_held_out(cfg.data.eval_source, **options, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # so that a user's own scorers are found by their dotted path
-    sys.argv.append(f"hydra.searchpath=['file://{SHARED}']")
-    hydra.main(version_base="1.3", config_path="config", config_name="evaluate")(main)()
+    run_recipe(main, CONFIG)

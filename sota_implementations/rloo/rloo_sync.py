@@ -1,104 +1,429 @@
-"""RLOO, synchronous: sample completions, score them, train on them, update the sampler, repeat.
+"""Train a language model with RLOO: sample completions, score them, train on them, update the sampler, repeat.
 
-python rloo_sync.py                                        the embedded task and model, on CPU cores
-python rloo_sync.py task=gsm8k model.name=...              a standard task, any model
-python rloo_sync.py data.source=... reward.functions=[...] a dataset and rewards of your own
-python rloo_sync.py --help                                 all settings; config/rloo_sync.yaml explains them
+Examples:
+  rloo_sync.py                                             the built-in task and model, on CPU cores
+  rloo_sync.py --config rloo_tools                         the built-in model learns to call a tool
+  rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6
+  rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]
+  rloo_sync.py algorithm=grpo inference=vllm               another method, sampled by vLLM
 """
 
 from __future__ import annotations
 
-import sys
+from dataclasses import asdict, dataclass, field
+
+from torchrl_rloo.cli import config as c
+from torchrl_rloo.cli.recipe import parse_args, run_recipe
+from torchrl_rloo.cli.schema import given
+
+
+@dataclass
+class Config(c.RunConfig):
+    output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # checkpoints, metrics, report, trained model
+    algorithm: str = "rloo_trl"  # rloo, rloo_trl, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp, ...
+    loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss in place of the algorithm's
+    advantage: dict[str, c.Any] = field(default_factory=dict)  # of make_advantage in place of the algorithm's
+    lora: c.Any = None  # of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: full weights
+    task: c.TaskConfig = field(default_factory=c.TaskConfig)
+    model: c.ModelConfig = field(default_factory=c.ModelConfig)
+    data: c.DataConfig = field(default_factory=c.DataConfig)
+    plan: c.PlanConfig = field(default_factory=c.PlanConfig)
+    train: c.TrainConfig = field(default_factory=c.TrainConfig)
+    generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
+    environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
+    reward: c.RewardConfig = field(default_factory=c.RewardConfig)
+    kl: c.KLConfig = field(default_factory=c.KLConfig)
+    optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
+    schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
+    sampler: c.SamplerConfig = field(default_factory=c.SamplerConfig)
+    collector: c.CollectorConfig = field(default_factory=c.CollectorConfig)
+    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)
+    curriculum: c.CurriculumConfig = field(default_factory=c.CurriculumConfig)
+    eval: c.EvalConfig = field(default_factory=c.EvalConfig)
+
+
+if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
+    CONFIG = parse_args(Config, __file__, __doc__)
+
+import json
+from collections.abc import Callable
 from contextlib import closing, nullcontext
-from math import inf
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import hydra
 import torch
-from omegaconf import DictConfig
-from rloo_run import begin, cpu_of, due, finish, save  # files beside this one; what a run is made of: rloo_parts.py
+from hydra.utils import instantiate
 from tensordict import TensorDictBase
-from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LRScheduler
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from transformers import PreTrainedModel
 
-from torchrl_rloo.data import split_segments, tensor_rows
-from torchrl_rloo.diagnostics import completion_table
-from torchrl_rloo.modules.engines import asleep
-from torchrl_rloo.objectives import merge_outputs
-from torchrl_rloo.run import StepTimer, StopSignal
+from torchrl_rloo import data, diagnostics, modules
+from torchrl_rloo.collectors import AsyncLLMCollector, GroupSource, LLMCollector, RefillingCollector, StepRows
+from torchrl_rloo.data import PromptDataset, keys, tensor_rows
+from torchrl_rloo.embedded import resolve_model, resolve_task
+from torchrl_rloo.engines import Engine, sleeping
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.stepping import transforms_of
+from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_settings
+from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
+from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
+from torchrl_rloo.objectives import (
+    AdaptiveKLCoefficient,
+    Preset,
+    RLOOLoss,
+    RLOOLossOutput,
+    make_method,
+    merge_outputs,
+)
+from torchrl_rloo.replay import FIRST_CACHED_GROUP, GroupCache, MCAdvantage, NormalizeThenSum, ZeroSignalFilter
+from torchrl_rloo.rewards import load_reward, make_executor
+from torchrl_rloo.run import Run, meters
+from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
+from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightUpdater
 
-
-def main(cfg: DictConfig) -> None:
-    run, timer = begin(cfg), StepTimer()
-
-    def evaluate(step: int) -> dict[str, float]:
-        with timer("eval"):
-            metrics, table = run.evaluate(step)
-        run.logger.log_table(step, "held-out completions", table[: cfg.log.samples])
-        return metrics
-
-    with run.engine or nullcontext(), closing(run), StopSignal() as stop, run.logger:
-        if run.start == 0:
-            run.logger.log(0, evaluate(0), timings=timer.take())
-        for step in range(run.start + 1, run.plan.steps + 1):
-            # sample: whole groups of finished trajectories, with rewards
-            with timer("collect"):
-                run.report_progress(step - 1)
-                rows, sampled = run.collect()
-            metrics = run.describe(sampled)
-            metrics["staleness"] = run.staleness(sampled if rows is None else rows)
-            with timer("train"), asleep(run.engine if cfg.inference.sleep else None):
-                metrics |= train(run, rows, parity=due(step, cfg.inference.parity_every))
-            metrics |= run.adapt(metrics, len(sampled))
-            metrics |= {"learning_rate": run.scheduler.get_last_lr()[0], "num_tokens": run.collector.num_tokens}
-            metrics |= run.counts()
-
-            # update the sampler
-            with timer("sync"):
-                if due(step, cfg.sampler.sync_every):
-                    run.collector.update_policy_weights_()
-
-            last = step == run.plan.steps
-            if due(step, cfg.eval.every) or last:
-                metrics |= evaluate(step)
-            if due(step, cfg.log.samples_every):
-                run.logger.log_table(step, "training completions", completion_table(sampled, cfg.log.samples))
-            timings = timer.take() | run.reward_seconds() | {"cpu_seconds": cpu_of(run)}
-            timings["tokens_per_second"] = metrics["completions/mean_length"] * len(sampled) / timings["time/collect"]
-            run.logger.log(step, metrics, timings=timings)
-            if due(step, cfg.checkpoint.every) or last or stop.requested:
-                save(run, step)
-            if stop.requested and not last:
-                print(f"stopped after step {step}; the same command goes on from there", flush=True)
-                return
-    finish(run)
+HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")
 
 
-def train(run: SimpleNamespace, rows: TensorDictBase | None, *, parity: bool = False) -> dict[str, float]:
-    """Leave-one-out advantages as the rows enter the buffer, then one or more passes over it."""
-    if rows is None:  # no group had a signal
-        return {}
-    outputs, norms = [], []
-    recorded, gap = run.record(tensor_rows(rows), parity=parity)
-    run.buffer.extend(recorded)
-    for _ in range(run.plan.passes):
-        for batch in run.buffer:
-            batch = split_segments(batch)  # a trajectory whose past the template rewrote is several samples
-            counts = run.loss_fn.count(batch)
-            for micro in run.micro_batches(batch):
-                out = run.loss_fn(micro, counts)
-                out.loss.backward()
-                outputs.append(out.detach())
-            norms.append(clip_grad_norm_(run.model.parameters(), run.max_grad_norm or inf, error_if_nonfinite=True))
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad()
-    run.buffer.empty()
-    metrics = merge_outputs(outputs, num_updates=len(norms)) | gap
-    metrics["grad_norm"] = float(torch.stack(norms).mean())
-    return metrics
+class Problem(NamedTuple):
+    """Task, prompts, model, rewards, method and sizes of a run."""
+
+    task: TaskBase
+    train_set: PromptDataset
+    eval_set: PromptDataset
+    model_name: str
+    model: PreTrainedModel
+    wrapper: dict[str, Any]  # arguments of every policy: tokenizer and sampling
+    limits: dict[str, Any]  # of one forward and backward pass: rows and tokens
+    make_transforms: Callable[[], list]  # that answer the policy's turns
+    chat: dict[str, Any]  # arguments of every environment: limits and template
+    rewards: RewardTransform
+    method: Preset
+    plan: diagnostics.TrainingPlan
+
+
+def main(cfg: Config) -> None:
+    # Task, model, rewards, method: wrong settings are refused before anything samples
+    problem = load_problem(cfg)
+    model, rewards, method, plan = problem.model, problem.rewards, problem.method, problem.plan
+
+    # Environment: prompts, turns, rewards, KL to the starting model
+    trainer = TransformersWrapper(model, generate=False, packing=cfg.train.packing, **problem.wrapper)
+    env = make_env(cfg, problem, trainer)
+
+    # Learning: leave-one-out advantages as rows enter the buffer, loss, optimizer
+    advantage = MCAdvantage(**method.advantage_arguments)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(plan.rows_per_step),
+        sampler=SamplerWithoutReplacement(),
+        transform=advantage,
+        generator=torch.Generator().manual_seed(cfg.seed),
+    )
+    loss_fn = RLOOLoss(trainer, **method.loss_arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.optimizer))
+    scheduler = linear_schedule(optimizer, plan.optimizer_steps, **asdict(cfg.schedule))
+
+    # Sampling: by the model itself, or by an engine that receives its weights
+    policy, engine, sampler, updater = make_policy(cfg, problem, trainer)
+    collector = make_collector(cfg, env, policy, updater)
+    source = make_source(cfg, problem, collector, advantage, trainer)
+    evaluation = make_evaluation(cfg, problem, policy)
+
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
+    parts |= {} if sampler is model else {"sampler": sampler}
+    kl_coeff = method.kl.coeff if method.kl else 0.0
+    parts |= {"kl_coeff": kl_coeff} if isinstance(kl_coeff, AdaptiveKLCoefficient) else {}
+    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=HEADLINE)
+    with engine or nullcontext(), closing(rewards), closing(source), run:
+        rewards.quarantine.rewind(run.step)  # steps that come again write their failed samples again
+        if run.step == 0:
+            evaluate(run, cfg, evaluation)
+        elif engine is not None:  # a new engine has the weights that the model started from
+            updater.updaters[-1].push_weights(collector.policy_version)
+        for step in run.steps():
+            with run.time("collect"):  # 1. sample whole groups of finished trajectories
+                rewards.report_progress(step - 1, plan.steps, plan.epochs(step - 1), collector.num_tokens)
+                rows, sampled = step_rows = source.collect()
+            log_rollouts(run, cfg, problem, step_rows, collector)
+            with run.time("train"), sleeping(engine if cfg.inference.sleep else None):
+                if rows is not None:  # 2. compute leave-one-out advantages
+                    buffer.extend(score_old_log_probs(run, cfg, problem, rows, loss_fn, collector.policy_version))
+                outputs, norms = [], []
+                for batch in minibatches(buffer, plan.minibatches, plan.epochs_per_batch):  # 3. optimize
+                    outputs += accumulate(loss_fn, batch, merge_identical=cfg.train.merge_identical, **problem.limits)
+                    norms.append(optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm))
+                buffer.empty()
+                catch_up(scheduler, step * plan.optimizer_steps // plan.steps)
+            with run.time("sync"):  # 4. bring the weights to the sampler
+                if run.is_due(cfg.sampler.sync_every):
+                    collector.update_policy_weights_()
+            log_training(run, outputs, norms, scheduler)
+            adapt_kl(run, kl_coeff, len(sampled))
+            run.log(meters(env.base_env, *transforms_of(env), env.primer.sampler, advantage, *source.parts))
+            if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
+                evaluate(run, cfg, evaluation)
+    if run.finished:
+        finish(run, cfg, problem)
+
+
+def load_problem(cfg: Config) -> Problem:
+    """Load task, model and prompts; build rewards and method; check that all sizes fit."""
+    torch.manual_seed(cfg.seed)
+    torch.set_num_threads(cfg.threads or torch.get_num_threads())
+    own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
+    task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**given(cfg.task))
+    name = resolve_model(cfg.model.name, cfg.seed, task.name, log=print)
+    model, tokenizer = modules.load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+    model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
+    train_set, eval_set = task.load(**given(cfg.data), seed=cfg.seed, tokenizer=tokenizer)
+    context, template = modules.context_length(model), cfg.data.template_kwargs
+    limits = given(cfg.environment, "transforms")
+    make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
+    plan = diagnostics.TrainingPlan(
+        **asdict(cfg.plan),
+        train_prompts=len(train_set),
+        eval_prompts=len(eval_set),
+        max_prompt_tokens=data.longest_prompt(tokenizer, (train_set, eval_set), **template),
+        max_new_tokens=cfg.generate.max_new_tokens,
+        context_length=context,
+        max_turns=chat.get("max_turns") if make_transforms() else 1,
+        max_tokens=chat.get("max_tokens"),
+    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
+    print(f"training: {train_set}\nheld out: {eval_set}\n{plan}", flush=True)
+    diagnostics.check_engine(cfg.inference.engine, plan, cfg.lora, cfg.sampler.dtype)
+    rewards = make_rewards(cfg, task)
+    method = make_method(
+        cfg.algorithm,
+        loss=cfg.loss,
+        advantage=cfg.advantage,
+        kl=given(cfg.kl),
+        max_new_tokens=plan.max_new_tokens,
+        prompts_per_step=plan.prompts_per_step,
+        num_generations=plan.num_generations,
+        reward_weights=rewards.weights,
+    )
+    wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}
+    limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
+    chat |= {"template_kwargs": template}
+    prompts = (train_set, eval_set)
+    return Problem(task, *prompts, name, model, wrapper, limits, make_transforms, chat, rewards, method, plan)
+
+
+def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
+    """Build the reward functions: the user's, or the task's."""
+    reward, own = cfg.reward, cfg.reward.functions is not None
+    return RewardTransform(
+        [load_reward(spec) for spec in reward.functions] if own else task.make_rewards(),
+        weights=reward.weights if own or reward.weights else task.reward_weights,
+        clip_range=reward.clip_range,
+        executor=make_executor(**asdict(reward.executor)),
+        max_consecutive_failures=reward.max_consecutive_failures,
+        deduplicate=reward.deduplicate,
+        quarantine=Path(cfg.output_dir) / "quarantine.jsonl",
+    )
+
+
+def make_env(cfg: Config, problem: Problem, trainer: TransformersWrapper) -> DatasetChatEnv:
+    """Build the environment: prompts, turns, rewards, their shaping, KL to the starting model."""
+    rewards, method = problem.rewards, problem.method
+    after = [instantiate(spec, rewards) for spec in cfg.reward.shaping]
+    if method.kl is not None:
+        reference = modules.frozen_reference(trainer) if cfg.lora is None else modules.AdapterReference(trainer)
+        masked = method.loss.get("mask_truncated_completions", False)
+        settings = method.reward_kl_arguments | problem.limits
+        after.append(KLRewardTransform(reference, mask_truncated_completions=masked, **settings))
+    return DatasetChatEnv(
+        problem.train_set,
+        problem.wrapper["tokenizer"],
+        prompts_per_batch=problem.plan.prompts_per_step,
+        num_generations=problem.plan.num_generations,
+        transforms=problem.make_transforms(),
+        rewards=rewards,
+        after_rewards=after,
+        sampler=make_prompt_sampler(cfg.curriculum, problem),
+        seed=cfg.seed,
+        **problem.chat,
+    )
+
+
+def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> data.PromptSampler | None:
+    """Build the order of prompts: shuffled epochs (None), a mixture's shares, or by how often they are solved."""
+    sampler, size = problem.task.make_sampler(problem.train_set), len(problem.train_set)
+    returns = problem.rewards.returns(raw=True)  # shaping does not change whether a prompt is solved
+    if curriculum.pass_rate is not None:
+        if sampler is not None:
+            raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
+        sampler = data.PassRatePool(size, returns=returns, **curriculum.pass_rate)
+    if curriculum.rerolls is not None:
+        settings = {"delay": 10 * problem.plan.prompts_per_step} | curriculum.rerolls
+        sampler = data.DeferredRerolls(sampler or data.MixtureSampler([size]), returns=returns, **settings)
+    return sampler
+
+
+def make_policy(
+    cfg: Config, problem: Problem, trainer: TransformersWrapper
+) -> tuple[TurnPolicy, Engine | None, torch.nn.Module, WeightUpdater]:
+    """Build what samples, the model whose weights it has, and what brings it new ones; prove that they arrive."""
+    shares, dtype, tokenizer = cfg.sampler.share_weights, cfg.sampler.dtype, problem.wrapper["tokenizer"]
+    if shares and (dtype is not None or cfg.sampler.sync_every != 1):
+        raise ValueError(
+            f"sampler.dtype={dtype} and sampler.sync_every={cfg.sampler.sync_every} cannot be combined with "
+            "sampler.share_weights=true; set it to false"
+        )
+    sampler = problem.model if shares else modules.frozen_copy(problem.model, dtype and data.parse_dtype(dtype))
+    to_sampler = InProcessWeightUpdater(problem.model, sampler)
+    if cfg.inference.engine is None:
+        return TransformersWrapper(sampler, **problem.wrapper), None, sampler, to_sampler
+    arguments = dict(cfg.inference.engine)
+    if "model" in arguments:
+        arguments["model"] = arguments["model"] or problem.model_name
+    engine = instantiate(arguments)
+    to_engine = instantiate(cfg.inference.updater, sampler, engine)
+    policy = vLLMWrapper(engine, recover=to_engine.restart, **problem.wrapper)
+    if cfg.inference.self_test:
+        print(diagnostics.self_test(to_engine, sampler, tokenizer, engine), flush=True)
+    diagnostics.check_parity(
+        policy,
+        trainer,
+        [row["query"] for row in islice(problem.eval_set, 8)],
+        sampler_dtype=(dtype or cfg.model.dtype) if arguments.get("dtype") == "float32" else arguments.get("dtype"),
+        trainer_dtype=cfg.model.dtype,
+        max_new_tokens=cfg.generate.max_new_tokens,
+        template_kwargs=cfg.data.template_kwargs,
+    )
+    return policy, engine, sampler, SequentialWeightUpdater(to_sampler, to_engine)
+
+
+def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:
+    """Build what drives the conversations: turn by turn together, or each at its own pace."""
+    settings = {k: v for k, v in asdict(cfg.collector).items() if v != getattr(c.CollectorConfig, k)}
+    if not settings.pop("asynchronous", False):
+        if settings:
+            raise ValueError(f"collector.{next(iter(settings))} requires collector.asynchronous=true")
+        return LLMCollector(env, policy, weight_updater=updater)
+    if cfg.collector.ahead and cfg.sampler.share_weights:
+        raise ValueError(
+            f"collector.ahead={cfg.collector.ahead} samples while the model trains, so it cannot be combined with "
+            "sampler.share_weights=true; set it to false"
+        )
+    return AsyncLLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, **settings)
+
+
+def make_source(
+    cfg: Config, problem: Problem, collector: LLMCollector, advantage: MCAdvantage, trainer: TransformersWrapper
+) -> GroupSource:
+    """Build what gives a step its rows: all groups, or only those with a signal."""
+    refill, cache = cfg.curriculum.refill, cfg.curriculum.cache
+    observe = getattr(collector.env.primer.sampler, "update", None)  # a pool of prompts learns from every batch
+    if refill is not None:
+        if advantage.compares_groups:
+            raise ValueError(
+                "curriculum.refill drops groups without signal, but these advantages compare groups of a step; set "
+                "curriculum.refill=null, or an algorithm that compares rows of one group (rloo, grpo, dapo)"
+            )
+        settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | refill
+        returns = problem.rewards.returns(each=isinstance(advantage.credit, NormalizeThenSum))
+        signal = ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
+        refill = RefillingCollector(collector, signal, cfg.plan.prompts_per_step, **settings)
+    if cache is not None:
+        cache = GroupCache(scorer=trainer, **problem.limits, **cache)
+    return GroupSource(collector, refill, cache, observe)
+
+
+def make_evaluation(cfg: Config, problem: Problem, policy: TurnPolicy) -> diagnostics.Evaluation:
+    """Build the evaluation on held-out prompts."""
+    own = None if cfg.reward.functions is None else problem.rewards.functions
+    return diagnostics.Evaluation(
+        policy,
+        problem.eval_set,
+        load_reward(cfg.eval.scorer) if cfg.eval.scorer is not None else problem.task.make_scorer(own),
+        num_samples=cfg.eval.num_samples,
+        ks=cfg.eval.ks,
+        batch_size=cfg.eval.batch_size,
+        extract=problem.task.extract_answer,
+        executor=problem.rewards.executor,
+        make_transforms=problem.make_transforms,
+        env_kwargs=problem.chat,
+    )
+
+
+def score_old_log_probs(
+    run: Run, cfg: Config, problem: Problem, rows: TensorDictBase, loss_fn: RLOOLoss, version: int
+) -> TensorDictBase:
+    """Score rows with the training model before its first update, where the loss or parity metrics read that."""
+    rows = tensor_rows(rows)
+    whole = not any(keys.PREVIOUS_SEGMENTS in row.keys() for row in rows.unbind(0))
+    parity = run.is_due(cfg.inference.parity_every) and whole
+    if parity or {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
+        rows = modules.record_log_probs(loss_fn.actor_network, rows, entropy=keys.PROXIMAL_ENTROPY, **problem.limits)
+    if parity:  # over rows of the current weights; a cache's log-probs are the trainer's own
+        fresh = (rows[keys.POLICY_VERSION] == version) & (rows[keys.GROUP_ID] < FIRST_CACHED_GROUP)
+        run.log(diagnostics.parity_metrics(rows[fresh]) if fresh.any() else {})
+    return rows
+
+
+def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, collector: LLMCollector) -> None:
+    """Log metrics of the rows of a step, and now and then some of the rows."""
+    rows, sampled = step_rows
+    rewards, masked = problem.rewards, problem.method.loss.get("mask_truncated_completions", False)
+    metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, mask_truncated_completions=masked)
+    trained = sampled if rows is None else rows
+    metrics["staleness"] = collector.policy_version - float(trained[keys.POLICY_VERSION].float().mean())
+    metrics["num_tokens"] = collector.num_tokens
+    speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
+    run.log(metrics, timings=rewards.timings() | {"tokens_per_second": speed})
+    if cfg.log.samples and run.is_due(cfg.log.samples_every):
+        run.log_table("training completions", diagnostics.completion_table(sampled, cfg.log.samples))
+
+
+def log_training(run: Run, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], scheduler: LRScheduler) -> None:
+    """Log metrics of the loss and the optimizer; a step without signal has no updates."""
+    run.log(merge_outputs(outputs, num_updates=len(norms)) | {"learning_rate": scheduler.get_last_lr()[0]})
+    run.log({"grad_norm": float(torch.stack(norms).mean())} if norms else {})
+
+
+def adapt_kl(run: Run, coeff: float | AdaptiveKLCoefficient, num_rows: int) -> None:
+    """Log the coefficient of the KL; move one that follows a target."""
+    run.log({"kl_coeff": float(coeff)} if coeff != 0 else {})
+    if isinstance(coeff, AdaptiveKLCoefficient):
+        coeff.update(run.metrics["kl"], num_rows)
+
+
+def evaluate(run: Run, cfg: Config, evaluation: diagnostics.Evaluation) -> None:
+    """Log metrics of the held-out prompts and a table of their greedy completions, with transcripts if asked for."""
+    with run.time("eval"):
+        result = evaluation.run(keep_rows=cfg.log.transcripts)
+    run.log(result.metrics)
+    if cfg.log.samples:
+        run.log_table("held-out completions", result.table()[: cfg.log.samples])
+    if cfg.log.transcripts:
+        page = run.directory / "transcripts" / f"step_{run.step:06d}.html"
+        title = f"Evaluation after step {run.step}"
+        diagnostics.write_evaluation_transcripts(page, result, evaluation.policy.tokenizer, title=title)
+
+
+def finish(run: Run, cfg: Config, problem: Problem) -> None:
+    """Save the model, write the report, and print the result as one line of JSON."""
+    folder = run.directory / "model"
+    problem.model.save_pretrained(folder)
+    problem.wrapper["tokenizer"].save_pretrained(folder)
+    result = {"cpu_seconds": round(run.cpu_seconds, 1)}
+    for name in ("eval/greedy", "eval/sampled"):
+        before, after = run.first_and_last(name)
+        result |= {f"{name}_before": before, f"{name}_after": after}
+    report = diagnostics.write_report(
+        run.directory,
+        history=run.logger.history,
+        summary=result | {"plan": str(problem.plan)},
+        tables=run.logger.tables,
+        definitions=diagnostics.DEFINITIONS,
+        settings=asdict(cfg),
+    )
+    print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))  # so that a user's own rewards are found by their dotted path
-    hydra.main(version_base="1.3", config_path="config", config_name="rloo_sync")(main)()
+    run_recipe(main, CONFIG)

@@ -1,49 +1,42 @@
-"""AsyncLLMCollector over real vLLM in a process of its own: updated while it samples, and killed."""
+"""AsyncLLMCollector over real vLLM in a process of its own, updated while it samples."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import signal
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
+from support.engines import GROUP
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import keys
+from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.vllm_async import AsyncVLLMEngine
-from torchrl_rloo.weight_update import vLLMUpdater
+from torchrl_rloo.weight_update import EngineUpdater
+
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 LIMIT = 48
 EXACT = 1e-4  # float32
 
 
-@pytest.fixture(scope="module")
-def engine(model: PreTrainedModel, tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncVLLMEngine]:
-    if find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    with AsyncVLLMEngine(path, dtype="float32", max_model_len=512, request_timeout=300.0) as started:
-        yield started
+@pytest.fixture
+def engine(async_engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
+    return async_engine
 
 
 @pytest.fixture
 def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., AsyncLLMCollector]]:
     made: list[AsyncLLMCollector] = []
 
-    def build(updater: vLLMUpdater, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
+    def build(updater: EngineUpdater, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
         """Replies to groups in ``held`` do not come before they leave it."""
 
         async def respond(conversation, row):
@@ -89,7 +82,7 @@ def test_weights_change_under_conversations(
 ) -> None:
     """Turns that an update cuts off go on with the new weights, and every token is of the weights it says it is of."""
     trained = copy.deepcopy(model)
-    updater = vLLMUpdater(trained, engine, in_flight=in_flight)
+    updater = EngineUpdater(trained, engine, in_flight=in_flight)
     updater.push_weights(0)
     held = set(range(4, 12))
     collector, weights = make(updater, held, ahead=8), {0: copy.deepcopy(trained)}
@@ -109,19 +102,3 @@ def test_weights_change_under_conversations(
     assert all(run == sorted(run) for run in runs) and any(len(run) > 1 for run in runs)
     groups = [int(row[keys.GROUP_ID]) for rows in seen for row in rows.unbind(0)]
     assert len(set(groups)) * 2 == len(groups) == 32
-
-
-def test_a_killed_engine_comes_back(make: Callable, engine: AsyncVLLMEngine, model, tokenizer) -> None:
-    updater = vLLMUpdater(model, engine)
-    updater.push_weights(0)
-    killed = []
-
-    def kill(progress) -> None:
-        if not killed and progress.turns:
-            killed.append(engine._core._processes[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
-
-    collector = make(updater, ahead=4, progress=kill)
-    for _ in range(3):
-        assert_on_policy(collector.collect(), {0: model}, tokenizer)
-    assert killed and updater.restarts == 1 and not collector.counts

@@ -87,6 +87,7 @@ def all_of(collector: LLMCollector) -> list[TensorDictBase]:
 
 SCHEMA = {  # key: (dtype, shape of a row; T and P stand for its lengths)
     keys.GROUP_ID: (torch.int64, ()),
+    keys.GROUP_SIZE: (torch.int64, ()),
     keys.PROMPT_ID: (torch.int64, ()),
     keys.POLICY_VERSION: (torch.int64, ()),
     keys.NUM_TURNS: (torch.int64, ()),

@@ -14,6 +14,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.collectors.refill import RefillingCollector
 from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data.outcomes import final_return
+from torchrl_rloo.data.pass_rates import PassRatePool
+from torchrl_rloo.data.rerolls import DeferredRerolls
 from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.embedded import addition_prompts, build_model
 from torchrl_rloo.envs import DatasetChatEnv
@@ -22,11 +25,8 @@ from torchrl_rloo.functional.groups import group_ranges, has_signal
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
-from torchrl_rloo.replay.cache import FIRST_GROUP_ID, GroupCache
+from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP, GroupCache
 from torchrl_rloo.replay.filters import ZeroSignalFilter
-from torchrl_rloo.replay.outcomes import final_return
-from torchrl_rloo.replay.pass_rates import PassRatePool
-from torchrl_rloo.replay.rerolls import DeferredRerolls
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 GROUPS, SIZE = 4, 3
@@ -158,14 +158,14 @@ def test_it_gives_up_and_says_so(make: Callable) -> None:
 
 def test_surplus_is_given_first_without_sampling_and_not_when_too_old(make: Callable) -> None:
     run = make(cached=False, max_batches=8)
-    run.refill.groups, run.refill.max_age = 1, 2
+    run.refill.groups_per_batch, run.refill.max_age = 1, 2
     first = run.refill.collect()
     surplus = run.refill.surplus_groups
     assert surplus >= 1
     second = run.refill.collect()
     assert second.sampled is None and run.refill.surplus_groups == surplus - 1
     assert first.rows[keys.GROUP_ID].unique() < second.rows[keys.GROUP_ID].unique()
-    run.refill.groups = GROUPS
+    run.refill.groups_per_batch = GROUPS
     run.collector.policy_version = 3
     third = run.refill.collect()
     assert run.refill.counts["refill/stale_groups"] == surplus - 1
@@ -174,7 +174,7 @@ def test_surplus_is_given_first_without_sampling_and_not_when_too_old(make: Call
 
 def test_the_end_of_the_data(make: Callable) -> None:
     run = make(cached=False, epochs=1, max_batches=8)
-    run.refill.groups = 100
+    run.refill.groups_per_batch = 100
     given = run.refill.collect()
     assert len(given.sampled) == 12 * SIZE and given.rows is not None
     with pytest.raises(DatasetExhaustedError):
@@ -194,7 +194,7 @@ def test_cached_groups_come_with_todays_log_probs_and_under_another_name(make: C
             parameter.mul_(1.1)
     filled = run.cache.fill(None, GROUPS, policy_version=1)
     assert len(filled) == GROUPS * SIZE
-    assert sorted(set(filled[keys.GROUP_ID].tolist())) == [FIRST_GROUP_ID + i for i in range(GROUPS)]
+    assert sorted(set(filled[keys.GROUP_ID].tolist())) == [FIRST_CACHED_GROUP + i for i in range(GROUPS)]
     assert (filled[keys.POLICY_VERSION] == 0).all(), "the staleness metric shows their age"
     out = run.loss_fn(MCAdvantage(SIZE).inv(filled))
     assert float(out.ESS) == pytest.approx(1, abs=1e-6) and abs(float(out.kl_approx)) < 1e-8, "the ratio starts at 1"

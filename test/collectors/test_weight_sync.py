@@ -9,10 +9,10 @@ import pytest
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines import EngineError, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines import EngineError, ScriptedEngine, ScriptedTurn
-from torchrl_rloo.weight_update import WeightSyncError, WeightUpdater, vLLMUpdater
+from torchrl_rloo.weight_update import EngineUpdater, WeightSyncError, WeightUpdater
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def make_collector(tokenizer, prompts) -> Callable:
         engine = ScriptedEngine(lambda request, index: turn, fail_updates={"finish": list(fail or [])})
         env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
         policy = vLLMWrapper(engine, tokenizer=tokenizer)
-        updater = vLLMUpdater(build_model(tokenizer, seed=0), engine)
+        updater = EngineUpdater(build_model(tokenizer, seed=0), engine)
         return LLMCollector(env, policy, weight_updater=updater, **kwargs), engine
 
     return make

@@ -27,10 +27,11 @@ from torchrl_rloo.functional import (
     ESTIMATORS,
     RATIOS,
     SURROGATES,
+    Clip,
     SamplingDistribution,
     aggregate,
     k1,
-    kl_penalised_reward,
+    kl_penalized_reward,
     leave_one_out,
     masked_mean,
     nanstd,
@@ -82,7 +83,7 @@ def returns(inputs: Inputs) -> torch.Tensor:
     if "beta" in inputs:
         mask = completion_mask(inputs)
         kl = torch.where(mask, k1(tensor(inputs["old"]), tensor(inputs["ref"])), 0.0)
-        total = kl_penalised_reward(total, kl, inputs["beta"])
+        total = kl_penalized_reward(total, kl, inputs["beta"])
     return total
 
 
@@ -114,13 +115,13 @@ def run_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
     old = torch.zeros_like(mask, dtype=torch.float32)
     old[:, 0] = tensor(inputs["old_logps_seq"])  # only the sum over a row matters
     log_ratio = sequence_log_ratio(log_probs, old, mask)
-    bounds = {"epsilon_low": low, "epsilon_high": high}
-    loss = SURROGATES["clip"](log_ratio, advantages[:, None], log_probs, old, **bounds).mean()
+    clip, advantages = Clip(low, high), advantages[:, None]
+    loss = clip(log_ratio, advantages, log_probs, old).mean()
     loss.backward()
     check(loss.detach(), outputs["loss"])
     check(log_probs.grad, outputs["grad_logps"])
-    removed = (log_probs.grad == 0).all(1) & mask.any(1)
-    is_low, is_high = (removed & (advantages < 0)).float(), (removed & (advantages > 0)).float()
+    clipped = clip.clipped(log_ratio, advantages, log_probs, old)
+    is_low, is_high = (clipped & (advantages < 0)).float(), (clipped & (advantages > 0)).float()
     ours = {
         "entropy": masked_mean(tensor(inputs["ent"]), mask) if "ent" in inputs else torch.tensor(1.0),
         "clip_ratio/low_mean": is_low.mean(),
@@ -151,10 +152,10 @@ def run_grpo_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
         ratio = "sequence_mean"
     settings = {}
     if surrogate == "cispo":
-        settings = {"epsilon_high": inputs["epsilon_high"] - 1}  # TRL's is the bound itself
+        settings = {"high": inputs["epsilon_high"] - 1}  # TRL's is the bound itself
     log_probs.requires_grad_()
     log_ratio = RATIOS[ratio](log_probs, old, mask)
-    values = share_out(SURROGATES[surrogate](log_ratio, advantages, log_probs, old, **settings), mask)
+    values = share_out(SURROGATES[surrogate](**settings)(log_ratio, advantages, log_probs, old), mask)
     loss = aggregate(values, mask, aggregation)
     loss.backward()
     check(loss.detach(), outputs["loss"])
@@ -187,7 +188,7 @@ RUNNERS: dict[str, Callable[[Inputs, dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("name", [name for kind in RUNNERS for name in names_of(kind)])
-def test_case(name):
+def test_ours_gives_the_recorded_values(name):
     RUNNERS[CASES[name]["kind"]](CASES[name]["inputs"], CASES[name]["outputs"])
 
 

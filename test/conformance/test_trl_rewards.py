@@ -39,7 +39,7 @@ OURS: dict[str, Callable[[dict[str, Any]], RewardFunction]] = {
 
 @pytest.mark.parametrize("messages", [False, True], ids=["text", "messages"])
 @pytest.mark.parametrize("name", CASES)
-def test_case(name, messages):
+def test_our_reward_gives_the_recorded_scores(name, messages):
     inputs, expected = CASES[name]["inputs"], CASES[name]["outputs"]["rewards"]
     ids = inputs.get("completion_ids") or [[1] * n for n in inputs.get("lengths", [0] * len(expected))]
     contents = inputs.get("contents", [""] * len(expected))

@@ -55,7 +55,7 @@ def parts(tokenizer, model):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_schedule(name, parts, monkeypatch):
+def test_a_loop_of_ours_does_the_recorded_steps(name, parts, monkeypatch):
     inputs, expected = CASES[name]["inputs"], CASES[name]["outputs"]
     micro_rows, group = inputs["per_device_train_batch_size"], inputs["num_generations"]
     accumulation, reuse = inputs.get("gradient_accumulation_steps", 1), inputs.get("num_iterations", 1)

@@ -14,6 +14,7 @@ from torchrl_rloo.data.preferences import (
     REJECTED,
     encode_demonstrations,
     encode_preferences,
+    load_preference_splits,
     load_preferences,
     mismatched_rows,
 )
@@ -363,3 +364,26 @@ def test_margins_come_from_a_column():
     for bad in (None, "2", True, float("nan")):
         with pytest.raises(ValueError, match="row 0 .*margin_column='gap' must hold a finite number"):
             load_preferences([{**rows[0], "gap": bad}], "chatml.intel", margin_column="gap")
+
+
+def test_splits_share_no_prompt_and_choose_from_the_whole_source():
+    answers = [{"prompt": f"{i}?", "answers": [{"answer": str(k), "rank": k} for k in (1, 2, 3)]} for i in range(30)]
+    train, held_out = load_preference_splits(answers, "zephyr.nectar", eval_size=11)
+    prompts = [{str(example["prompt"]) for example in part} for part in (train, held_out)]
+    assert len(held_out) == 10 and len(train) == 50 and not prompts[0] & prompts[1]  # two pairs a prompt
+    other = load_preference_splits(answers, "zephyr.nectar", eval_size=11, seed=1)[1]
+    assert {str(example["prompt"]) for example in other} != prompts[1]
+
+
+def test_a_source_of_its_own_is_held_out():
+    def rows(words: str) -> list[dict]:
+        return [{"question": f"{word} {i}", "chosen": "a", "rejected": "b"} for word in words for i in range(50)]
+
+    train, held_out = load_preference_splits(rows("x"), "chatml.intel", eval_source=rows("abcd"), eval_size=40, limit=9)
+    assert len(train) == 9 and len(held_out) == 40
+    assert {e["prompt"][0]["content"][0] for e in held_out} == set("abcd")  # not only the first
+    with pytest.raises(ValueError, match="3 of the 4 pairs of eval_source have prompts of training pairs"):
+        shared = [*rows("x")[:3], *rows("y")[:1]]
+        load_preference_splits(rows("x"), "chatml.intel", eval_source=shared)
+    with pytest.raises(ValueError, match="eval_size=0 of 50 pairs leaves 50 to train on and 0 held out"):
+        load_preference_splits(rows("x"), "chatml.intel", eval_size=0)

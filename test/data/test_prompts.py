@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_rloo.data import keys
-from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data import keys, notices
+from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, longest_prompt, split_prompts
 from torchrl_rloo.data.templates import encode_prompt
 
 ROWS = [{"prompt": "What is 1+1?", "answer": "2"}, {"prompt": "What is 2+5?", "answer": "7"}]
@@ -352,6 +352,19 @@ def test_a_column_with_a_reserved_name(name: str):
     assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
 
 
+def shouted(row):
+    return {"prompt": row["prompt"].upper()}
+
+
+def test_a_row_map_by_its_path():
+    assert load_prompts(ROWS, row_map=f"{__name__}.shouted").rows == load_prompts(ROWS, row_map=shouted).rows
+    assert load_prompts(ROWS, row_map=shouted)[0]["query"] == "WHAT IS 1+1?"
+    with raises(f"row_map '{__name__}.shoute': module '{__name__}' has no 'shoute' (did you mean 'shouted'"):
+        load_prompts(ROWS, row_map=f"{__name__}.shoute")
+    with raises("row_map=3 must be a function of a row, or its dotted path", TypeError):
+        load_prompts(ROWS, row_map=3)
+
+
 # Chat and length
 
 
@@ -373,8 +386,44 @@ def test_the_system_prompt_goes_where_there_is_none():
     loaded = load_prompts(rows, system_prompt="Be brief.").rows
     assert [row["query"] for row in loaded] == [[system, USER], rows[1]["prompt"]]
     assert load_prompts(ROWS, system_prompt="Be brief.", chat=True)[0]["query"][0] == system
+    assert load_prompts(ROWS, system_prompt="Be brief.")[0]["query"][0] == system, "a system prompt asks for messages"
     with raises("system_prompt='Be brief.' has no place in plain-text prompts: set chat=True, or pass a tokenizer"):
-        load_prompts(ROWS, system_prompt="Be brief.")
+        load_prompts(ROWS, system_prompt="Be brief.", chat=False)
+
+
+def test_the_rule_for_text_prompts_is_logged_once(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    undecided, text = load_prompts(ROWS), load_prompts(ROWS, chat=False)
+    assert text.for_tokenizer(tokenizer) is text and not caplog.messages
+    for _ in range(2):
+        chat = undecided.select([0, 1]).for_tokenizer(tokenizer)
+        assert chat.conversational and chat.for_tokenizer(tokenizer) is chat
+        assert chat.rows == load_prompts(ROWS, chat=True).select([0, 1]).rows
+    assert len(caplog.messages) == 1 and "chat=False" in caplog.messages[0]
+    tokenizer.chat_template = None
+    assert undecided.for_tokenizer(tokenizer) is undecided
+    assert len(caplog.messages) == 2 and "no chat template" in caplog.messages[1]
+
+
+def test_prompts_are_encoded_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch):
+    dataset = load_prompts([{"prompt": "a" * n} for n in (3, 9, 4)], chat=True)
+    each = [encode_prompt(tokenizer, row["query"]) for row in dataset.rows]
+    assert dataset.encoded(tokenizer) is None
+    assert dataset.encode(tokenizer) == each
+    assert longest_prompt(tokenizer, (dataset, dataset.select([0]))) == len(each[1])
+    assert dataset.select([2, 0]).encoded(tokenizer) == [each[2], each[0]]
+    assert dataset.encoded(tokenizer, enable_thinking=False) is None, "other arguments, other ids"
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template + "{{ '!' }}")
+    assert dataset.encoded(tokenizer) is None, "another template, other ids"
+    assert dataset.encode(tokenizer) != each
+
+
+def test_prompts_that_were_measured_are_not_encoded_again(tokenizer: PreTrainedTokenizerFast):
+    dataset = load_prompts([{"prompt": "a" * n} for n in (3, 99, 4)], tokenizer=tokenizer, max_prompt_length=50)
+    assert [len(ids) for ids in dataset.encoded(tokenizer)] == [len(ids) for ids in dataset.encode(tokenizer)]
+    assert len(dataset) == 2
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast):
@@ -441,6 +490,8 @@ def test_a_dataset_says_what_it_holds():
         "PromptDataset(3 text prompts, columns=('answer',), PromptCounts(read=3, too_long=0, duplicates=1, kept=3))"
     )
     assert "conversational" in repr(load_prompts(rows, chat=True))
+    assert str(load_prompts(rows)) == "3 text prompts with answer (1 repeated)"
+    assert str(load_prompts(ROWS, chat=True, columns=[])) == "2 chat prompts"
     assert load_prompts(rows, chat=True).conversational and not load_prompts(rows).conversational
     assert load_prompts(rows).select([2, np.int64(0)]).counts == PromptCounts(2, 0, duplicates=1, kept=2)
 

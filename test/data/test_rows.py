@@ -22,7 +22,7 @@ from torchrl_rloo.data import (
     unpad,
 )
 from torchrl_rloo.data.rows import (
-    LAYOUTS,
+    PACKINGS,
     as_lazy,
     collection,
     place_actions,
@@ -211,11 +211,11 @@ def contents(rows: LazyStackedTensorDict) -> list[tuple[int, ...]]:
     return [tuple(t.tolist()) for t in ragged(rows, keys.TOKENS)]
 
 
-def cost(rows: LazyStackedTensorDict, layout: str) -> int:
+def cost(rows: LazyStackedTensorDict, packing: str) -> int:
     lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
-    if layout == "padded":
+    if packing == "none":
         return len(lengths) * max(lengths)
-    if layout == "packed":
+    if packing == "packed":
         return sum(lengths)
     prompts = prompt_lengths(ragged(rows, keys.ACTION_MASK))
     different = {row[:n]: n for row, n in zip(contents(rows), prompts, strict=True)}
@@ -226,25 +226,25 @@ groups_of_rows = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), m
 
 
 @few
-@given(groups_of_rows, st.sampled_from(LAYOUTS), st.integers(1, 60), st.none() | st.integers(1, 6))
+@given(groups_of_rows, st.sampled_from(PACKINGS), st.integers(1, 60), st.none() | st.integers(1, 6))
 def test_micro_batches_hold_every_row_once_and_keep_both_limits(
-    groups: list[list[int]], layout: str, budget: int, size: int | None
+    groups: list[list[int]], packing: str, budget: int, size: int | None
 ) -> None:
     rows = grouped_rows(groups, prompt=3)
-    pieces = list(micro_batches(rows, size, max_tokens=budget, layout=layout))
+    pieces = list(micro_batches(rows, size, max_tokens=budget, packing=packing))
     assert sorted(c for piece in pieces for c in contents(piece)) == sorted(contents(rows))
     for piece in pieces:
-        assert len(piece) == 1 or cost(piece, layout) <= budget
+        assert len(piece) == 1 or cost(piece, packing) <= budget
         assert size is None or len(piece) <= size
 
 
 def test_a_budget_counts_what_the_layout_makes_of_the_rows() -> None:
     rows = grouped_rows([[10, 2], [2, 2]], prompt=5)  # lengths 15, 7, 7, 7
     sizes = {
-        (layout, budget): [len(p) for p in micro_batches(rows, max_tokens=budget, layout=layout)]
-        for layout, budget in [("padded", 30), ("packed", 30), ("shared_prefix", 26), ("shared_prefix", 25)]
+        (packing, budget): [len(p) for p in micro_batches(rows, max_tokens=budget, packing=packing)]
+        for packing, budget in [("none", 30), ("packed", 30), ("shared_prefix", 26), ("shared_prefix", 25)]
     }
-    assert sizes["padded", 30] == [2, 2]  # 2 x 15, 2 x 7
+    assert sizes["none", 30] == [2, 2]  # 2 x 15, 2 x 7
     assert sizes["packed", 30] == [3, 1]  # 15 + 7 + 7, 7
     assert sizes["shared_prefix", 26] == [4]  # 5 + 12, 5 + 4
     assert sizes["shared_prefix", 25] == [3, 1]
@@ -252,7 +252,7 @@ def test_a_budget_counts_what_the_layout_makes_of_the_rows() -> None:
 
 def test_rows_of_a_prompt_stay_together_where_prompts_are_shared() -> None:
     rows = grouped_rows([[9, 1, 5], [8, 2, 6], [7, 3, 4]], prompt=4)
-    pieces = list(micro_batches(rows, max_tokens=20, layout="shared_prefix"))
+    pieces = list(micro_batches(rows, max_tokens=20, packing="shared_prefix"))
     assert [{c[0] for c in contents(p)} for p in pieces] == [{0}, {1}, {2}]
     assert [len(c) - 4 for c in contents(pieces[0])] == [9, 5, 1]
 
@@ -261,7 +261,7 @@ def test_longest_rows_come_first_and_what_fits_is_not_touched() -> None:
     rows = grouped_rows([[1, 4], [3, 2]], prompt=1)
     lengths = [[len(c) for c in contents(p)] for p in micro_batches(rows, 3)]
     assert lengths == [[5, 4, 3], [2]]
-    for kwargs in ({}, {"size": 4}, {"max_tokens": 20}, {"size": 5, "max_tokens": 14, "layout": "packed"}):
+    for kwargs in ({}, {"size": 4}, {"max_tokens": 20}, {"size": 5, "max_tokens": 14, "packing": "packed"}):
         (whole,) = micro_batches(rows, **kwargs)
         assert whole is rows
     (empty,) = micro_batches(rows[:0], max_tokens=5)
@@ -273,7 +273,7 @@ def test_longest_rows_come_first_and_what_fits_is_not_touched() -> None:
     [
         ({"size": 0}, "size=0 must be at least 1"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ({"layout": "dense"}, "layout='dense' must be one of"),
+        ({"packing": "dense"}, "packing='dense' must be one of"),
     ],
 )
 def test_wrong_limits_are_refused(kwargs: dict, message: str) -> None:

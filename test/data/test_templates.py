@@ -13,7 +13,9 @@ from torchrl_rloo.data import (
     decode_response,
     encode_conversation,
     encode_feedback,
+    encode_messages,
     encode_prompt,
+    encode_prompts,
     from_history,
     render,
     to_history,
@@ -44,6 +46,23 @@ def test_a_prompt_is_what_the_tokenizers_own_template_makes_of_it(template: str,
     for messages in (chat("abc"), chat("abc", "cab", "b")):
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert encode_prompt(tokenizer, messages) == expected
+
+
+@pytest.mark.parametrize("template", MULTI_TURN)
+def test_a_batch_of_prompts_has_the_ids_of_each(template: str, make_tokenizer: Callable) -> None:
+    tokenizer = make_tokenizer(template)
+    queries = ["abc cab", chat("abc"), chat("a<|im_end|>b</s>c"), "b", chat("abc", "cab"), chat("abc", "", "b")]
+    each = []
+    for query in queries:
+        if isinstance(query, str):
+            each.append(ids_of(tokenizer, query))
+        else:
+            last = {"continue_final_message": True} if len(query) == 2 else {"add_generation_prompt": True}
+            each.append(encode_messages(tokenizer, query, **last))
+    assert encode_prompts(tokenizer, queries) == each
+    assert encode_prompts(tokenizer, []) == []
+    with pytest.raises(ValueError, match="has no tokens"):
+        encode_prompts(tokenizer, ["abc", ""])
 
 
 def test_special_tokens_are_neither_added_twice_nor_split(make_tokenizer: Callable) -> None:

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from torchrl_rloo.diagnostics.comparison import compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
-from torchrl_rloo.functional.paired import mcnemar_test
+from torchrl_rloo.diagnostics.statistics.paired import mcnemar_test
 
 SIGNS = list(itertools.product((-1, 1), repeat=3))
 SETTINGS = EvaluationSettings(("right", "short"), num_samples=4, ks=(4,), generate_kwargs={"temperature": 1.0})
@@ -84,7 +84,9 @@ def test_means_of_three_samples_that_are_equally_far_apart_tie():
         samples = [EvaluatedSample(i, k, f"prompt {i}", "", scores) for i, k, scores in scores]
         return EvaluationResult(samples, EvaluationSettings(("right",), num_samples=3, greedy=False))
 
-    for first, second in itertools.product(itertools.product(range(3), repeat=3), repeat=2):
+    prompts = itertools.product(range(3), repeat=2)  # what a prompt's samples got in the two evaluations
+    for pairs in itertools.combinations_with_replacement(prompts, 3):  # the order of prompts does not matter
+        first, second = zip(*pairs, strict=True)
         found = compare(thirds(*first), thirds(*second)).metrics["sampled"].test
         steps = [b - a for a, b in zip(first, second, strict=True)]
         signed = [abs(sum(s * d for s, d in zip(signs, steps, strict=True))) for signs in SIGNS]

@@ -12,10 +12,10 @@ import torch
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table
 from torchrl_rloo.diagnostics.evaluation_result import EvaluationResult
+from torchrl_rloo.diagnostics.statistics.evaluation import maj_at_k, mean_interval, pass_at_k
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
-from torchrl_rloo.functional.evaluation import maj_at_k, mean_interval, pass_at_k
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.rewards.answers import final_answer
@@ -300,6 +300,11 @@ def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
         ({"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}}, "env_kwargs are of the environment"),
         ({"scorers": {}}, "scorers is empty"),
         ({"scorers": {"a/b": odd}}, r"names of scorers \['a/b'\]"),
+        ({"scorers": "numeric_matchh"}, "did you mean 'numeric_match'"),
+        (
+            {"scorers": {"a": odd, "b": "boxed_accuracy"}, "rows": [{"prompt": "Hi", "gold": "1"}]},
+            r"scorer boxed_accuracy asks for \['answer'\], which the dataset does not have: its columns are \['gold'\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(kwargs, message):

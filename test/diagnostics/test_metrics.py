@@ -66,6 +66,13 @@ def test_dead_groups_are_counted_before_kl_and_whatever_the_order():
     assert completion_metrics(shuffled, ["r"], [1.0]) == pytest.approx(completion_metrics(rows, ["r"], [1.0]))
 
 
+def test_entropy_is_of_all_rows_whatever_their_rewards():
+    """The loss may be given the rows with a signal alone; the sampler's estimate is of every action token."""
+    rows = {"rewards_per_function": [[1.0, 1.0]], "num_generations": 2, "completion_lengths": [2, 1]}
+    rows["old"] = [[-0.5, -1.5], [-4.0]]
+    assert completion_metrics(rows_of(rows), ["f"], [1.0])["entropy"] == pytest.approx((0.5 + 1.5 + 4.0) / 3)
+
+
 def test_every_metric_is_defined():
     inputs = {
         "rewards_per_function": [[1.0, 0.0]],

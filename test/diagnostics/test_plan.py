@@ -11,7 +11,7 @@ GOOD = dict(
     prompts_per_step=6,
     num_generations=4,
     minibatches=2,
-    passes=3,
+    epochs_per_batch=3,
     micro_batch_size=None,
     train_prompts=30,
     eval_prompts=5,
@@ -33,7 +33,7 @@ def test_arithmetic():
     ):
         assert said in text
     assert "first of each 6 on-policy" in text
-    assert "all on-policy" in str(TrainingPlan(**(GOOD | dict(minibatches=1, passes=1))))
+    assert "all on-policy" in str(TrainingPlan(**(GOOD | dict(minibatches=1, epochs_per_batch=1))))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tensordict import NonTensorData, TensorDict
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.data.segments import put_sample_by
+from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
 from torchrl_rloo.diagnostics.evaluation import Evaluation
 from torchrl_rloo.diagnostics.transcript_blocks import contexts_of, find_blocks, find_calls
@@ -162,11 +162,13 @@ def test_samples_that_the_template_rewrote_are_parts(tmp_path):
     n = len(row[keys.PROMPT_TOKENS]) + 2
     begun = TensorDict({keys.PROMPT_TOKENS: row[keys.TOKENS][:n], keys.ACTION_MASK: row[keys.ACTION_MASK][:n]})
     begun.set(keys.LOG_PROBS, row[keys.LOG_PROBS][:n])
-    put_sample_by(begun)
+    stash_segment(begun)
     for _ in range(2):  # where the policy said nothing
         begun.set(keys.ACTION_MASK, torch.zeros(n, dtype=torch.bool))
-        put_sample_by(begun)
-    row.set(keys.EARLIER, begun[keys.EARLIER]).set(keys.TOKEN_REWARDS, torch.zeros(len(row[keys.TOKENS])))
+        stash_segment(begun)
+    row.set(keys.PREVIOUS_SEGMENTS, begun[keys.PREVIOUS_SEGMENTS]).set(
+        keys.TOKEN_REWARDS, torch.zeros(len(row[keys.TOKENS]))
+    )
     (entry,) = Page(write_transcripts(tmp_path / "page.html", [row], tokenizer)).data["rows"]
     ids = [unpack(part["ids"], torch.int32).tolist() for part in entry["parts"]]
     assert ids == [row[keys.TOKENS][:n].tolist(), row[keys.TOKENS].tolist()]

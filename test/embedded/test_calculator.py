@@ -19,8 +19,8 @@ from torchrl_rloo.embedded import (
     calculator_prompts,
 )
 from torchrl_rloo.embedded.calculator import GUESSES, LEAVES_OUT_BOX, WRONG_OPERATOR
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.rewards import boxed_accuracy
 
 TOKENIZER = build_tokenizer()
@@ -129,7 +129,7 @@ def test_who_guesses_makes_no_call_and_who_never_answers_runs_out_of_turns():
 
 def test_the_same_seed_gives_the_same_rows():
     def rows():
-        train, _ = CALCULATOR.load(eval_size=1)
+        train, _ = CALCULATOR.load(eval_size=1, limit=8)
         generation = {"max_new_tokens": 20, "seed": 0}
         policy = TransformersWrapper(build_model(TOKENIZER, 0), tokenizer=TOKENIZER, generate_kwargs=generation)
         env = CALCULATOR.env(train, TOKENIZER, prompts_per_batch=2, num_generations=4)

@@ -15,8 +15,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import GUESSING, build_model, build_tokenizer, guessing_demonstrations, guessing_prompts
 from torchrl_rloo.embedded.guessing import HIGHEST, LOWEST, MAX_GUESSES, SECRETS, SIZES, THOUGHTLESS
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 
 TOKENIZER = build_tokenizer()
 SAID = re.compile(r"<think>(?:(\d+)-(\d+))?</think>(\d+)")
@@ -131,7 +131,7 @@ def test_who_does_not_has_lost_after_seven_guesses():
 
 def test_the_same_seed_gives_the_same_rows():
     def rows():
-        train, _ = GUESSING.load(eval_size=1)
+        train, _ = GUESSING.load(eval_size=1, limit=8)
         generation = {"max_new_tokens": 12, "seed": 0}
         policy = TransformersWrapper(build_model(TOKENIZER, 0), tokenizer=TOKENIZER, generate_kwargs=generation)
         env = GUESSING.env(train, TOKENIZER, prompts_per_batch=2, num_generations=4)

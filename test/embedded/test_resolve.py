@@ -45,9 +45,9 @@ def test_the_tasks_of_several_turns():
     assert resolve_task("calculator") is CALCULATOR and resolve_task("guessing") is GUESSING
     assert [task.name for task in EMBEDDED_TASKS.values()] == list(EMBEDDED_TASKS)
     for task, kind, limits in ((CALCULATOR, ToolTransform, {"max_turns": 2}), (GUESSING, TextEnvTransform, {})):
-        train, held_out = task.load(eval_size=20)
+        train, held_out = task.load(eval_size=20, limit=50)
         assert len(held_out) == 20 < len(train)
-        assert task.load("embedded", eval_size=20, seed=3)[1].rows == held_out.rows
+        assert task.load("embedded", eval_size=20, seed=3, limit=50)[1].rows == held_out.rows
         first, second = task.make_transforms(), task.make_transforms()
         assert [type(t) for t in first] == [kind] and first[0] is not second[0]
         assert task.limits == limits
@@ -58,5 +58,11 @@ def test_the_tasks_of_several_turns():
 
 def test_standard_tasks_are_found_by_name():
     assert resolve_task("gsm8k").name == "gsm8k"
-    with pytest.raises(ValueError, match="gsm8k"):
+    with pytest.raises(ValueError, match="task='gsm9k' is unknown .did you mean 'gsm8k'"):
         resolve_task("gsm9k")
+    with pytest.raises(ValueError, match="did you mean 'addition'"):
+        resolve_task("adition")
+
+
+def test_a_task_without_a_weight_is_not_in_the_mixture():
+    assert resolve_task("mixture", {"addition": 3, "countdown": None, "math": {"weight": 1}}).weights == [3, 1]

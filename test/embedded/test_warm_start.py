@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from torchrl_rloo.data.templates import encode_conversation
 from torchrl_rloo.embedded import EMBEDDED_TASKS, build_model, build_tokenizer, demonstrations, warm_start
 from torchrl_rloo.embedded.warm_start import TEACHERS, _assistant_loss, _default_cache_dir, _encode_demonstrations
 
-STEPS = 20  # a second or so; the recipe's 500 are too many for a unit test
+STEPS = 8  # the recipe's 500 are too many for a unit test
 TOKENIZER = build_tokenizer()
 CONVERSATIONS = st.lists(
     st.builds(
@@ -47,7 +45,7 @@ def test_any_text_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
-def test_tokens():
+def test_markup_is_one_token_and_digits_stand_alone():
     ids = {token: TOKENIZER.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
     assert TOKENIZER.pad_token_id == ids["<|endoftext|>"] and TOKENIZER.eos_token_id == ids["<|im_end|>"]
     assert TOKENIZER.tokenize("<think>123</think><tool></tool>") == [
@@ -107,7 +105,7 @@ def test_it_learns_and_says_so(tmp_path):
     assert lines[-1].startswith(f"warm start: step {STEPS}/{STEPS}, loss ")
     ids, mask = _encode_demonstrations(TOKENIZER, "addition", 0, clean=False)
     untrained = _assistant_loss(build_model(TOKENIZER, 0), ids[:64], mask[:64]).item()
-    assert float(lines[-1].split()[-1]) < untrained - 1
+    assert float(lines[-1].split()[-1]) < untrained - 0.3
 
 
 def test_same_seed_same_bits_whatever_the_thread_count_and_global_state_untouched(built, tmp_path):
@@ -171,7 +169,7 @@ def test_the_result_loads_as_a_hugging_face_model(built):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_killed_builder_leaves_no_result_behind(built, tmp_path):
+def test_a_killed_builder_leaves_no_result_behind(built, tmp_path, fork_server):
     """The process dies at the worst instant: the weights are written, the tokenizer is not."""
     script = (
         "import os, signal, sys\n"
@@ -180,8 +178,8 @@ def test_a_killed_builder_leaves_no_result_behind(built, tmp_path):
         "PreTrainedTokenizerFast.save_pretrained = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"warm_start(0, steps={STEPS}, cache_dir=sys.argv[1])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    done = fork_server.run(script, [tmp_path])
+    assert done.returncode == -signal.SIGKILL, done.stderr
     (debris,) = tmp_path.rglob("model.safetensors")
     assert debris.parent != tmp_path / built.name
     assert debris.read_bytes() == weights(built)  # another process, the same bits, so the same tokens too

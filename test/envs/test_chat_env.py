@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torchrl.envs import Transform
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import encode_prompt, keys, load_prompts, to_history
 from torchrl_rloo.data.rows import collection, ragged, stack_rows
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, prompt_ids, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
@@ -98,7 +100,84 @@ def test_what_a_step_gives_is_in_the_specs(input_mode: str, extras: str, bpe, pr
                     assert value.ndim == spec[key].ndim - 1, key
 
 
+# arguments
+
+
+def test_signatures_are_shown() -> None:
+    shown = inspect.signature(DatasetChatEnv).parameters
+    assert {"dataset", "prompts_per_batch", "rewards", "max_tokens", "template_kwargs"} <= set(shown)
+    assert not {"self", "chat", "args", "kwargs", "batch_size"} & set(shown)
+    assert list(inspect.signature(ChatEnv).parameters)[:2] == ["tokenizer", "batch_size"]
+
+    class Mine(ChatEnv):
+        def __init__(self, tokenizer, size: int):
+            super().__init__(tokenizer, batch_size=size)
+
+    assert list(inspect.signature(Mine).parameters) == ["tokenizer", "size"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"reward_weights": [1]}, TypeError, "DatasetChatEnv has no argument 'reward_weights': .*RewardTransform"),
+        ({"max_token": 3}, TypeError, "DatasetChatEnv has no argument 'max_token' .did you mean 'max_tokens'"),
+        ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform: make one"),
+        ({"after_rewards": [3]}, TypeError, r"after_rewards\[0\]=3 must be a torchrl.envs.Transform"),
+        ({"rewards": "boxed_acuracy"}, ValueError, "did you mean 'boxed_accuracy'"),
+        ({"rewards": "boxed_accuracy"}, ValueError, r"asks for \['answer'\], which the dataset does not have"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: dict, error: type, message: str, bpe, user: Callable) -> None:
+    with pytest.raises(error, match=message):
+        DatasetChatEnv(load_prompts([{"query": user("abc")}]), bpe, prompts_per_batch=1, **arguments)
+
+
+def test_rewards_by_name_and_where_the_kl_goes(bpe, prompts, make_policy: Callable) -> None:
+    env = DatasetChatEnv(prompts, bpe, prompts_per_batch=1, rewards=["boxed_accuracy", {"_target_": "think_format"}])
+    assert env.reward_transform.names == ["boxed_accuracy", "think_format"]
+    kl = KLRewardTransform(make_policy().get_new_version(generate=False), 0.1)
+    with pytest.raises(ValueError, match="put it in after_rewards"):
+        DatasetChatEnv(prompts, bpe, prompts_per_batch=1, transforms=[kl])
+
+
 # reset
+
+
+def test_text_prompts_are_what_the_tokenizer_makes_of_them(make_tokenizer: Callable, user: Callable) -> None:
+    """The same rule as in load_prompts, which may not know the tokenizer."""
+    rows, template = [{"prompt": "abc"}, {"prompt": "bca"}], make_tokenizer()
+    bare = make_tokenizer()
+    bare.chat_template = None
+    for dataset, tokenizer, query in (
+        (load_prompts(rows), template, user("abc")),
+        (load_prompts(rows, tokenizer=template), template, user("abc")),
+        (load_prompts(rows, chat=False), template, "abc"),
+        (load_prompts(rows), bare, "abc"),
+    ):
+        env = DatasetChatEnv(dataset, tokenizer, prompts_per_batch=2, shuffle=False)
+        row = env.reset()[0]
+        assert row[keys.QUERY] == query
+        assert row[keys.PROMPT_TOKENS].tolist() == encode_prompt(tokenizer, query)
+
+
+def test_prompts_that_the_dataset_encoded_are_not_encoded_again(make_tokenizer: Callable, monkeypatch) -> None:
+    tokenizer = make_tokenizer()
+    dataset = load_prompts([{"prompt": "abc"}, {"prompt": "bcabca"}], chat=True)
+    ids = dataset.encode(tokenizer)
+    encoded = []
+    monkeypatch.setattr(prompt_ids, "encode_prompt", lambda *args, **kwargs: encoded.append(args) or [1])
+    env = DatasetChatEnv(dataset, tokenizer, prompts_per_batch=2, num_generations=2, shuffle=False)
+    assert [t.tolist() for t in ragged(env.reset(), keys.PROMPT_TOKENS)] == [ids[0], ids[0], ids[1], ids[1]]
+    assert not encoded
+
+    class Rewrites(Transform):
+        def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+            for row in tensordict.unbind(0):
+                row.set(keys.QUERY, NonTensorData([{"role": "user", "content": "c"}]))
+            return tensordict
+
+    env = DatasetChatEnv(dataset, tokenizer, prompts_per_batch=2, transforms=[Rewrites()])
+    assert [t.tolist() for t in ragged(env.reset(), keys.PROMPT_TOKENS)] == [[1], [1]], "the query is another"
 
 
 @pytest.mark.parametrize("input_mode", MODES)

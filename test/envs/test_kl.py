@@ -17,7 +17,6 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.reference import MovingReference
 from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
 
 COEFF = 0.3
@@ -171,12 +170,6 @@ def test_an_adaptive_coefficient_is_read_at_each_use(collect: Callable, make_ref
     coefficient.update(1000.0, num_samples=10)
     rows, expected = collect(transform), collect(KLRewardTransform(make_ref(), 1.2 * COEFF))
     torch.testing.assert_close(rows[keys.REWARD], expected[keys.REWARD])
-
-
-def test_a_moving_reference(collect: Callable, policy_model, bpe) -> None:
-    ref = MovingReference(TransformersWrapper(policy_model, tokenizer=bpe, generate=False), every=1)
-    rows, plain = collect(KLRewardTransform(ref, 1.0)), collect()
-    torch.testing.assert_close(rows[keys.REWARD], plain[keys.REWARD], rtol=0, atol=1e-4)
 
 
 def test_an_abstention_stays_one(collect: Callable, make_ref: Callable) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data import keys, load_prompts, notices
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import DataLoadingPrimer, DatasetExhaustedError
 
@@ -43,6 +43,7 @@ def test_a_draw_is_copied_under_one_fresh_group_id(make_env: Callable) -> None:
     for _ in range(5):
         rows = env.reset()
         assert rows.batch_size == (6,) and rows[keys.GROUP_ID].dtype == torch.int64
+        assert rows[keys.GROUP_SIZE].tolist() == [3] * 6
         groups = [rows[:3], rows[3:]]
         for group in groups:
             ids = set(group[keys.GROUP_ID].tolist())
@@ -57,6 +58,15 @@ def test_one_prompt_drawn_twice_is_two_groups(make_env: Callable) -> None:
     rows = env.reset()
     assert rows[keys.GROUP_ID].tolist() == [0, 0, 1, 1, 2, 2]
     assert len({row["answer"] for row in rows.unbind(0)}) == 1
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_logged(make_env: Callable, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    make_env(n=3, prompts_per_batch=3)
+    assert not caplog.messages
+    for _ in range(2):
+        make_env(n=3, prompts_per_batch=4)
+    assert caplog.messages == ["prompts_per_batch=4 of 3 prompts: batches repeat prompts"]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -14,6 +14,7 @@ from torchrl_rloo.diagnostics.evaluation import completion_table
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
+from torchrl_rloo.envs.transforms import reward as reward_module
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.protocol import TrainerState
 from torchrl_rloo.rewards.runner import RewardFailureError
@@ -231,7 +232,7 @@ def test_what_functions_log_comes_with_the_rows(tokenizer):
     for transform.trainer_state.global_step in (3, 4):
         rows = outcome(env, Says(tokenizer, ["a", "bb", "ccc", ""]))
     assert [row[keys.LOG_EXTRA] for row in rows.unbind(0)] == [{"length": n} for n in (1, 2, 3, 0)]
-    assert transform.take_metrics() == {"step": 3.5} and transform.take_metrics() == {}
+    assert transform.metrics() == {"logged/step": 3.5} and transform.metrics() == {}
     assert transform.latency["lengths/call"].n == 2 and transform.latency["lengths/sample"].n == 8
 
 
@@ -383,8 +384,27 @@ def test_a_column_that_a_function_asks_for_is_missed_at_once():
         return [1.0] * len(completions)
 
     dataset = load_prompts([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}], chat=False)
-    with pytest.raises(ValueError, match=r"graded asks for \['ground_truth'\], .* it has the columns \['answer'\]"):
+    with pytest.raises(ValueError, match=r"graded asks for \['ground_truth'\], .* its columns are \['answer'\]"):
         DatasetChatEnv(dataset, build_tokenizer(), prompts_per_batch=1, rewards=graded)
     renamed = load_prompts([{"prompt": "a", "ground_truth": "1"}], chat=False)
     env = DatasetChatEnv(renamed, build_tokenizer(), prompts_per_batch=1, rewards=graded)
     assert env.reward_transform.names == ["graded"]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [(0.0, ["all earned 0, so"]), (None, ["all earned no reward, so"]), (1.0, [])]
+)
+def test_first_rewards_that_are_all_equal_are_logged_once(
+    last: float | None, expected: list[str], tokenizer, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(reward_module, "FIRST_TRAJECTORIES", 8)
+    value = None if last is None else 0.0
+
+    def constant(completions, level):
+        return [last if k == 3 else value for k in level]
+
+    env = make_env(tokenizer, constant)
+    for _ in range(4):
+        outcome(env, Says(tokenizer, ["a"] * 4))
+    assert len(caplog.messages) == len(expected)
+    assert all(part in message for part, message in zip(expected, caplog.messages, strict=True))

@@ -22,6 +22,8 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_tokenizer
+from torchrl_rloo.engines.base import Request
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper, event_loop
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.calls import ToolCall
@@ -31,8 +33,6 @@ from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines.base import Request
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 
 PATIENCE = 60  # s that nothing here takes unless it hangs
 ANSWER = "It is done."
@@ -734,8 +734,11 @@ def test_a_call_that_took_too_long_costs_no_state_but_its_own(world: Callable) -
     async def play() -> list[str]:
         own = ToolSession(ToolRegistry([session]), {"place": 0}, timeout=0.5)
         first = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0)  # each begins with its own limit, both before either is over
+        own.timeout = 1.5
         second = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
+        await asyncio.sleep(0)
+        own.timeout = PATIENCE
         texts = [(await first).text]  # its state is closed; the next call opens another
         texts += [(await own.call(ToolCall("session", {}))).text, (await second).text]
         texts.append((await own.call(ToolCall("session", {}))).text)

@@ -197,7 +197,7 @@ def test_what_cannot_be_rewarded_is_refused(bpe, random_model):
     with pytest.raises(ValueError, match="function=3"):
         TurnRewardTransform(3)
     policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 2, "seed": 0})
-    prompts = load_prompts([{"query": "plain text"}])
+    prompts = load_prompts([{"query": "plain text"}], chat=False)
     env = DatasetChatEnv(prompts, bpe, prompts_per_batch=1, after_rewards=[TurnRewardTransform(length)])
     with pytest.raises(ValueError, match="chat messages, got 'plain text'"):
         LLMCollector(env, policy).collect()

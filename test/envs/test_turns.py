@@ -15,11 +15,11 @@ from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.segments import sampled_versions, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, TERMINATED, stop_reason
+from torchrl_rloo.engines.base import Request
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.base import Request
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 
 AGAIN = [{"role": "user", "content": "again"}]
 LONGEST = 50
@@ -181,7 +181,7 @@ def test_keep_goes_on_from_what_the_policy_saw(input_mode: str, make_tokenizer: 
         assert requests[k + 1].prompt[: len(seen)] == seen
     assert row[keys.TOKENS].tolist() == [*requests[3].prompt, *turns[3].tokens]
     assert env.base_env.counts["rewritten_turns"] == 2, "of four turns the first and the third; the last has no answer"
-    assert keys.EARLIER not in row.keys()
+    assert keys.PREVIOUS_SEGMENTS not in row.keys()
 
 
 @pytest.mark.parametrize("input_mode", ["tokens", "text", "history"])
@@ -258,7 +258,7 @@ def test_a_changed_tool_schema(shown: bool, on_rewrite: str, make_tokenizer: Cal
         latest = bpe.decode(row[keys.PROMPT_TOKENS]).count(f'"{now}"')
         assert latest == (shown and (on_rewrite == "split" or now == "f"))
     assert counts == ([0, 1, 1, 2] if shown else [0] * 4)
-    assert (keys.EARLIER in rows[0].keys()) == (shown and on_rewrite == "split")
+    assert (keys.PREVIOUS_SEGMENTS in rows[0].keys()) == (shown and on_rewrite == "split")
 
 
 def tools(name: str) -> list[dict]:
@@ -272,7 +272,7 @@ def test_plain_templates_rewrite_nothing(template: str, make_tokenizer: Callable
     script: Sequence[ScriptedTurn] = [turn_of(bpe, text) for text in said]
     row, env = collect(bpe, play(script, bpe), max_turns=len(said), on_rewrite="split")
     assert int(row[keys.NUM_TURNS]) == len(said)
-    assert env.base_env.counts["rewritten_turns"] == 0 and keys.EARLIER not in row.keys()
+    assert env.base_env.counts["rewritten_turns"] == 0 and keys.PREVIOUS_SEGMENTS not in row.keys()
 
 
 def test_the_limit_of_tokens_is_that_of_each_sample(make_tokenizer: Callable, play: Callable) -> None:
@@ -306,7 +306,7 @@ def test_rewards_are_given_all_that_was_sampled(make_tokenizer: Callable, play: 
         prompts, bpe, prompts_per_batch=1, transforms=asks, rewards=note, max_turns=3, on_rewrite="split"
     )
     row = LLMCollector(env, play(turns, bpe)).collect()[0]
-    assert len(row[keys.EARLIER]["sizes"]) == 1, "the test wants a split"
+    assert len(row[keys.PREVIOUS_SEGMENTS]["sizes"]) == 1, "the test wants a split"
     assert seen == [[i for turn in turns for i in turn.tokens]]
 
 

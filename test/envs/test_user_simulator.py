@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,16 +12,17 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
+from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.envs import DatasetChatEnv, event_loop
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
-from torchrl_rloo.modules.engines.base import EngineError
 from torchrl_rloo.rewards.http_json import JsonEndpoint
 
 PROMPT = "You want {goal}. Say ###STOP### when you have it."
@@ -246,13 +246,11 @@ def test_one_bad_request_does_not_fail_the_batch(make_env, make_engine, one_toke
 
 def test_an_asynchronous_engine_is_asked_at_once_and_again_after_a_pause(make_env, one_token, tokenizer) -> None:
     ids = tokenizer("Why?<|im_end|>", add_special_tokens=False)["input_ids"]
-    with ScriptedEngine(lambda request, index: ScriptedTurn(ids, latency=0.3 if index < 4 else 0.0)) as engine:
+    with ScriptedEngine(lambda request, index: ScriptedTurn(ids, latency=PATIENCE if index < 4 else 0.0)) as engine:
         env = make_env(engine, PROMPT, tokenizer=tokenizer, max_replies=1)
 
         def pause() -> None:
-            while not engine.request_seconds:
-                engine.tick()
-                time.sleep(0.01)
+            wait_until(lambda: len(engine.requests) == 4, what="four requests")
             engine.pause("abort")
             engine.resume()
 

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,
-    group_normalised,
+    RewardStd,
+    Whiten,
+    group_centered,
+    group_normalized,
     leave_one_out,
-    mean_normalised,
+    mean_normalized,
     normalize_then_sum,
     whiten,
 )
@@ -151,13 +154,13 @@ def slow_estimator(name: str, rewards: list[float], groups: list[int]) -> list[f
         of_group = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
         if math.isnan(reward):
             advantages.append(0.0)
-        elif name in ("reinforce", "reinforce_pp"):
+        elif name == "reinforce":
             advantages.append(reward)
         elif len(of_group) < 2:
             advantages.append(0.0)
         elif name == "rloo":
             advantages.append(reward - (math.fsum(of_group) - reward) / (len(of_group) - 1))
-        elif name in ("dr_grpo", "reinforce_pp_baseline"):
+        elif name == "dr_grpo":
             advantages.append(reward - statistics.fmean(of_group))
         elif name == "grpo":
             std = statistics.stdev(of_group)
@@ -188,7 +191,7 @@ def test_every_estimator_equals_its_slow_loop(name, batch):
     torch.testing.assert_close(ESTIMATORS[name](rewards.double(), groups), expected, atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
 @settings(deadline=None, max_examples=40)
 @given(batch=batches(min_rows=1))
 def test_whatever_compares_a_group_sums_to_zero_in_it(name, batch):
@@ -229,16 +232,16 @@ def noisy_1000_1() -> torch.Tensor:
     return rewards
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
 def test_equal_rewards_give_exactly_zero_in_every_group_method(name):
     assert ESTIMATORS[name](torch.full((7,), 1000.1), torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
 
 
 def test_grpo_divides_by_no_noise():
     groups = torch.zeros(7, dtype=torch.int64)
-    assert group_normalised(noisy_1000_1(), groups).tolist() == [0.0] * 7
+    assert group_normalized(noisy_1000_1(), groups).tolist() == [0.0] * 7
     with_a_second_group = torch.cat([noisy_1000_1(), torch.tensor([0.0, 1.0])])
-    advantages = group_normalised(with_a_second_group, torch.tensor([0] * 7 + [1] * 2))
+    advantages = group_normalized(with_a_second_group, torch.tensor([0] * 7 + [1] * 2))
     assert advantages[:7].tolist() == [0.0] * 7
     torch.testing.assert_close(advantages[7:], torch.tensor([-0.7070068, 0.7070068]))
 
@@ -247,19 +250,19 @@ def test_grpo_divides_by_no_noise():
 def test_one_success_among_many_is_signal(n):
     rewards = torch.zeros(n)
     rewards[0] = 1.0
-    advantages = group_normalised(rewards, torch.zeros(n, dtype=torch.int64))
+    advantages = group_normalized(rewards, torch.zeros(n, dtype=torch.int64))
     std = math.sqrt(1 / n)
     assert advantages[0].item() == pytest.approx((1 - 1 / n) / (std + 1e-4), rel=1e-5) and (advantages[1:] < 0).all()
 
 
 def test_maxrl_weighs_rare_success_more_and_never_turns_the_sign():
     groups = torch.zeros(4, dtype=torch.int64)
-    assert mean_normalised(torch.tensor([1.0, 0, 0, 0]), groups).tolist() == [3.0, -1.0, -1.0, -1.0]
-    assert mean_normalised(torch.tensor([1.0, 1, 1, 0]), groups)[0].item() == pytest.approx(1 / 3)
-    assert mean_normalised(torch.zeros(4), groups).tolist() == [0.0] * 4
-    negative = mean_normalised(torch.tensor([-1.0, -2, -3, -2]), groups)
+    assert mean_normalized(torch.tensor([1.0, 0, 0, 0]), groups).tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert mean_normalized(torch.tensor([1.0, 1, 1, 0]), groups)[0].item() == pytest.approx(1 / 3)
+    assert mean_normalized(torch.zeros(4), groups).tolist() == [0.0] * 4
+    negative = mean_normalized(torch.tensor([-1.0, -2, -3, -2]), groups)
     torch.testing.assert_close(negative, torch.tensor([0.5, 0.0, -0.5, 0.0]))
-    near_zero_mean = mean_normalised(torch.tensor([1.0, -1.0, 1e-6, 0.0]), groups)
+    near_zero_mean = mean_normalized(torch.tensor([1.0, -1.0, 1e-6, 0.0]), groups)
     assert near_zero_mean.abs().max() < 5
 
 
@@ -358,19 +361,23 @@ from torchrl_rloo.functional.advantages import whiten
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-group = distributed.group.WORLD
+def reduce(value, op):
+    value = value.clone()
+    distributed.all_reduce(value, getattr(distributed.ReduceOp, op.upper()))
+    return value
+
 parts = ([1.0, 2.0, 4.0], [-3.0, 8.0])[rank]
 tokens = torch.tensor(([[1.0, 2.0], [4.0, 99.0]], [[-3.0, 8.0]])[rank])
 mask = torch.tensor(([[True, True], [True, False]], [[True, True]])[rank])
 noisy = torch.tensor(([1000.1, 1000.1], [1000.1 + 6.2e-5])[rank])
 results = [
-    whiten(torch.tensor(parts), process_group=group),
-    whiten(torch.tensor(parts), center=False, process_group=group),
-    whiten(torch.tensor(parts), scale=False, process_group=group),
-    whiten(tokens, mask, process_group=group),
-    whiten(torch.tensor(([5.0, 7.0, 9.0], [])[rank]), process_group=group),
-    whiten(noisy, process_group=group),
-    whiten(torch.tensor(([1e-4, -1e-4], [0.0])[rank]), magnitude=(1000.0, 0.0)[rank], process_group=group),
+    whiten(torch.tensor(parts), reduce=reduce),
+    whiten(torch.tensor(parts), center=False, reduce=reduce),
+    whiten(torch.tensor(parts), scale=False, reduce=reduce),
+    whiten(tokens, mask, reduce=reduce),
+    whiten(torch.tensor(([5.0, 7.0, 9.0], [])[rank]), reduce=reduce),
+    whiten(noisy, reduce=reduce),
+    whiten(torch.tensor(([1e-4, -1e-4], [0.0])[rank]), magnitude=(1000.0, 0.0)[rank], reduce=reduce),
 ]
 print([r.flatten().tolist() for r in results])
 distributed.destroy_process_group()
@@ -391,3 +398,37 @@ def test_whitening_over_two_processes_is_that_of_the_whole_batch(tmp_path):
     assert first[3] + second[3] == pytest.approx([*whiten(whole).tolist()[:3], 0.0, *whiten(whole).tolist()[3:]])
     assert first[4] == pytest.approx(whiten(torch.tensor([5.0, 7.0, 9.0])).tolist()) and second[4] == []
     assert first[5] + second[5] == first[6] + second[6] == [0.0] * 3
+
+
+# division by the batch's reward std
+
+
+@settings(deadline=None, max_examples=60)
+@given(batch=batches(min_rows=2))
+def test_reward_std_divides_group_centered_rewards_as_trls_scale_rewards_batch(batch):
+    rewards, groups = batch
+    given_rewards = [r for r in rewards.tolist() if not math.isnan(r)]
+    std = statistics.stdev(given_rewards) if len(given_rewards) > 1 else 0.0
+    assume(std == 0 or std > 1e-5 * max(map(abs, given_rewards)))
+    advantages, mask = group_centered(rewards.double(), groups), ~rewards.isnan()
+    actual = RewardStd(1)(advantages, mask, rewards, 0.0, lambda value, op: value)
+    expected = advantages / (std + 1e-4) if std else torch.zeros_like(advantages)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-7)
+
+
+def test_reward_std_divides_by_no_noise():
+    rewards, mask = noisy_1000_1(), torch.ones(7, dtype=torch.bool)
+    advantages = leave_one_out(rewards, torch.zeros(7, dtype=torch.int64))
+    assert RewardStd(1)(advantages, mask, rewards, 0.0, lambda value, op: value).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("normalization", [Whiten, RewardStd])
+@pytest.mark.parametrize("groups", [0, -1, 2.0, True, None])
+def test_normalizations_need_a_number_of_groups(normalization, groups):
+    with pytest.raises(ValueError, match="groups=.* must be a whole number of at least 1"):
+        normalization(groups)
+
+
+def test_a_whitening_that_does_nothing_is_refused():
+    with pytest.raises(ValueError, match="center=False and scale=False"):
+        Whiten(1, center=False, scale=False)

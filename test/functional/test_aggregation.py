@@ -34,8 +34,12 @@ def slow_weight(mode: str, length: int, num_rows: float, num_tokens: float) -> f
     }[mode]
 
 
+def chosen(mode: str):
+    return {"name": mode, "length": CONSTANT} if mode == "constant" else mode
+
+
 def ours(rows, mode, **counts) -> torch.Tensor:
-    return aggregate(*padded(rows), mode, constant=CONSTANT, **counts)
+    return aggregate(*padded(rows), chosen(mode), **counts)
 
 
 @settings(deadline=None, max_examples=25)
@@ -45,7 +49,7 @@ def test_value_and_gradient_equal_a_slow_loop(mode, rows):
     num_tokens = sum(map(len, rows))
     values, mask = padded(rows)
     values.requires_grad_()
-    result = aggregate(values, mask, mode, constant=CONSTANT)
+    result = aggregate(values, mask, chosen(mode))
     weights = [slow_weight(mode, len(row), len(rows), num_tokens) for row in rows]
     expected = math.fsum(w * x for w, row in zip(weights, rows, strict=True) for x in row)
     assert result.shape == () and result.item() == pytest.approx(expected, abs=1e-12)
@@ -59,7 +63,7 @@ def test_value_and_gradient_equal_a_slow_loop(mode, rows):
 def test_gradcheck(mode):
     values, mask = padded([[1.0, 2.0, 3.0], [], [0.5]])
     values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: aggregate(x, mask, mode, constant=CONSTANT), values)
+    assert torch.autograd.gradcheck(lambda x: aggregate(x, mask, chosen(mode)), values)
 
 
 @settings(deadline=None, max_examples=25)
@@ -80,7 +84,7 @@ def test_parts_in_any_order_add_up_to_the_whole(mode, rows, data):
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_padding_changes_nothing(mode, rows, padding):
     width = max(map(len, rows))
-    wide = aggregate(*padded(rows, width + padding), mode, constant=CONSTANT)
+    wide = aggregate(*padded(rows, width + padding), chosen(mode))
     assert wide.item() == pytest.approx(ours(rows, mode).item(), abs=1e-12)
 
 
@@ -88,7 +92,7 @@ def test_padding_changes_nothing(mode, rows, padding):
 def test_what_is_masked_is_never_read(mode):
     values = torch.tensor([[1.0, NAN], [math.inf, NAN]], requires_grad=True)
     mask = torch.tensor([[True, False], [False, False]])
-    result = aggregate(values, mask, mode, constant=CONSTANT)
+    result = aggregate(values, mask, chosen(mode))
     (gradient,) = torch.autograd.grad(result, values)
     assert result.isfinite() and gradient.isfinite().all() and (gradient[~mask] == 0).all()
 
@@ -97,7 +101,7 @@ def test_what_is_masked_is_never_read(mode):
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 3)], ids=str)
 def test_nothing_to_sum_is_zero(mode, shape):
     values = torch.ones(shape, requires_grad=True)
-    result = aggregate(values, torch.zeros(shape, dtype=torch.bool), mode, constant=CONSTANT)
+    result = aggregate(values, torch.zeros(shape, dtype=torch.bool), chosen(mode))
     (gradient,) = torch.autograd.grad(result, values)
     assert result.item() == 0 and not gradient.any()
 
@@ -114,9 +118,9 @@ def test_all_modes_agree_on_one_sequence_up_to_its_length():
 
 
 def test_a_function_aggregates_too():
-    def largest(values, mask, num_rows, num_tokens, constant):
-        assert (num_rows, num_tokens, constant) == (2, 3, 7.0)
+    def largest(values, mask, num_rows, num_tokens):
+        assert (num_rows, num_tokens) == (2, 3)
         return values[mask].max()
 
     values, mask = padded([[1.0, 5.0], [2.0]])
-    assert aggregate(values, mask, largest, constant=7.0).item() == 5.0
+    assert aggregate(values, mask, largest).item() == 5.0

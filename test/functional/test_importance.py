@@ -76,7 +76,7 @@ def test_every_correction_is_tried():
 @pytest.mark.parametrize(("name", "chosen"), CASES, ids=str)
 def test_weights_equal_a_slow_loop(name, chosen, rows):
     log_weight, mask = padded(rows)
-    weight = CORRECTIONS[name](log_weight, mask, **chosen)
+    weight = CORRECTIONS[name](**chosen)(log_weight, mask)
     assert weight.shape == ((len(rows), 1) if name.startswith("sequence") else mask.shape)
     weight = weight.expand(mask.shape)
     for i, row in enumerate(rows):
@@ -90,14 +90,14 @@ def test_weights_equal_a_slow_loop(name, chosen, rows):
 
 @pytest.mark.parametrize(("name", "chosen"), CASES, ids=str)
 def test_equal_policies_have_weight_one(name, chosen):
-    weight = CORRECTIONS[name](torch.zeros(2, 3), torch.tensor([[True] * 3, [True, False, False]]), **chosen)
+    weight = CORRECTIONS[name](**chosen)(torch.zeros(2, 3), torch.tensor([[True] * 3, [True, False, False]]))
     assert (weight == 1).all()
 
 
 @pytest.mark.parametrize("log_weight", [-1000.0, -100.0, 100.0, 1000.0])
 @pytest.mark.parametrize(("name", "chosen"), CASES, ids=str)
 def test_extreme_weights_are_finite_and_bounded(name, chosen, log_weight):
-    weight = CORRECTIONS[name](torch.full((2, 3), log_weight), torch.ones(2, 3, dtype=torch.bool), **chosen)
+    weight = CORRECTIONS[name](**chosen)(torch.full((2, 3), log_weight), torch.ones(2, 3, dtype=torch.bool))
     assert weight.isfinite().all() and (weight >= 0).all() and (weight <= 5).all()
 
 
@@ -105,21 +105,21 @@ def test_extreme_weights_are_finite_and_bounded(name, chosen, log_weight):
 def test_what_is_no_action_token_does_not_enter_a_sequences_weight(name):
     rows = [[0.004, -0.002], [0.001]]
     (zeros, mask), (huge, _) = padded(rows), padded(rows, fill=50.0)
-    expected, ours = CORRECTIONS[name](zeros, mask), CORRECTIONS[name](huge, mask)
+    expected, ours = CORRECTIONS[name]()(zeros, mask), CORRECTIONS[name]()(huge, mask)
     assert torch.equal(torch.where(mask, ours, 0.0), torch.where(mask, expected, 0.0))
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_row_without_action_tokens_is_no_trouble(name):
-    weight = CORRECTIONS[name](torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
+    weight = CORRECTIONS[name]()(torch.zeros(2, 2), torch.tensor([[True, True], [False, False]]))
     assert weight.isfinite().all()
 
 
 def test_a_mean_weight_does_not_grow_with_the_length():
     mask = torch.ones(1, 500, dtype=torch.bool)
     drift = torch.full((1, 500), 0.005)
-    assert (CORRECTIONS["seq_mask_tis"](drift, mask) > 0).all()
-    assert (CORRECTIONS["sequence_mask"](drift, mask) == 0).all()
+    assert (CORRECTIONS["seq_mask_tis"]()(drift, mask) > 0).all()
+    assert (CORRECTIONS["sequence_mask"]()(drift, mask) == 0).all()
 
 
 @settings(deadline=None, max_examples=25)
@@ -159,3 +159,23 @@ def test_off_policy_mask_reads_action_tokens_alone_and_carries_no_gradient():
     new = torch.tensor([[-1.0, NAN]], requires_grad=True)
     kept = off_policy_mask(new, torch.tensor([[-1.0, NAN]]), -torch.ones(1, 1), torch.tensor([[True, False]]), 0.1)
     assert kept.tolist() == [[True]] and not kept.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "message"),
+    [
+        ("icepop", {"low": 3.0, "high": 2.0}, "IcePop: high=2.0 must be a number of at least 3"),
+        ("sequence_mask", {"low": -1.0}, "low=-1.0"),
+        ("tis", {"high": 0.0}, "TIS: high=0.0"),
+        ("seq_mask_tis", {"token_high": 0.0}, "token_high=0.0"),
+    ],
+)
+def test_fields_out_of_range_are_refused(name, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        CORRECTIONS[name](**chosen)
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_each_correction_says_whether_it_weighs_tokens(name):
+    weight = CORRECTIONS[name]()(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    assert CORRECTIONS[name].per_token == (weight.shape == (2, 3))

@@ -14,7 +14,7 @@ from torchrl_rloo.functional.kl import (
     k2,
     k3,
     kl_loss_terms,
-    kl_penalised_reward,
+    kl_penalized_reward,
 )
 from torchrl_rloo.functional.ratios import MAX_LOG_RATIO
 
@@ -64,14 +64,14 @@ def test_k1_and_k3_estimate_the_divergence_without_bias():
 def test_penalty_equals_a_slow_loop(rewards, coeff, length):
     kl = torch.linspace(-1, 2, len(rewards) * length, dtype=torch.float64).reshape(len(rewards), length)
     expected = [r - coeff * math.fsum(row) for r, row in zip(rewards, kl.tolist(), strict=True)]
-    result = kl_penalised_reward(torch.tensor(rewards, dtype=torch.float64), kl, coeff)
+    result = kl_penalized_reward(torch.tensor(rewards, dtype=torch.float64), kl, coeff)
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_penalty_is_a_sum_over_tokens_and_passes_no_gradient():
     kl = torch.full((2, 3), 0.5, requires_grad=True)
     rewards = torch.tensor([1.0, 0.0], requires_grad=True)
-    penalised = kl_penalised_reward(rewards, kl, 0.1)
+    penalised = kl_penalized_reward(rewards, kl, 0.1)
     torch.testing.assert_close(penalised.detach(), torch.tensor([0.85, -0.15]))
     penalised.sum().backward()
     assert kl.grad is None and rewards.grad.tolist() == [1.0, 1.0]
@@ -80,11 +80,11 @@ def test_penalty_is_a_sum_over_tokens_and_passes_no_gradient():
 def test_a_longer_row_of_higher_kl_earns_less():
     short, long = torch.tensor([[0.2, 0.0, 0.0]]), torch.tensor([[0.2, 0.2, 0.2]])
     reward = torch.ones(1)
-    assert kl_penalised_reward(reward, long, 0.5) < kl_penalised_reward(reward, short, 0.5)
+    assert kl_penalized_reward(reward, long, 0.5) < kl_penalized_reward(reward, short, 0.5)
 
 
 def test_an_abstaining_row_still_abstains():
-    assert kl_penalised_reward(torch.tensor([float("nan")]), torch.ones(1, 2), 0.1).isnan().all()
+    assert kl_penalized_reward(torch.tensor([float("nan")]), torch.ones(1, 2), 0.1).isnan().all()
 
 
 class Categorical:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_rloo.functional.aggregation import AGGREGATIONS, aggregate
-from torchrl_rloo.functional.policy_loss import SURROGATES, clipped_surrogate, settings_of, vespo_surrogate
+from torchrl_rloo.functional.policy_loss import SURROGATES, VESPO, Clip
 from torchrl_rloo.functional.ratios import RATIOS, share_out, token_log_ratio
 
 log_probs_of_tokens = st.floats(-6, -0.01)
@@ -22,17 +22,17 @@ def clip(x: float, low: float, high: float) -> float:
 # Of one token: value and gradient with respect to its log-prob, from the papers' equations, differentiated by hand.
 
 
-def slow_clip(new, old, advantage, *, epsilon_low=0.2, epsilon_high=0.2, dual_clip=None):
+def slow_clip(new, old, advantage, *, low=0.2, high=0.2, dual=None):
     ratio = math.exp(new - old)
-    objective = min(ratio * advantage, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantage)
-    flat = ratio > 1 + epsilon_high if advantage > 0 else ratio < 1 - epsilon_low
-    if dual_clip is not None and advantage < 0 and objective < dual_clip * advantage:
-        objective, flat = dual_clip * advantage, True
+    objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+    flat = ratio > 1 + high if advantage > 0 else ratio < 1 - low
+    if dual is not None and advantage < 0 and objective < dual * advantage:
+        objective, flat = dual * advantage, True
     return -objective, 0.0 if flat else -ratio * advantage
 
 
-def slow_cispo(new, old, advantage, *, epsilon_low=1.0, epsilon_high=4.0):
-    weight = clip(math.exp(new - old), 1 - epsilon_low, 1 + epsilon_high)
+def slow_cispo(new, old, advantage, *, low=1.0, high=4.0):
+    weight = clip(math.exp(new - old), 1 - low, 1 + high)
     return -weight * advantage * new, -weight * advantage
 
 
@@ -58,15 +58,27 @@ def slow_vespo(
     return -weight * advantage * new, -weight * advantage
 
 
-SLOW = {"clip": slow_clip, "cispo": slow_cispo, "sapo": slow_sapo, "dppo": slow_dppo, "vespo": slow_vespo}
+def slow_unclipped(new, old, advantage):
+    return (-math.exp(new - old) * advantage,) * 2
+
+
+SLOW = {
+    "unclipped": slow_unclipped,
+    "clip": slow_clip,
+    "cispo": slow_cispo,
+    "sapo": slow_sapo,
+    "dppo": slow_dppo,
+    "vespo": slow_vespo,
+}
 CASES = {
     "clip": ("clip", {}),
-    "asymmetric clip": ("clip", {"epsilon_low": 0.1, "epsilon_high": 0.6}),
-    "dual clip": ("clip", {"dual_clip": 3.0}),
-    "asymmetric dual clip": ("clip", {"epsilon_low": 0.3, "epsilon_high": 0.28, "dual_clip": 1.5}),
-    "no clip": ("clip", {"epsilon_low": 1.0, "epsilon_high": math.inf}),
+    "asymmetric clip": ("clip", {"low": 0.1, "high": 0.6}),
+    "dual clip": ("clip", {"dual": 3.0}),
+    "asymmetric dual clip": ("clip", {"low": 0.3, "high": 0.28, "dual": 1.5}),
+    "no clip": ("clip", {"low": 1.0, "high": math.inf}),
+    "unclipped": ("unclipped", {}),
     "cispo": ("cispo", {}),
-    "cispo, both sides": ("cispo", {"epsilon_low": 0.4, "epsilon_high": 0.5}),
+    "cispo, both sides": ("cispo", {"low": 0.4, "high": 0.5}),
     "sapo": ("sapo", {}),
     "steep sapo": ("sapo", {"tau_positive": 2.0, "tau_negative": 3.5}),
     "dppo": ("dppo", {}),
@@ -83,8 +95,8 @@ def near_a_corner(new, old, advantage, surrogate: str, chosen: dict) -> bool:
     """Whether rounding could decide on which side of a bound a token lies."""
     ratio, bounds = math.exp(new - old), []
     if surrogate in ("clip", "cispo"):
-        bounds += [1 - chosen.get("epsilon_low", 0.2), 1 + chosen.get("epsilon_high", 0.2)]
-        bounds += [chosen["dual_clip"]] if chosen.get("dual_clip") else []
+        bounds += [1 - chosen.get("low", 0.2), 1 + chosen.get("high", 0.2)]
+        bounds += [chosen["dual"]] if chosen.get("dual") else []
     if surrogate == "dppo":
         shift = abs(math.exp(new) - math.exp(old))
         return abs(shift - chosen.get("delta", 0.15)) < 1e-9 or abs(ratio - 1) < 1e-9
@@ -100,7 +112,7 @@ def test_value_and_gradient_equal_a_slow_loop(name, rows):
     new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
     new.requires_grad_()
     log_ratio = token_log_ratio(new, old, torch.ones_like(new, dtype=torch.bool))
-    loss = SURROGATES[surrogate](log_ratio, advantages, new, old, **chosen)
+    loss = SURROGATES[surrogate](**chosen)(log_ratio, advantages, new, old)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     expected = torch.tensor([SLOW[surrogate](*row, **chosen) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(loss.detach()[0], expected[:, 0], rtol=1e-9, atol=1e-12)
@@ -115,7 +127,7 @@ def test_gradcheck(name):
     old = torch.tensor([[-1.0, -1.9, -2.0, -1.1, -0.26]], dtype=torch.float64)
     for sign in (1.0, -1.0):
         advantages = sign * torch.tensor([[1.0, -2.0, 0.5, 3.0, 1.0]], dtype=torch.float64)
-        check = lambda x, a=advantages: SURROGATES[surrogate](x - old, a, x, old, **chosen)  # noqa: E731
+        check = lambda x, a=advantages: SURROGATES[surrogate](**chosen)(x - old, a, x, old)  # noqa: E731
         assert torch.autograd.gradcheck(check, new)
 
 
@@ -127,7 +139,7 @@ def test_at_a_ratio_of_one_the_gradient_is_reinforces(name, rows):
     new, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
     new.requires_grad_()
     old = new.detach()
-    loss = SURROGATES[surrogate](new - old, advantages, new, old, **chosen)
+    loss = SURROGATES[surrogate](**chosen)(new - old, advantages, new, old)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     torch.testing.assert_close(gradient, -advantages, rtol=1e-12, atol=1e-12)
 
@@ -143,8 +155,10 @@ def test_on_policy_all_ratios_have_one_gradient_under_one_aggregation(ratio, sur
     generator = torch.Generator().manual_seed(0)
     new = (-3 * torch.rand(3, 4, dtype=torch.float64, generator=generator) * mask).requires_grad_()
     column = torch.tensor(advantages, dtype=torch.float64)[:, None]
-    loss = SURROGATES[surrogate](RATIOS[ratio](new, new.detach(), mask), column, new, new.detach())
-    total = aggregate(share_out(loss, mask), mask, aggregation, constant=8.0)
+    loss = SURROGATES[surrogate]()(RATIOS[ratio](new, new.detach(), mask), column, new, new.detach())
+    total = aggregate(
+        share_out(loss, mask), mask, {"name": "constant", "length": 8.0} if aggregation == "constant" else aggregation
+    )
     (gradient,) = torch.autograd.grad(total, new)
     for i, length in enumerate(lengths):
         divisor = {"sequence_sum": 3, "sequence_mean": 3 * length, "token_mean": 7, "constant": 3 * 8}[aggregation]
@@ -156,9 +170,9 @@ def test_on_policy_all_ratios_have_one_gradient_under_one_aggregation(ratio, sur
 def test_the_loss_of_a_sequence_is_one_value_and_token_advantages_make_it_one_of_each_token():
     new = torch.full((2, 3), -1.0)
     log_ratio, old = torch.zeros(2, 1), new.clone()
-    assert clipped_surrogate(log_ratio, torch.ones(2, 1), new, old).shape == (2, 1)
-    assert clipped_surrogate(log_ratio, torch.ones(2, 3), new, old).shape == (2, 3)
-    assert vespo_surrogate(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is of each token
+    assert Clip()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 1)
+    assert Clip()(log_ratio, torch.ones(2, 3), new, old).shape == (2, 3)
+    assert VESPO()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is of each token
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -168,7 +182,7 @@ def test_extreme_log_ratios_give_finite_values_and_gradients(name, log_ratio, ad
     surrogate, chosen = CASES[name]
     new = torch.full((1, 2), min(log_ratio, 0.0), requires_grad=True)
     old = torch.full((1, 2), min(-log_ratio, 0.0))
-    loss = SURROGATES[surrogate](new - old, torch.full((1, 1), advantage), new, old, **chosen)
+    loss = SURROGATES[surrogate](**chosen)(new - old, torch.full((1, 1), advantage), new, old)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert loss.isfinite().all() and gradient.isfinite().all()
     if advantage == 0:
@@ -177,38 +191,80 @@ def test_extreme_log_ratios_give_finite_values_and_gradients(name, log_ratio, ad
 
 def test_extreme_ratios_that_the_clip_bounds_have_its_value():
     log_ratio = torch.tensor([[30.0, 1000.0, -30.0, -1000.0]], requires_grad=True)
-    loss = clipped_surrogate(
-        log_ratio, torch.tensor([[1.0, 2.0, -1.0, -2.0]]), log_ratio, log_ratio, epsilon_low=0.2, epsilon_high=0.3
-    )
+    loss = Clip(0.2, 0.3)(log_ratio, torch.tensor([[1.0, 2.0, -1.0, -2.0]]), log_ratio, log_ratio)
     torch.testing.assert_close(loss.detach(), torch.tensor([[-1.3, -2.6, 0.8, 1.6]]))
     (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
     assert gradient.tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize("log_ratio", [15.0, 21.0, 30.0, 80.0, 1000.0])
-def test_a_bad_token_of_high_ratio_is_pushed_down_unless_the_dual_clip_is_on(log_ratio):
+def test_a_bad_token_of_high_ratio_is_pushed_down_unless_the_dual_is_on(log_ratio):
     new, advantages = torch.tensor([[log_ratio]], requires_grad=True), torch.tensor([[-1.0]])
-    loss = clipped_surrogate(new, advantages, new, new)
+    loss = Clip()(new, advantages, new, new)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert gradient.item() > 1
-    loss = clipped_surrogate(new, advantages, new, new, dual_clip=3.0)
+    loss = Clip(dual=3.0)(new, advantages, new, new)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert loss.item() == pytest.approx(3.0) and gradient.item() == 0
 
 
 @settings(deadline=None, max_examples=25)
 @given(tokens, st.floats(1.01, 5))
-def test_the_dual_clip_bounds_the_loss_of_bad_tokens_and_leaves_good_ones_alone(rows, dual_clip):
+def test_the_dual_bounds_the_loss_of_bad_tokens_and_leaves_good_ones_alone(rows, dual):
     new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
-    plain = clipped_surrogate(new - old, advantages, new, old)
-    floored = clipped_surrogate(new - old, advantages, new, old, dual_clip=dual_clip)
+    plain = Clip()(new - old, advantages, new, old)
+    floored = Clip(dual=dual)(new - old, advantages, new, old)
     assert torch.equal(floored[advantages >= 0], plain[advantages >= 0])
     bad = advantages < 0
-    assert (floored[bad] <= -dual_clip * advantages[bad] * (1 + 1e-12)).all()
+    assert (floored[bad] <= -dual * advantages[bad] * (1 + 1e-12)).all()
 
 
-def test_settings_of_a_formula_are_its_keyword_only_parameters():
-    assert settings_of(SURROGATES["clip"]) == {"epsilon_low": 0.2, "epsilon_high": 0.2, "dual_clip": None}
-    assert settings_of(SURROGATES["dppo"]) == {"delta": 0.15}
-    assert settings_of(lambda log_ratio, advantages, log_probs, old, *, width=3: log_ratio) == {"width": 3}
-    assert settings_of(lambda log_ratio, advantages, log_probs, old: log_ratio) == {}
+def slow_clipped(new, old, advantage, surrogate, chosen) -> bool:
+    """Whether the hand-written gradient is 0 although the advantage is not; soft surrogates only come near."""
+    return (
+        surrogate not in ("sapo", "vespo") and advantage != 0 and SLOW[surrogate](new, old, advantage, **chosen)[1] == 0
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens)
+@pytest.mark.parametrize("name", CASES)
+def test_clipped_tokens_are_those_without_a_gradient(name, rows):
+    surrogate, chosen = CASES[name]
+    rows = [row for row in rows if not near_a_corner(*row, surrogate, chosen)] or [(-1.0, -1.1, 0.5)]
+    rows = [(new, old, advantage if abs(advantage) > 1e-9 else 0.0) for new, old, advantage in rows]
+    new, old, advantages = (x.clone()[None] for x in torch.tensor(rows, dtype=torch.float64).T)
+    clipped = SURROGATES[surrogate](**chosen).clipped(new - old, advantages, new, old)
+    assert clipped.dtype == torch.bool
+    assert clipped[0].tolist() == [slow_clipped(*row, surrogate, chosen) for row in rows]
+
+
+def test_a_ratio_that_underflows_on_the_side_of_no_bound_is_not_clipped():
+    log_ratio, one = torch.tensor([[-120.0, 120.0]]), torch.ones(1, 2)
+    assert Clip().clipped(log_ratio, one, log_ratio, log_ratio).tolist() == [[False, True]]
+    assert Clip().clipped(log_ratio, -one, log_ratio, log_ratio).tolist() == [[True, False]]
+
+
+def test_the_loss_of_equal_objects_is_the_same_choice():
+    assert Clip(0.2) == Clip() == Clip(low=0.2, high=0.2) != Clip(0.2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "message"),
+    [
+        ("clip", {"low": 0.0}, "Clip: low=0.0 must be a number above 0 and at most 1"),
+        ("clip", {"low": 1.5}, "low=1.5"),
+        ("clip", {"high": -1.0}, "high=-1.0"),
+        ("clip", {"low": math.nan}, "low=nan"),
+        ("clip", {"low": "0.2"}, "low='0.2'"),
+        ("clip", {"low": True}, "low=True"),
+        ("clip", {"dual": 1.0}, "dual=1.0"),
+        ("cispo", {"high": 0.0}, "CISPO: high=0.0"),
+        ("sapo", {"tau_positive": 0.0}, "tau_positive=0.0"),
+        ("dppo", {"delta": 0.0}, "delta=0.0"),
+        ("vespo", {"k_negative": -1.0}, "k_negative=-1.0"),
+    ],
+)
+def test_fields_out_of_range_are_refused(name, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        SURROGATES[name](**chosen)

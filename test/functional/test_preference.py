@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES, dpo, ipo, kto, kto_reference_point, orpo, simpo
+from torchrl_rloo.functional.preference import (
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    PREFERENCE_OBJECTIVES,
+    SimPO,
+    kto_reference_point,
+)
 
 pairs = st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=6)
 log_prob_pairs = st.lists(st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01)), min_size=1, max_size=6)
@@ -39,8 +47,8 @@ def test_dpo_and_ipo_equal_a_slow_loop(values, beta, smoothing):
     for w, r in values:
         right, wrong = sigmoid(beta * (w - r)), sigmoid(beta * (r - w))
         expected.append(-(1 - smoothing) * math.log(right) - smoothing * math.log(wrong))
-    equal(dpo(chosen, rejected, beta=beta, label_smoothing=smoothing), expected)
-    equal(ipo(chosen, rejected, beta=beta), [(w - r - 1 / (2 * beta)) ** 2 for w, r in values])
+    equal(DPO(beta=beta, label_smoothing=smoothing)(chosen, rejected), expected)
+    equal(IPO(beta=beta)(chosen, rejected), [(w - r - 1 / (2 * beta)) ** 2 for w, r in values])
 
 
 @settings(deadline=None, max_examples=60)
@@ -48,9 +56,9 @@ def test_dpo_and_ipo_equal_a_slow_loop(values, beta, smoothing):
 def test_orpo_and_simpo_equal_a_slow_loop(values, beta, alpha, gamma):
     chosen, rejected = columns(values)
     expected = [-w - alpha * math.log(sigmoid(math.log(odds(w) / odds(r)))) for w, r in values]
-    equal(orpo(chosen, rejected, alpha=alpha), expected)
+    equal(ORPO(alpha=alpha)(chosen, rejected), expected)
     expected = [-math.log(sigmoid(beta * (w - r) - gamma)) - alpha * w for w, r in values]
-    equal(simpo(chosen, rejected, beta=beta, gamma=gamma, cpo_alpha=alpha), expected)
+    equal(SimPO(beta=beta, gamma=gamma, cpo_alpha=alpha)(chosen, rejected), expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,7 +77,7 @@ def test_kto_equals_a_slow_loop(rows, mismatched, beta, weights):
     expected = [
         weights[0] * (1 - sigmoid(beta * (h - z))) if d else weights[1] * (1 - sigmoid(beta * (z - h))) for h, d in rows
     ]
-    actual = kto(ratios, desirable, point, beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])
+    actual = KTO(beta=beta, desirable_weight=weights[0], undesirable_weight=weights[1])(ratios, desirable, point)
     equal(actual, expected)
 
 
@@ -78,30 +86,30 @@ def test_gradcheck():
     chosen, rejected = (-3 * torch.rand(5, dtype=torch.float64, generator=generator) - 0.05 for _ in range(2))
     chosen.requires_grad_(), rejected.requires_grad_()
     for function in (
-        lambda w, r: dpo(w, r, beta=0.7, label_smoothing=0.1),
-        lambda w, r: ipo(w, r, beta=0.7),
-        lambda w, r: orpo(w, r, alpha=0.7),
-        lambda w, r: simpo(w, r, cpo_alpha=0.3),
+        lambda w, r: DPO(beta=0.7, label_smoothing=0.1)(w, r),
+        lambda w, r: IPO(beta=0.7)(w, r),
+        lambda w, r: ORPO(alpha=0.7)(w, r),
+        lambda w, r: SimPO(cpo_alpha=0.3)(w, r),
     ):
         torch.autograd.gradcheck(function, (chosen, rejected))
     desirable, point = torch.tensor([True, False, True, False, False]), torch.tensor(0.4, dtype=torch.float64)
-    torch.autograd.gradcheck(lambda h: kto(h, desirable, point, beta=0.7, undesirable_weight=1.3), chosen)
+    torch.autograd.gradcheck(lambda h: KTO(beta=0.7, undesirable_weight=1.3)(h, desirable, point), chosen)
 
 
 @pytest.mark.parametrize("name", [n for n, o in PREFERENCE_OBJECTIVES.items() if o.paired])
 def test_preferring_the_chosen_completion_lowers_the_loss(name):
     """Here the margin is below any aim; a pair's gradient pushes the chosen up and the rejected down."""
     chosen, rejected = torch.tensor([-2.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)
-    PREFERENCE_OBJECTIVES[name].function(chosen, rejected).sum().backward()
+    PREFERENCE_OBJECTIVES[name]()(chosen, rejected).sum().backward()
     assert chosen.grad < 0 < rejected.grad
 
 
 def test_smoothing_wants_a_finite_margin_and_dpo_does_not():
     far = torch.tensor([400.0], requires_grad=True)
-    dpo(far, torch.zeros(1), beta=0.1, label_smoothing=0.1).sum().backward()
+    DPO(beta=0.1, label_smoothing=0.1)(far, torch.zeros(1)).sum().backward()
     assert far.grad > 0
     far.grad = None
-    dpo(far, torch.zeros(1), beta=0.1).sum().backward()
+    DPO(beta=0.1)(far, torch.zeros(1)).sum().backward()
     assert far.grad <= 0
 
 
@@ -114,13 +122,13 @@ def test_reference_point_is_never_negative_and_carries_no_gradient():
 
 @pytest.mark.parametrize("extreme", [-1e4, -100.0, -1e-9, 0.0])
 def test_extreme_log_probs_give_finite_values_and_gradients(extreme):
-    for objective in PREFERENCE_OBJECTIVES.values():
+    for objective in (kind() for kind in PREFERENCE_OBJECTIVES.values()):
         for swap in (False, True):
             x, y = torch.tensor([extreme], requires_grad=True), torch.tensor([-0.7], requires_grad=True)
             if objective.paired:
-                loss = objective.function(y, x) if swap else objective.function(x, y)
+                loss = objective(y, x) if swap else objective(x, y)
             else:
-                loss = objective.function(x, torch.tensor([swap]), torch.tensor(0.2)) + 0 * y
+                loss = objective(x, torch.tensor([swap]), torch.tensor(0.2)) + 0 * y
             loss.sum().backward()
             assert loss.isfinite().all() and x.grad.isfinite().all() and y.grad.isfinite().all()
 
@@ -134,14 +142,14 @@ def recorded(*values: list[float]) -> list[torch.Tensor]:
 def test_dpo_equals_trl():
     chosen = [-0.8536505699157715, 0.24845170974731445, -5.43658447265625]
     rejected = [1.3863797187805176, -0.23483800888061523, 0.011214256286621094]
-    loss = dpo(*recorded(chosen, rejected), beta=0.3).mean()
+    loss = DPO(beta=0.3)(*recorded(chosen, rejected)).mean()
     assert loss.item() == pytest.approx(1.1734665632247925, rel=3e-6)
 
 
 def test_ipo_equals_trl():
     chosen = [-0.12195008248090744, 0.04969034343957901, -0.3397865295410156]
     rejected = [0.198054239153862, -0.07827933877706528, 0.0037380855064839125]
-    loss = ipo(*recorded(chosen, rejected), beta=0.3).mean()
+    loss = IPO(beta=0.3)(*recorded(chosen, rejected)).mean()
     assert loss.item() == pytest.approx(3.4517719745635986, rel=3e-6)
 
 
@@ -151,14 +159,14 @@ def test_kto_equals_trl():
     point = kto_reference_point(mismatched)
     assert point.item() == pytest.approx(12.544116020202637, rel=3e-6)
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
-    loss = kto(ratios, torch.tensor([True, False, True]), point, beta=0.3, **weights).mean()
+    loss = KTO(beta=0.3, **weights)(ratios, torch.tensor([True, False, True]), point).mean()
     assert loss.item() == pytest.approx(0.29484114050865173, rel=3e-6)
 
 
 def test_simpo_and_orpo_equal_trl():
     chosen = [-6.35765266418457, -6.272550582885742]
     chosen, rejected = recorded(chosen, [-6.565004348754883, -6.114382266998291])
-    loss = simpo(chosen, rejected, beta=0.4, gamma=0.5, cpo_alpha=0.7).mean()
+    loss = SimPO(beta=0.4, gamma=0.5, cpo_alpha=0.7)(chosen, rejected).mean()
     assert loss.item() == pytest.approx(5.389165878295898, rel=3e-6)
-    odds_term = (orpo(chosen, rejected, alpha=0.25) + chosen).mean()  # TRL's other term is over the prompt, too
+    odds_term = (ORPO(alpha=0.25)(chosen, rejected) + chosen).mean()  # TRL's other term is over the prompt, too
     assert odds_term.item() == pytest.approx(0.17127752304077148, rel=3e-6)

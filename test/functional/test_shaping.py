@@ -18,7 +18,7 @@ from torchrl_rloo.functional.shaping import (
     column_moments,
     forget,
     merge_moments,
-    normalise_scores,
+    normalize_scores,
     truncated_scores,
 )
 
@@ -60,18 +60,18 @@ def test_each_function_is_divided_by_its_own_spread() -> None:
     seen = torch.tensor([[0.0, 100.0, 5.0], [1.0, 300.0, 5.0]])
     moments = column_moments(seen)
     scores = torch.tensor([[1.0, 200.0, 5.0], [NAN, 100.0, 4.0]])
-    shaped = normalise_scores(scores, moments, center=False, min_count=2, epsilon=1e-9)
+    shaped = normalize_scores(scores, moments, center=False, min_count=2, epsilon=1e-9)
     expected = torch.tensor([[2.0, 2.0, 5.0], [NAN, 1.0, 4.0]])
     torch.testing.assert_close(shaped, expected, equal_nan=True)
-    centred = normalise_scores(scores, moments, center=True, min_count=2, epsilon=1e-9)
+    centred = normalize_scores(scores, moments, center=True, min_count=2, epsilon=1e-9)
     torch.testing.assert_close(centred, torch.tensor([[1.0, 0.0, 0.0], [NAN, -1.0, -1.0]]), equal_nan=True)
-    early = normalise_scores(scores, moments, center=True, min_count=3, epsilon=1e-9)
+    early = normalize_scores(scores, moments, center=True, min_count=3, epsilon=1e-9)
     torch.testing.assert_close(early, scores, equal_nan=True)
 
 
 def test_rounding_is_no_scale() -> None:
     moments = column_moments(torch.full((7, 1), 1000.1).double() + torch.arange(7)[:, None] * 1e-5)
-    assert normalise_scores(torch.tensor([[1000.1]]), moments, center=False, min_count=2, epsilon=1e-9).item() < 1001
+    assert normalize_scores(torch.tensor([[1000.1]]), moments, center=False, min_count=2, epsilon=1e-9).item() < 1001
 
 
 def test_calibration() -> None:

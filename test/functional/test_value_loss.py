@@ -45,18 +45,18 @@ def test_explained_variance_equals_a_slow_loop(triples):
         mean = math.fsum(numbers) / len(numbers)
         return math.fsum((n - mean) ** 2 for n in numbers) / len(numbers)
 
-    tensors = [torch.tensor([numbers], dtype=torch.float64) for numbers in (values, targets)]
-    result = float(explained_variance(*tensors, torch.ones(1, len(triples), dtype=torch.bool)))
+    tensors = [torch.tensor(numbers, dtype=torch.float64) for numbers in (values, targets)]
+    result = float(explained_variance(*tensors))
     if variance(targets) > 1e-6:
         errors = [t - v for v, t in zip(values, targets, strict=True)]
         assert result == pytest.approx(1 - variance(errors) / variance(targets), rel=1e-6, abs=1e-9)
 
 
 def test_explained_variance_of_known_estimates():
-    targets, mask = torch.tensor([[1.0, 2.0, 4.0, 9.0]]), torch.tensor([[True, True, True, False]])
-    assert explained_variance(targets, targets, mask) == 1
-    assert explained_variance(targets + 3, targets, mask) == 1
-    assert explained_variance(torch.zeros(1, 4), targets, mask) == 0
-    assert explained_variance(-targets, targets, mask) == -3
-    assert explained_variance(torch.rand(1, 4), torch.ones(1, 4), mask).isnan()
-    assert explained_variance(targets, targets, mask & False).isnan()
+    targets = torch.tensor([1.0, 2.0, 4.0])
+    assert explained_variance(targets, targets) == 1
+    assert explained_variance(targets + 3, targets) == 1
+    assert explained_variance(torch.zeros(3), targets) == 0
+    assert explained_variance(-targets, targets) == -3
+    assert explained_variance(torch.rand(3), torch.ones(3)).isnan()
+    assert explained_variance(targets[:0], targets[:0]).isnan()

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_reference
+from torchrl_rloo.modules.reference import AdapterReference, frozen_reference
 
 
 @pytest.fixture(scope="module")
@@ -129,70 +129,3 @@ def test_an_adapter_is_left_as_it_was(fails: bool, make_adapter, rows) -> None:
 def test_a_policy_without_adapter_is_refused(policy) -> None:
     with pytest.raises(TypeError, match="frozen_reference"):
         AdapterReference(policy)
-
-
-def test_a_moving_average_equals_a_slow_loop(policy) -> None:
-    reference = MovingReference(policy, decay=0.75)
-    expected = {name: p.double() for name, p in snapshot(policy.model).items()}
-    for seed in range(5):
-        drift(policy.model, seed)
-        reference.update()
-        for name, p in policy.model.named_parameters():
-            expected[name] = 0.75 * expected[name] + 0.25 * p.detach().double()
-    close_weights(reference.scorer.model, {name: p.float() for name, p in expected.items()})
-
-
-def test_a_copy_every_so_many_updates(policy, rows) -> None:
-    reference = MovingReference(policy, every=3)
-    assert reference.generate is False and reference.distribution == policy.distribution
-    held = scores(policy, rows)
-    for step in range(1, 8):
-        drift(policy.model, step)
-        reference.update()
-        if step % 3 == 0:
-            held = scores(policy, rows)
-        scored = reference.score(rows)
-        assert torch.equal(scored.log_probs, held) and not scored.log_probs.requires_grad
-
-
-def test_buffers_move_too(policy) -> None:
-    reference = MovingReference(policy, decay=0.9)
-    buffer = next(iter(policy.model.buffers()))
-    buffer.mul_(2)
-    reference.update()
-    assert torch.equal(next(iter(reference.scorer.model.buffers())), buffer)
-
-
-@pytest.mark.parametrize("kind", [{"decay": 0.9}, {"every": 2}])
-def test_a_resumed_reference_goes_on_the_same(kind, policy, tokenizer) -> None:
-    first = MovingReference(policy, **kind)
-    for step in range(3):
-        drift(policy.model, step)
-        first.update()
-    state = copy.deepcopy(first.state_dict())
-    second = MovingReference(policy, **kind)
-    second.load_state_dict(state)
-    for step in range(3, 6):
-        drift(policy.model, step)
-        first.update(), second.update()
-        ours, theirs = snapshot(second.scorer.model), snapshot(first.scorer.model)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_moving_average_in_float32_of_bfloat16_weights_keeps_small_steps(policy) -> None:
-    policy.model.bfloat16()
-    coarse, fine = (MovingReference(policy, decay=0.999, dtype=dtype) for dtype in (None, torch.float32))
-    with torch.no_grad():
-        next(policy.model.parameters()).mul_(1.5)
-    before = snapshot(coarse.scorer.model)
-    for _ in range(20):
-        coarse.update(), fine.update()
-    name = next(iter(before))
-    moved = (dict(fine.scorer.model.named_parameters())[name] / before[name].float() - 1).nanmean()
-    assert moved.item() == pytest.approx(0.5 * (1 - 0.999**20), rel=1e-2)
-
-
-@pytest.mark.parametrize("kind", [{}, {"decay": 0.9, "every": 2}, {"decay": 1.0}, {"decay": -0.1}, {"every": 0}])
-def test_arguments_are_checked(kind, policy) -> None:
-    with pytest.raises(ValueError, match="decay|every"):
-        MovingReference(policy, **kind)

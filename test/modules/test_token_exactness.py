@@ -28,16 +28,16 @@ PROCESSING = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8},
 }
-DISTRIBUTIONS = [
-    pytest.param({"temperature": t, **kwargs}, id=f"{t}-{name}")
-    for t, (name, kwargs) in itertools.product(TEMPERATURES, PROCESSING.items())
-]
 CASES = {  # tokenizer, bias of the end of turn, tokens a turn, how many turns a row may have (None: its column "turns")
     "non_canonical": ({}, 0.0, 10, 1),
     "one_token": ({"pad_is_eos": True}, 6.0, 1, 1),
     "empty": ({"pad_is_eos": True}, 12.0, 4, 1),
     "turns": ({"pad_is_eos": True}, 9.0, 8, None),
 }
+PAIRWISE = [  # each temperature with each processing and each case, and each processing with each case
+    pytest.param(case, {"temperature": TEMPERATURES[(i + j) % 3], **PROCESSING[name]}, id=f"{case}-{name}")
+    for (i, case), (j, name) in itertools.product(enumerate(CASES), enumerate(PROCESSING))
+]
 ANSWER = "[again]"
 FEEDBACK_TEXT = {  # what stands between the end of a sampled turn and the next
     "chatml": f"\n<|im_start|>user\n{ANSWER}<|im_end|>\n<|im_start|>assistant\n",
@@ -131,19 +131,20 @@ def check_ids(rows: TensorDictBase, sampled: dict[int, list[list[int]]], tokeniz
 
 
 def check_scores(rows: TensorDictBase, policy: TransformersWrapper) -> None:
-    """With unchanged weights the ratio is 1."""
+    """With unchanged weights the ratio is 1, up to the rounding of logits, which a low temperature multiplies."""
+    tolerance = 1e-5 / min(1.0, policy.distribution.temperature)
     scorer = policy.get_new_version(generate=False)
     rows = tensor_rows(rows)
     scored = scorer.score(rows)
     tokens, mask = ragged(rows, keys.TOKENS), ragged(rows, keys.ACTION_MASK)
     assert scored.actions.tokens[scored.actions.action_mask].tolist() == torch.cat(tokens)[torch.cat(mask)].tolist()
     behaviour = torch.cat(ragged(rows, keys.LOG_PROBS))[torch.cat(mask)]
-    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=tolerance)
     for row in rows.unbind(0):
         row.set(keys.ADVANTAGE, torch.ones(1, 1))
     out = RLOOLoss(scorer)(rows)
     assert out.ESS.item() == pytest.approx(1, abs=1e-5)
-    assert out.log_ratio_max.item() <= 1e-5 and out.clip_fraction.item() == 0
+    assert out.log_ratio_max.item() <= tolerance and out.clip_fraction.item() == 0
     for row, log_probs in zip(rows.unbind(0), scored.log_probs, strict=True):
         difference = log_probs.sum() - row[keys.LOG_PROBS].sum()
         assert difference.exp().item() == pytest.approx(1, abs=1e-5 * int(row[keys.ACTION_MASK].sum()))
@@ -159,8 +160,7 @@ def check_reference(rows: TensorDictBase, model, settings: dict) -> None:
         torch.testing.assert_close(row[keys.LOG_PROBS][row[keys.ACTION_MASK]], expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "distribution"), PAIRWISE)
 def test_sampled_stored_and_scored_are_the_same(
     case: str, distribution: dict, make_tokenizer: Callable, make_model: Callable, prompts
 ) -> None:
@@ -174,13 +174,12 @@ def test_sampled_stored_and_scored_are_the_same(
     check_reference(rows, model, settings)
 
 
-@pytest.mark.parametrize("pad_is_eos", [False, True])
 @pytest.mark.parametrize("turns", [1, 2, 3])
 @pytest.mark.parametrize("template", FEEDBACK_TEXT)
 def test_any_template_and_number_of_turns(
-    template: str, turns: int, pad_is_eos: bool, make_tokenizer: Callable, make_model: Callable, prompts
+    template: str, turns: int, make_tokenizer: Callable, make_model: Callable, prompts
 ) -> None:
-    tokenizer = make_tokenizer(template, pad_is_eos)
+    tokenizer = make_tokenizer(template, pad_is_eos=(turns + list(FEEDBACK_TEXT).index(template)) % 2 == 0)
     model = make_model(tokenizer, seed=2, end_bias=10.0)
     settings = {"max_new_tokens": 8, "temperature": 0.8, "top_p": 0.95}
     rows, policy, sampled = collect(model, tokenizer, prompts, settings, turns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,15 +13,14 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines.base import Engine, EngineDeadError, EngineError, Request, Sample
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.modules.engines.base import Engine, EngineDeadError, EngineError, Request, Sample
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo, checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
 
 LIMIT = 12
 IDS = [[5, 6, 7], [40], [30, 31, 32, 33, 34], [8, 9]]
@@ -307,8 +305,8 @@ def test_a_new_version_keeps_the_settings(make_policy: Callable, model, tokenize
     scorer = policy.get_new_version(generate=False, model=model)
     assert type(scorer) is TransformersWrapper and not scorer.generate and scorer.model is model
     assert scorer.distribution == policy.distribution and scorer.input_mode == "history"
-    packed = policy.get_new_version(generate=False, model=model, layout="packed", generate_kwargs={"temperature": 2.0})
-    assert packed.layout == "packed" and packed.distribution == SamplingDistribution(temperature=2.0)
+    packed = policy.get_new_version(generate=False, model=model, packing="packed", generate_kwargs={"temperature": 2.0})
+    assert packed.packing == "packed" and packed.distribution == SamplingDistribution(temperature=2.0)
     with pytest.raises(ValueError, match="pass model="):
         policy.get_new_version(generate=False)
 
@@ -331,22 +329,18 @@ def send_weights(engine: Engine, model, version: int) -> None:
         engine.update_weights(step, info, timeout=60.0)
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_gets_new_weights_between_two_turns(make_policy: Callable, model, tokenizer, prompts, tmp_path) -> None:
+def test_vllm_gets_new_weights_between_two_turns(make_policy: Callable, vllm_engine, model, tokenizer, prompts) -> None:
     """Each turn has the log-probs of the weights that its versions name, and the row is of the older ones."""
     new, updated = build_model(tokenizer, seed=1).eval(), []
 
     def respond(conversation, row):
         if not updated:
-            updated.append(send_weights(engine, new, version=1))
+            updated.append(send_weights(vllm_engine, new, version=1))
         turns = sum(message["role"] == "assistant" for message in conversation)
         return [{"role": "user", "content": "again"}] if turns < 2 else None
 
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with VLLMEngine(tmp_path, dtype="float32", max_model_len=256) as engine:
-        policy = make_policy(engine, stop_token_ids=list(range(0, 320, 2)), max_new_tokens=60)
-        rows = collect(policy, prompts, tokenizer, respond, size=2)
+    policy = make_policy(vllm_engine, stop_token_ids=list(range(0, 320, 2)), max_new_tokens=60)
+    rows = collect(policy, prompts, tokenizer, respond, size=2)
     by_model = [policy.get_new_version(generate=False, model=m)(rows.clone()) for m in (model, new)]
     for number, row in enumerate(rows.unbind(0)):
         first, second = turn_lengths(row)

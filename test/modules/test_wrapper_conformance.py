@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,18 +11,22 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 from transformers import PreTrainedModel
 
+from support.checkpoints import save_checkpoint
+from support.engines import GROUP, VLLMEngines
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import encode_prompt, keys, tensor_rows, to_history
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines.base import EngineError
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.functional import process_logits
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
-from torchrl_rloo.modules.engines.base import EngineError
-from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
 from torchrl_rloo.objectives import RLOOLoss
+
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 TOLERANCE = 1e-5  # nats, in float32; 4e-6 was measured
 MAX_MODEL_LEN = 256
@@ -59,14 +61,9 @@ def model(bpe) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(model, bpe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    path: Path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    bpe.save_pretrained(path)
-    with VLLMEngine(path, dtype="float32", max_model_len=MAX_MODEL_LEN) as engine:
-        yield engine
+def own_vllm_engine(model, bpe, vllm_engines: VLLMEngines, tmp_path_factory: pytest.TempPathFactory) -> VLLMEngine:
+    path = save_checkpoint(tmp_path_factory.mktemp("model"), model, bpe)
+    return vllm_engines.get(path, max_model_len=MAX_MODEL_LEN, enable_lora=False)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +83,7 @@ def make_policy(request: pytest.FixtureRequest, model, bpe, make_reference: Call
     if request.param == "transformers":
         return make_reference
     is_vllm = request.param == "vllm"
-    engine = request.getfixturevalue("vllm_engine") if is_vllm else TransformersEngine(model, bpe)
+    engine = request.getfixturevalue("own_vllm_engine") if is_vllm else TransformersEngine(model, bpe)
 
     def make(num_samples: int | None = None, input_mode: str = "tokens", **kwargs) -> vLLMWrapper:
         settings = {"num_samples": num_samples, "input_mode": input_mode}
@@ -165,7 +162,7 @@ def test_samples_have_the_models_frequencies(
     distribution: dict, make_policy: Callable, prompt_rows: Callable, ids, model
 ) -> None:
     """First tokens by a chi-square test; and that second tokens are not drawn with the numbers of the first."""
-    n = 2048
+    n = 1024
     policy = make_policy(seed=0, num_samples=n, ignore_eos=True, max_new_tokens=2, **distribution)
     of_stream = policy(prompt_rows(ids[0]))[0]
     of_rows = policy.get_new_version(num_samples=None)(prompt_rows(*[ids[0]] * n, seed=list(range(n))))
@@ -462,26 +459,26 @@ def test_what_cannot_be_is_refused_by_name(make_policy: Callable, prompt_rows: C
 
 
 def test_vllm_refuses_a_truncation_in_another_order(
-    vllm_engine, model, bpe, prompt_rows: Callable, ids, make_reference: Callable
+    own_vllm_engine, model, bpe, prompt_rows: Callable, ids, make_reference: Callable
 ) -> None:
     both = {"min_p": 0.1, "top_p": 0.9, "seed": 0, "max_new_tokens": 3}
-    with pytest.raises(EngineError, match=r"min_p=0.1 before top_p=0.9.*leave one of the two out"):
-        vLLMWrapper(vllm_engine, tokenizer=bpe, generate_kwargs=both)(prompt_rows(*ids))
+    with pytest.raises(EngineError, match=r"min_p=0.1 before top_p=0.9.*set only one of the two"):
+        vLLMWrapper(own_vllm_engine, tokenizer=bpe, generate_kwargs=both)(prompt_rows(*ids))
     engine = TransformersEngine(model, bpe)
     for policy in (make_reference(**both), vLLMWrapper(engine, tokenizer=bpe, generate_kwargs=both)):
         check_scores(policy(prompt_rows(*ids)), policy, model)
 
 
-def test_vllm_refuses_a_temperature_that_it_would_change(vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
+def test_vllm_refuses_a_temperature_that_it_would_change(own_vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
     """It samples at 0.01 whatever lower one it is given, and the scorer would not."""
-    policy = vLLMWrapper(vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 3, "temperature": 0.005})
+    policy = vLLMWrapper(own_vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 3, "temperature": 0.005})
     with pytest.raises(EngineError, match=r"temperature=0.005"):
         policy(prompt_rows(*ids))
 
 
-def test_a_prompt_beyond_vllms_context(vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
+def test_a_prompt_beyond_vllms_context(own_vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
     """It is refused with both lengths, and the engine goes on; a turn is cut off where the context ends."""
-    policy = vLLMWrapper(vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 12, "ignore_eos": True})
+    policy = vLLMWrapper(own_vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 12, "ignore_eos": True})
     with pytest.raises(EngineError, match=rf"(?s)(?=.*{MAX_MODEL_LEN})(?=.*{MAX_MODEL_LEN + 1})"):
         policy(prompt_rows(ids[0], [40] * (MAX_MODEL_LEN + 1)))
     out = policy(prompt_rows(ids[0], [40] * (MAX_MODEL_LEN - 5)))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
+from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
 
 
 def test_the_kl_coefficient_follows_a_slow_loop():
@@ -26,41 +26,22 @@ def test_the_kl_coefficient_finds_the_target():
     assert float(coefficient) == pytest.approx(0.05, rel=1e-3)
 
 
-def test_the_entropy_coefficient_rises_below_the_target_and_is_off_above_it():
-    coefficient = AdaptiveEntropyCoefficient(target=0.5, step=0.25, maximum=0.5)
-    seen = []
-    for entropy in (0.4, 0.1, 0.2, 0.6, 0.4, 0.5, 0.7, 0.8, 0.9, 0.5):
-        coefficient.update(entropy)
-        seen.append(float(coefficient))
-    assert seen == [0.25, 0.5, 0.5, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert float(AdaptiveEntropyCoefficient(target=0.5, initial=0.3)) == 0.3
-
-
-@pytest.mark.parametrize("kind", ["kl", "entropy"])
-def test_a_resumed_controller_goes_on_the_same(kind: str):
-    def build():
-        if kind == "kl":
-            return AdaptiveKLCoefficient(0.1, target=0.5, horizon=300)
-        return AdaptiveEntropyCoefficient(target=0.5, initial=0.1)
-
-    def step(controller, value):
-        controller.update(value, 7) if kind == "kl" else controller.update(value)
-
-    first, second = build(), build()
+def test_a_resumed_controller_goes_on_the_same():
+    first, second = (AdaptiveKLCoefficient(0.1, target=0.5, horizon=300) for _ in range(2))
     for value in (0.3, 0.55, 0.8):
-        step(first, value)
+        first.update(value, 7)
     second.load_state_dict(first.state_dict())
     assert float(second) == float(first)
     for value in (0.45, 0.9, 0.1):
-        step(first, value), step(second, value)
+        first.update(value, 7), second.update(value, 7)
         assert float(second) == float(first) and second.state_dict() == first.state_dict()
 
 
 def test_a_missing_measurement_changes_nothing_and_is_logged(caplog):
-    kl, entropy = AdaptiveKLCoefficient(0.1, 1.0), AdaptiveEntropyCoefficient(target=0.5, initial=0.1)
+    kl = AdaptiveKLCoefficient(0.1, 1.0)
     with caplog.at_level(logging.WARNING):
-        kl.update(math.nan, 8), entropy.update(math.nan)
-    assert float(kl) == 0.1 and float(entropy) == 0.1 and len(caplog.records) == 2
+        kl.update(math.nan, 8)
+    assert float(kl) == 0.1 and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -71,10 +52,6 @@ def test_a_missing_measurement_changes_nothing_and_is_logged(caplog):
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, 0), "horizon=0"),
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, math.nan), "horizon=nan"),
         (lambda: AdaptiveKLCoefficient(0.1, 1.0, 10).update(1.0, 50), "num_samples=50"),
-        (lambda: AdaptiveEntropyCoefficient(0.0), "target=0.0"),
-        (lambda: AdaptiveEntropyCoefficient(0.1, step=0), "step=0"),
-        (lambda: AdaptiveEntropyCoefficient(0.1, initial=2.0), "initial=2.0 and maximum=1.0"),
-        (lambda: AdaptiveEntropyCoefficient(0.1, minimum=-1.0), "minimum=-1.0"),
     ],
 )
 def test_arguments_are_checked(build, message):

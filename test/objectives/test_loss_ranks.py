@@ -1,4 +1,4 @@
-"""Rows split over two ranks: counts over both, gradients averaged, as one process has them.
+"""Rows split over two ranks: normalizers of both, gradients averaged, as one process has them.
 
 Run as a script this file is one rank: ``test_loss_ranks.py RANK FOLDER``.
 """
@@ -17,7 +17,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.objectives.counts import LossCounts
+from torchrl_rloo.objectives.normalizers import Normalizers
 
 SPLIT = ([1, 2, 4, 6], [0, 3, 5])  # of unequal sizes, in rows and in tokens
 MERGED = ([0, 3, 4, 5, 6], [1, 2])
@@ -25,7 +25,7 @@ SETTINGS = {
     "sequence_sum": {},
     "sequence_mean": {"ratio": "sequence_mean", "aggregation": "sequence_mean", "kl_to_ref_coeff": 0.1},
     "token_mean": {"ratio": "token", "aggregation": "token_mean", "entropy_coeff": 0.1},
-    "constant": {"ratio": "token", "aggregation": "constant", "aggregation_constant": 9.0},
+    "constant": {"ratio": "token", "aggregation": {"name": "constant", "length": 9.0}},
     "truncated rows left out": {
         "ratio": "token",
         "aggregation": "token_mean",
@@ -66,12 +66,12 @@ def run_rank(rank: int, folder: Path) -> None:
     policy, rows, results = make_policy(), torch.load(folder / "rows.pt", weights_only=False), {}
     for name, settings in SETTINGS.items():
         loss, part = RLOOLoss(policy, **settings), part_of(rows, name, rank)
-        counts = loss.count(part, process_group=group)
-        gradient = gradient_of(policy, loss(part, counts).loss)
+        normalizers = loss.normalizers(part, group)
+        gradient = gradient_of(policy, loss(part, normalizers).loss)
         for g in gradient:  # what DistributedDataParallel does
             torch.distributed.all_reduce(g)
             g /= 2
-        results[name] = (counts.num_rows, counts.num_tokens, counts.entropy_threshold, gradient)
+        results[name] = (normalizers.num_rows, normalizers.num_tokens, normalizers.entropy_threshold, gradient)
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -98,17 +98,17 @@ def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     for name, settings in SETTINGS.items():
         loss = RLOOLoss(policy, **settings)
-        counts = loss.count(rows)
+        whole = loss.normalizers(rows)
         expected = gradient_of(policy, loss(rows).loss)
         scale = max(float(g.norm()) for g in expected)
         assert scale > 0
         for num_rows, num_tokens, threshold, gradient in (result[name] for result in results):
-            halved = LossCounts(counts.num_rows / 2, counts.num_tokens / 2, counts.entropy_threshold)
-            assert LossCounts(num_rows, num_tokens, threshold) == halved, name
+            halved = Normalizers(whole.num_rows / 2, whole.num_tokens / 2, whole.entropy_threshold)
+            assert Normalizers(num_rows, num_tokens, threshold) == halved, name
             for ours, theirs in zip(gradient, expected, strict=True):
                 assert float((ours - theirs).norm()) <= 1e-5 * scale, name
         parts = [gradient_of(policy, loss(part_of(rows, name, rank)).loss / 2) for rank in range(2)]
-        apart = [a + b for a, b in zip(*parts, strict=True)]  # what counts of each rank's own would give
+        apart = [a + b for a, b in zip(*parts, strict=True)]  # what normalizers of each rank's own would give
         assert max(float((a - b).norm()) for a, b in zip(apart, expected, strict=True)) > 1e-3 * scale, name
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +15,9 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import action_tokens, gather_actions, ragged
-from torchrl_rloo.functional.kl import k1, kl_penalised_reward
+from torchrl_rloo.functional.kl import k1, kl_penalized_reward
 from torchrl_rloo.modules.policies import ScoredActions
-from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.objectives.presets import PRESETS
+from torchrl_rloo.objectives import KL, PRESETS, AdaptiveKLCoefficient, Preset, RLOOLoss, make_method, presets
 from torchrl_rloo.replay import MCAdvantage
 
 G, PROMPTS = 4, 2
@@ -77,32 +78,25 @@ def batch() -> TensorDictBase:
     return stack_rows(rows)
 
 
-def arguments_of(preset) -> tuple[dict, dict]:
-    """Arguments of the advantage and of the loss, with what is to be set."""
-    values = {"aggregation_constant": CONSTANT, "whiten_groups": PROMPTS}
-    advantage, loss = dict(preset.advantage), dict(preset.loss)
-    for name, hint in preset.to_set.items():
-        if hint.startswith("RLOOLoss"):
-            loss[name] = values[name]
-        elif hint.startswith("MCAdvantage"):
-            advantage[name] = values[name]
-    return advantage, loss
+def method_of(name: str, **settings) -> Preset:
+    """A method with the numbers that it leaves to a run; with its own KL unless another is given."""
+    numbers_of = {"max_new_tokens": CONSTANT, "prompts_per_step": PROMPTS, "num_generations": G}
+    return make_method(name, **numbers_of | {"kl": "default"} | settings)
 
 
-def gradients_of(preset, batch: TensorDictBase) -> list[list[float]]:
+def gradients_of(method: Preset, batch: TensorDictBase) -> list[list[float]]:
     """Of the loss, with respect to the log-prob of each action token."""
-    advantage, loss = arguments_of(preset)
     table = LogProbTable([[x + d for x, d in zip(*r, strict=True)] for r in zip(SAMPLER, DRIFT, strict=True)])
     rows = [row.clone() for row in batch.unbind(0)]
-    if preset.kl_in_reward:  # as KLRewardTransform does
+    if coeff := float(method.reward_kl_arguments["kl_to_ref_coeff"]):  # as KLRewardTransform does
         actions = action_tokens(batch)
         kl = k1(*(gather_actions(ragged(batch, key), actions) for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS)))
-        for row, reward in zip(rows, kl_penalised_reward(torch.tensor(REWARDS), kl, preset.kl_in_reward), strict=True):
+        for row, reward in zip(rows, kl_penalized_reward(torch.tensor(REWARDS), kl, coeff), strict=True):
             row.set(keys.REWARD, reward.reshape(1, 1))
-    transform = MCAdvantage(num_generations=G, **advantage)
+    transform = MCAdvantage(**method.advantage_arguments)
     buffer = ReplayBuffer(storage=LazyStackStorage(N), transform=transform)
     buffer.extend(stack_rows(rows))
-    RLOOLoss(table, **loss)(buffer[:]).loss.backward()
+    RLOOLoss(table, **method.loss_arguments)(buffer[:]).loss.backward()
     return [table.log_probs.grad[i, :n].tolist() for i, n in enumerate(LENGTHS)]
 
 
@@ -257,7 +251,7 @@ def test_every_method_without_a_critic_has_its_formula_here():
 
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_the_gradient_is_that_of_the_paper(batch, name):
-    ours, expected = gradients_of(PRESETS[name], batch), FORMULAS[name]()
+    ours, expected = gradients_of(method_of(name), batch), FORMULAS[name]()
     for i in range(N):
         assert ours[i] == pytest.approx(expected[i], rel=1e-4, abs=2e-6), f"row {i}"
 
@@ -277,61 +271,84 @@ def test_the_batch_tells_the_methods_apart_and_meets_their_clips():
 
 def test_the_loss_of_ppo_is_the_clip_of_each_token(batch):
     preset = PRESETS["ppo"]
-    assert preset.critic and preset.to_set
+    assert preset.critic
     advantages = numbers(3, 1.0)
     rows = [row.clone() for row in batch.unbind(0)]
     for row, values in zip(rows, advantages, strict=True):
         row.set(keys.ADVANTAGE, full(values)[:, None])
     table = LogProbTable([[x + d for x, d in zip(*r, strict=True)] for r in zip(SAMPLER, DRIFT, strict=True)])
-    RLOOLoss(table, **preset.loss)(stack_rows(rows)).loss.backward()
+    RLOOLoss(table, **preset.loss_arguments)(stack_rows(rows)).loss.backward()
     for i, n in enumerate(LENGTHS):
         expected = [-ppo(i, t, advantages[i][t]) / TOKENS for t in range(n)]
         assert table.log_probs.grad[i, :n].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("coeff", [None, 0.0, 0.2])
-def test_every_preset_makes_its_parts_with_any_kl(name, coeff):
-    preset = PRESETS[name] if coeff is None else PRESETS[name].with_kl(coeff)
-    advantage, loss = arguments_of(preset)
-    RLOOLoss(LogProbTable(SAMPLER), **loss)
-    if not preset.critic:
-        MCAdvantage(num_generations=G, **advantage)
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+@pytest.mark.parametrize(
+    "kl", [None, "default", {"coeff": 0.0}, {"coeff": 0.2}, {"coeff": 0.1, "target": 2.0}], ids=str
+)
+def test_every_preset_makes_its_parts_with_any_kl(name, kl):
+    method = method_of(name, kl=kl)
+    RLOOLoss(LogProbTable(SAMPLER), **method.loss_arguments)
+    MCAdvantage(**method.advantage_arguments)
+    assert method.kl is None or method.kl.is_on
 
 
-@pytest.mark.parametrize("name", [n for n, p in PRESETS.items() if p.to_set and not p.critic])
-def test_what_is_to_be_set_is_needed(name):
-    """Without it a part refuses to be made."""
-    preset = PRESETS[name]
-    with pytest.raises(ValueError, match="|".join(preset.to_set)):
-        RLOOLoss(LogProbTable(SAMPLER), **preset.loss)
-        MCAdvantage(num_generations=G, **preset.advantage)
+def places_of(method: Preset) -> list[float]:
+    """The coefficients that the reward, the advantage and the loss are given."""
+    token = method.advantage_arguments.get("kl")
+    in_loss = method.loss_arguments.get("kl_to_ref_coeff", 0.0)
+    return [float(c) for c in (method.reward_kl_arguments["kl_to_ref_coeff"], token.coeff if token else 0.0, in_loss)]
 
 
-PLACES = {
-    "rloo": "kl_in_reward",
-    "rloo_trl": "kl_in_reward",
-    "rloo_openrlhf": "advantage.token_kl_coeff",
-    "grpo": "loss.kl_to_ref_coeff",
-    "reinforce_pp": "advantage.token_kl_coeff",
-    "reinforce_pp_baseline": "loss.kl_to_ref_coeff",
-    "ppo": "advantage.kl_coeff",
-}
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_another_coefficient_goes_where_the_method_has_its_kl(name):
+    own = PRESETS[name].kl
+    method = method_of(name, kl={"coeff": 0.123})
+    place = ("reward", "token", "loss").index(own.where if own else "reward")
+    assert places_of(method) == [0.123 if i == place else 0.0 for i in range(3)]
+    assert method.kl == (replace(own, coeff=0.123) if own else KL("reward", 0.123))
+    assert places_of(method_of(name, kl=None)) == [0.0] * 3
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_another_kl_goes_where_the_method_has_its_own(name):
-    preset = PRESETS[name]
-    assert preset.kl_placement == PLACES.get(name)
-    changed = preset.with_kl(0.123)
-    place = PLACES.get(name, "kl_in_reward")
-    part, _, key = place.partition(".")
-    assert (getattr(changed, part)[key] if key else getattr(changed, part)) == 0.123
-    assert changed.kl_placement == place
-    numbers_of = [changed.kl_in_reward, *changed.advantage.values(), *changed.loss.values()]
-    assert numbers_of.count(0.123) == 1
-    assert preset == PRESETS[name] and preset.kl_placement == PLACES.get(name)  # itself unchanged
-    assert changed.with_kl(preset.kl_in_reward if place == "kl_in_reward" else getattr(preset, part)[key]) == preset
+@pytest.mark.parametrize("where", ["reward", "token", "loss"])
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
+    own = PRESETS[name].kl
+    method = method_of(name, kl={"where": where} | ({} if own else {"coeff": 0.05}))
+    coeff = own.coeff if own else 0.05
+    assert method.kl == (own if own and own.where == where else KL(where, coeff))
+    assert sum(places_of(method)) == coeff
+
+
+def test_a_kl_object_is_taken_as_it_is_and_one_without_a_place_is_off():
+    assert method_of("grpo", kl=KL("token", 0.2, clip=3.0)).kl == KL("token", 0.2, clip=3.0)
+    assert method_of("grpo", kl={"where": None}).kl is None
+    assert method_of("grpo", kl=KL("loss", 0.0)).kl is None
+    with pytest.raises(ValueError, match="kl.coeff=0.1 has no effect with kl.where=None"):
+        method_of("grpo", kl={"where": None, "coeff": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "rloo_trl",
+            {"loss": {"kl_to_ref_coeff": 0.04}},
+            r"loss.kl_to_ref_coeff is set in kl: use kl.coeff=... \(with",
+        ),
+        ("rloo_trl", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=... .*kl.where=token"),
+        ("grpo", {"loss": {"kl_to_ref_coeff": 0.1}}, "use kl.coeff=... .*kl.where=loss"),
+        ("rloo_openrlhf", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=..."),
+        ("rloo_trl", {"loss": {"kl_to_ref_coeff": 0.04}, "kl": "default"}, "use kl.coeff=..."),
+        ("grpo", {"loss": {"kl_estimator": "k1"}}, "use kl.estimator=..."),
+        ("rloo_openrlhf", {"advantage": {"kl_clip": 1.0}}, "use kl.clip=..."),
+        ("grpo", {"advantage": {"kl": KL("token", 0.1)}}, "advantage.kl is set in kl: use kl=..."),
+    ],
+)
+def test_a_kl_elsewhere_is_refused_with_the_setting_to_use(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        method_of(name, **{"kl": None} | settings)
 
 
 def test_a_coefficient_that_moves_is_passed_on(batch):
@@ -342,16 +359,84 @@ def test_a_coefficient_that_moves_is_passed_on(batch):
             return self.value
 
     coefficient = Coefficient()
-    preset = PRESETS["grpo"].with_kl(coefficient)
-    loose = gradients_of(PRESETS["grpo"].with_kl(0.5), batch)
-    assert gradients_of(preset, batch) == loose
+    method = method_of("grpo", kl={"coeff": coefficient})
+    loose = gradients_of(method_of("grpo", kl={"coeff": 0.5}), batch)
+    assert gradients_of(method, batch) == loose
     coefficient.value = 0.0
-    assert gradients_of(preset, batch) != loose
+    assert gradients_of(method, batch) != loose
+
+
+@pytest.mark.parametrize("name", ["rloo", "rloo_openrlhf", "grpo"])
+def test_a_target_makes_the_coefficient_adapt_in_its_place(name):
+    method = method_of(name, kl={"target": 2.0})
+    assert isinstance(method.kl.coeff, AdaptiveKLCoefficient) and method.kl.coeff.target == 2.0
+    before = sum(places_of(method))
+    assert before == PRESETS[name].kl.coeff
+    method.kl.coeff.update(100.0, num_samples=1000)
+    assert sum(places_of(method)) == pytest.approx(before * 1.02)
 
 
 def test_without_its_kl_grpo_has_none(batch):
     advantages = normalised(REWARDS)
-    ours = gradients_of(PRESETS["grpo"].with_kl(0.0), batch)
+    ours = gradients_of(method_of("grpo", kl=None), batch)
     for i in range(N):
         expected = [-ppo(i, t, advantages[i]) / (N * LENGTHS[i]) for t in range(LENGTHS[i])]
         assert ours[i] == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+
+def test_a_mapping_without_a_name_changes_fields_of_the_methods_own_choice():
+    assert method_of("dapo", loss={"surrogate": {"low": 0.1}}).loss["surrogate"] == {
+        "name": "clip",
+        "low": 0.1,
+        "high": 0.28,
+    }
+    assert method_of("cispo", loss={"surrogate": {"high": 2.0}}).loss["surrogate"] == {"name": "cispo", "high": 2.0}
+    assert method_of("dapo", loss={"surrogate": {"name": "sapo"}}).loss["surrogate"] == {"name": "sapo"}
+
+
+def test_numbers_that_a_run_gives_may_be_set():
+    assert method_of("dr_grpo").loss["aggregation"] == {"name": "constant", "length": CONSTANT}
+    assert method_of("dr_grpo", loss={"aggregation": {"length": 7}}).loss["aggregation"]["length"] == 7
+    assert method_of("reinforce_pp").advantage["normalize"] == {"name": "whiten", "groups": PROMPTS}
+    gdpo = method_of("grpo", advantage={"credit": "normalize_then_sum"}, reward_weights=[1.0, 2.0], kl=None).advantage
+    assert gdpo["credit"]["weights"] == [1.0, 2.0] and gdpo["normalize"]["groups"] == PROMPTS
+    off = method_of("grpo", advantage={"credit": "normalize_then_sum", "normalize": None}, reward_weights=[1.0])
+    assert off.advantage["normalize"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "grop"}, r"algorithm='grop' is unknown \(did you mean 'grpo'.*; valid: (?!.*ppo').*'rloo'"),
+        ({"name": "ppo"}, "algorithm='ppo' needs a critic.*tutorials/ppo.py"),
+        ({"loss": {"rato": "token"}}, r"loss.rato is unknown \(did you mean 'ratio'"),
+        ({"loss": {"clip_epsilon": 0.2}}, "loss.clip_epsilon is unknown"),
+        ({"advantage": {"estimatr": "rloo"}}, r"advantage.estimatr is unknown \(did you mean 'estimator'\?\)"),
+        ({"advantage": {"num_generations": 3}}, "advantage.num_generations is unknown"),
+        ({"kl": {"coef": 0.1}}, r"kl.coef is unknown \(did you mean 'coeff'\?\)"),
+        ({"kl": "on"}, "kl='on' must be None, 'default', a mapping or a KL"),
+        ({"kl": {"where": "rewards"}}, r"kl.where='rewards' is unknown \(did you mean 'reward'\?\)"),
+        ({"kl": {"coeff": -0.1}}, "kl.coeff=-0.1 must be a finite number of at least 0"),
+        ({"kl": {"coeff": 0.1, "estimator": "k4"}}, "kl.estimator='k4' is unknown"),
+        ({"kl": {"coeff": 0.1, "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='reward'"),
+        ({"kl": {"where": "loss", "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='loss'"),
+        ({"kl": {"where": "token", "clip": 0.0}}, "kl.clip=0.0 must be None or a number above 0"),
+        ({"kl": {"coeff": 0.0, "target": 1.0}}, "kl.target=1.0 adapts a coefficient, but kl.coeff is 0"),
+        ({"kl": {"coeff": 0.1, "target": 0.0}}, "target=0.0 must be a number above 0"),
+        ({"name": "dr_grpo", "max_new_tokens": None}, "loss.aggregation='constant' requires length"),
+        ({"name": "reinforce_pp", "prompts_per_step": None}, "advantage.normalize='whiten' requires groups"),
+        ({"advantage": {"credit": "normalize_then_sum"}}, "advantage.credit='normalize_then_sum' requires weights"),
+        (
+            {"advantage": {"normalize": {"name": "whiten", "groups": 3}}},
+            "groups=3 is more than prompts_per_step=2, so no batch would be complete",
+        ),
+    ],
+)
+def test_settings_that_are_wrong_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        method_of(**{"name": "rloo"} | settings)
+
+
+def test_the_keys_of_an_advantage_are_those_of_the_transform():
+    own = set(inspect.signature(MCAdvantage.__init__).parameters) - {"self", "num_generations", "kl"}
+    assert set(presets._ADVANTAGE_KEYS) == own

@@ -11,7 +11,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.preferences import MARGIN
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules.reward_model import RewardModel, load_reward_model
-from torchrl_rloo.objectives.reward_model import RewardModelLoss, merge_reward_outputs
+from torchrl_rloo.objectives import RewardModelLoss, merge_outputs
 
 LENGTHS = [(5, 9), (12, 4), (3, 3), (7, 6), (10, 2)]
 TERMS = {"centering_coeff": 0.3, "batch_sum_coeff": 2.0, "label_smoothing": 0.1}
@@ -69,14 +69,14 @@ def test_the_loss_is_the_formula_of_scores_taken_one_by_one(reward_model, pairs)
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_micro_batches_change_nothing(reward_model, pairs, size):
-    loss_fn = RewardModelLoss(reward_model, **TERMS)
+    loss_fn = RewardModelLoss(reward_model, **TERMS, micro_batch_size=size)
     whole = loss_fn(pairs)
     expected = gradient_of(reward_model, whole.loss)
-    counts = loss_fn.count(pairs, micro_batch_size=size)
-    outputs = [loss_fn(part, counts) for part in pairs.split(size)]
+    normalizers = loss_fn.normalizers(pairs)
+    outputs = [loss_fn(part, normalizers) for part in pairs.split(size)]
     gradient = gradient_of(reward_model, *(o.loss for o in outputs))
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    merged, alone = merge_reward_outputs([o.detach() for o in outputs]), merge_reward_outputs([whole.detach()])
+    merged, alone = merge_outputs([*outputs, loss_fn(pairs[:0])]), merge_outputs([whole])
     assert merged == pytest.approx(alone, rel=1e-4)
     assert {"loss_centering", "loss_batch_sum"} <= merged.keys()
 
@@ -87,17 +87,26 @@ def test_a_weight_is_as_many_rows(reward_model, pairs):
     merged = stack_rows([pairs[0].copy(), pairs[1].copy()])
     merged.set(keys.MULTIPLICITY, torch.tensor([2, 1]))
     torch.testing.assert_close(loss_fn(merged).loss, loss_fn(twice).loss)
-    counts = loss_fn.count(merged)
-    torch.testing.assert_close(sum(loss_fn(p, counts).loss for p in merged.split(1)), loss_fn(twice).loss)
+    normalizers = loss_fn.normalizers(merged)
+    torch.testing.assert_close(sum(loss_fn(p, normalizers).loss for p in merged.split(1)), loss_fn(twice).loss)
+
+
+def test_a_sample_weight_multiplies_the_loss_as_in_every_other_loss(reward_model, pairs):
+    loss_fn = RewardModelLoss(reward_model, centering_coeff=0.3)
+    halved = stack_rows([row.copy().set(keys.SAMPLE_WEIGHT, torch.tensor(0.5)) for row in pairs.unbind(0)])
+    torch.testing.assert_close(loss_fn(halved).loss, 0.5 * loss_fn(pairs).loss)
+    normalizers = loss_fn.normalizers(halved)
+    assert normalizers.num_rows == len(pairs)
+    torch.testing.assert_close(sum(loss_fn(p, normalizers).loss for p in halved.split(2)), 0.5 * loss_fn(pairs).loss)
 
 
 def test_terms_that_are_off_are_absent_and_cost_no_pass(reward_model, pairs):
     loss_fn = RewardModelLoss(reward_model)
-    assert loss_fn.count(pairs).mean_reward is None
+    assert loss_fn.normalizers(pairs).mean_reward is None
     out = loss_fn(pairs.exclude(MARGIN))
     assert out.loss_centering is None and out.loss_batch_sum is None
     d = (out.chosen_rewards - out.rejected_rewards).double()
-    metrics = merge_reward_outputs([out.detach()])
+    metrics = merge_outputs([out])
     assert metrics["loss"] == pytest.approx(float(-logsigmoid(d).mean()), rel=1e-5)
     assert metrics["rewards/accuracy"] == pytest.approx(float((d > 0).double().mean()))
     assert metrics["rewards/margin"] == pytest.approx(metrics["rewards/chosen"] - metrics["rewards/rejected"])
@@ -109,7 +118,7 @@ def test_ties_count_half_and_know_nothing(tokenizer, tmp_path, pairs):
     build_model(tokenizer, seed=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     out = RewardModelLoss(RewardModel(load_reward_model(tmp_path)[0]))(pairs.exclude(MARGIN))
-    metrics = merge_reward_outputs([out.detach()])
+    metrics = merge_outputs([out])
     assert metrics["loss"] == pytest.approx(math.log(2)) and metrics["rewards/accuracy"] == 0.5
 
 

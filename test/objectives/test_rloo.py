@@ -11,8 +11,9 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
+from torchrl_rloo.functional import Clip
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.objectives import RLOOLoss, merge_outputs
+from torchrl_rloo.objectives import RLOOLoss, SFTLoss, merge_outputs
 from torchrl_rloo.replay import drop_zero_advantage
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac", "pccaap"]  # a marks the action tokens
@@ -158,9 +159,9 @@ def check(loss: RLOOLoss, model, rows: TensorDictBase, expected: Expected) -> No
 
 VARIANTS = {
     "default": ({}, {}),
-    "asymmetric clip": ({"clip_epsilon": (0.1, 0.4)}, {"low": 0.1, "high": 0.4}),
-    "low side only": ({"clip_epsilon": [0.05, 100.0]}, {"low": 0.05, "high": 100.0}),
-    "no clip": ({"clip_epsilon": None}, {"low": 1.0, "high": math.inf}),
+    "asymmetric clip": ({"surrogate": Clip(0.1, 0.4)}, {"low": 0.1, "high": 0.4}),
+    "low side only": ({"surrogate": {"name": "clip", "low": 0.05, "high": 100.0}}, {"low": 0.05, "high": 100.0}),
+    "no clip": ({"surrogate": "unclipped"}, {"low": 1.0, "high": math.inf}),
     "no ratio": ({"ratio": "none"}, {"ratio": "none"}),
     "truncated masked": ({"mask_truncated_completions": True}, {"mask_truncated": True}),
     "truncated masked, no ratio": (
@@ -223,11 +224,12 @@ def test_micro_batches_give_the_gradient_and_metrics_of_the_whole(make_loss, mod
     loss = make_loss()
     whole = loss(stale_rows)
     expected = gradient_of(model, whole.loss_objective)
-    parts = [loss(stack_rows([stale_rows[i] for i in part]), loss.count(stale_rows)) for part in split]
+    parts = [loss(stack_rows([stale_rows[i] for i in part]), loss.normalizers(stale_rows)) for part in split]
     assert_same_gradient(gradient_of(model, *(p.loss_objective for p in parts)), expected)
     merged = merge_outputs(parts)
     assert merged.pop("loss") == pytest.approx(whole.loss_objective.item(), abs=1e-5)
-    fields = {name: name for name in ("entropy", "kl_approx", "ESS", "correction", "kept", "log_ratio_max")}
+    fields = {name: name for name in ("kl_approx", "ESS", "correction", "kept", "log_ratio_max")}
+    fields["entropy/with_signal"] = "entropy"
     fields |= {"clip_ratio/region_mean": "clip_fraction"}
     fields |= {f"clip_ratio/{side}_mean": f"clip_fraction_{side}" for side in ("low", "high")}
     assert merged == pytest.approx({name: getattr(whole, field).item() for name, field in fields.items()}, abs=1e-5)
@@ -239,7 +241,7 @@ def test_rows_of_zero_advantage_add_nothing(make_loss, model, stale_rows, ratio)
     expected = gradient_of(model, loss(stale_rows).loss_objective)
     kept = drop_zero_advantage(stale_rows)
     assert len(kept) == len(stale_rows) - 1
-    assert_same_gradient(gradient_of(model, loss(kept, loss.count(stale_rows)).loss_objective), expected)
+    assert_same_gradient(gradient_of(model, loss(kept, loss.normalizers(stale_rows)).loss_objective), expected)
 
 
 def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
@@ -249,7 +251,7 @@ def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
     kept = drop_zero_advantage(stack_rows(dead))
     assert len(kept) == 0
     loss = make_loss()
-    out = loss(kept, loss.count(stack_rows(dead)))
+    out = loss(kept, loss.normalizers(stack_rows(dead)))
     assert out.loss_objective.item() == 0
     assert all((g == 0).all() for g in gradient_of(model, out.loss_objective))
 
@@ -258,19 +260,19 @@ def test_a_batch_without_any_signal_has_loss_zero(make_loss, model, rows):
 def test_a_micro_batch_without_rows_leaves_the_merged_metrics_alone(make_loss, stale_rows, first):
     loss = make_loss()
     whole = loss(stale_rows)
-    nothing = loss(stale_rows[:0], loss.count(stale_rows))
+    nothing = loss(stale_rows[:0], loss.normalizers(stale_rows))
     merged = merge_outputs([nothing, whole] if first else [whole, nothing])
     assert merged == pytest.approx(merge_outputs([whole]), abs=1e-6)
 
 
 def test_a_longer_row_in_the_batch_changes_no_other(make_loss, model, stale_rows):
     loss = make_loss()
-    counts = loss.count(stale_rows)
+    normalizers = loss.normalizers(stale_rows)
     short = stack_rows([stale_rows[3]])
-    alone = gradient_of(model, loss(short, counts).loss_objective)
+    alone = gradient_of(model, loss(short, normalizers).loss_objective)
     long = stale_rows[4].clone()
     long[keys.ADVANTAGE].zero_()
-    both = loss(stack_rows([stale_rows[3], long]), counts)
+    both = loss(stack_rows([stale_rows[3], long]), normalizers)
     assert_same_gradient(gradient_of(model, both.loss_objective), alone)
     assert both.log_ratio[0].item() == pytest.approx(loss(short).log_ratio[0].item(), abs=1e-5)
 
@@ -292,7 +294,7 @@ def test_only_positions_that_predict_action_tokens_carry_gradient(make_loss, mod
 
     hook = model.get_decoder().register_forward_hook(keep)
     try:
-        make_loss(clip_epsilon=None)(rows).loss_objective.backward()
+        make_loss(surrogate="unclipped")(rows).loss_objective.backward()
     finally:
         hook.remove()
     carries = hidden[-1].grad.abs().sum(-1) > 0
@@ -331,7 +333,7 @@ def test_rows_without_action_tokens_count_and_add_no_gradient(make_loss, model, 
     silent[keys.ACTION_MASK].zero_()
     loss = make_loss()
     out = loss(stack_rows([rows[0], silent]))
-    expected = loss(stack_rows([rows[0]]), loss.count(stack_rows([rows[0], silent])))
+    expected = loss(stack_rows([rows[0]]), loss.normalizers(stack_rows([rows[0], silent])))
     assert_same_gradient(
         gradient_of(model, out.loss_objective), gradient_of(model, expected.loss_objective), tolerance=1e-6
     )
@@ -371,18 +373,34 @@ def test_an_optimizer_of_the_loss_trains_the_model(make_loss, model):
     assert {id(p) for p in loss.parameters()} == {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize(
-    "epsilon",
-    [0, -0.1, 1.5, (0.0, 0.2), (1.2, 0.2), (0.2, 0.0), (0.2, -1.0), math.nan, (0.2,), (0.1, 0.2, 0.3)],
-    ids=str,
-)
-def test_a_bad_clip_is_refused(make_loss, epsilon):
-    with pytest.raises(ValueError, match="clip_epsilon"):
-        make_loss(clip_epsilon=epsilon)
+def test_printing_an_output_shows_its_loss(make_loss, rows):
+    out = make_loss()(rows)
+    assert f"RLOOLossOutput(loss={out.loss.item():.6g}, loss_objective=" in str(out) and "ESS=1" in str(out)
+
+
+def test_a_mean_over_loss_and_metrics_is_refused(make_loss, rows):
+    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics: use .loss"):
+        make_loss()(rows).mean(reduce=True)
+
+
+def test_outputs_of_different_losses_do_not_merge(make_loss, model, tokenizer, rows):
+    sft = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))(rows)
+    with pytest.raises(TypeError, match="outputs are of RLOOLossOutput and of .*SFTLossOutput"):
+        merge_outputs([make_loss()(rows), sft])
+    assert merge_outputs([]) == {}
+
+
+def test_a_row_whose_ratio_underflows_is_not_clipped_from_above(make_loss, rows):
+    """Its gradient is 0 by underflow; the clip of its advantage's sign is on the other side."""
+    row = rows[0].clone()
+    row[keys.ADVANTAGE].fill_(1.0)
+    row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 60.0
+    out = make_loss()(stack_rows([row]))
+    assert out.clip_fraction_high.item() == out.clip_fraction.item() == 0
 
 
 def test_bad_arguments_are_refused(make_loss, model, tokenizer):
-    with pytest.raises(ValueError, match="ratio='tokens'.*sequence"):
+    with pytest.raises(ValueError, match="ratio='tokens' is unknown.*did you mean 'token'"):
         make_loss(ratio="tokens")
     with pytest.raises(ValueError, match="score.*Linear"):
         RLOOLoss(torch.nn.Linear(2, 2))

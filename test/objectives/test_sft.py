@@ -9,8 +9,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_rloo.data import keys, micro_batches, stack_rows
 from torchrl_rloo.data.preferences import encode_demonstrations
 from torchrl_rloo.embedded import build_model, demonstrations
+from torchrl_rloo.functional import ConstantLength
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.objectives.sft import SFTLoss
+from torchrl_rloo.objectives import SFTLoss, merge_outputs
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac"]  # a marks the action tokens
 WEIGHTS, COPIES = [1.0, 0.5, 2.0, 0.0, 1.5], [1, 3, 1, 2, 1]
@@ -78,7 +79,7 @@ def plain_sft(model, rows: TensorDictBase, aggregation: str, constant: float | N
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_loss_and_gradient_are_those_of_the_definition(request, model, make_loss, which, aggregation):
     rows, constant = request.getfixturevalue(which), 12.0 if aggregation == "constant" else None
-    loss = make_loss(aggregation=aggregation, aggregation_constant=constant)(rows).loss_objective
+    loss = make_loss(aggregation=ConstantLength(constant) if constant else aggregation)(rows).loss
     expected, gradient = plain_sft(model, rows, aggregation, constant)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(gradient_of(model, loss), gradient, strict=True):
@@ -89,10 +90,14 @@ def test_loss_and_gradient_are_those_of_the_definition(request, model, make_loss
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_micro_batches_sum_to_the_whole(model, make_loss, weighted_rows, aggregation, size):
     loss_fn = make_loss(aggregation=aggregation)
-    whole = loss_fn(weighted_rows).loss_objective
-    counts = loss_fn.count(weighted_rows)
-    parts = [loss_fn(part, counts).loss_objective for part in micro_batches(weighted_rows, size)]
+    whole = loss_fn(weighted_rows).loss
+    normalizers = loss_fn.normalizers(weighted_rows)
+    parts = [loss_fn(part, normalizers).loss for part in micro_batches(weighted_rows, size)]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
+    outputs = [loss_fn(part, normalizers) for part in micro_batches(weighted_rows, size)]
+    outputs.append(loss_fn(weighted_rows[:0], normalizers))
+    merged, out = merge_outputs(outputs), loss_fn(weighted_rows)
+    assert merged == pytest.approx({n: getattr(out, n).item() for n in ("loss", "nll", "entropy")}, rel=1e-5)
     for ours, theirs in zip(gradient_of(model, *parts), gradient_of(model, whole), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -112,7 +117,7 @@ def test_it_fits_demonstrations(tokenizer):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(15):
-        losses.append(loss_fn(rows).loss_objective)
+        losses.append(loss_fn(rows).loss)
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -122,9 +127,8 @@ def test_it_fits_demonstrations(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"aggregation": "mean"}, "aggregation='mean' must be one of"),
-        ({"aggregation": "constant"}, "aggregation_constant=None"),
-        ({"aggregation_constant": 3.0}, "aggregation='token_mean' with aggregation_constant=3.0"),
+        ({"aggregation": "mean"}, "aggregation='mean' is unknown"),
+        ({"aggregation": "constant"}, r"aggregation='constant' requires \['length'\]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(make_loss, settings, fault):

@@ -1,4 +1,4 @@
-"""ValueLoss: exact on rows, and with GAE it teaches a critic, and with RLOOLoss a policy (PPO)."""
+"""ValueLoss: exact on rows, and with TokenGAE it teaches a critic, and with RLOOLoss a policy (PPO)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torchrl_rloo.data.rows import micro_batches
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.value import ValueHead
-from torchrl_rloo.objectives.rloo import RLOOLoss
-from torchrl_rloo.objectives.value import ValueLoss
-from torchrl_rloo.replay.gae import GAE
+from torchrl_rloo.objectives import RLOOLoss, ValueLoss, merge_outputs
+from torchrl_rloo.replay.gae import TokenGAE
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa"]
 
@@ -76,8 +75,12 @@ def test_micro_batches_have_the_gradient_of_the_whole(size: int, value_head, row
     loss = ValueLoss(value_head)
     parameters = list(value_head.parameters())
     whole = torch.autograd.grad(loss(rows).loss_critic, parameters)
-    counts = loss.count(rows)
-    parts = sum(loss(part, counts).loss_critic for part in micro_batches(rows, size))
+    normalizers = loss.normalizers(rows)
+    outputs = [loss(part, normalizers) for part in micro_batches(rows, size)]
+    parts = sum(out.loss for out in outputs)
+    merged, out = merge_outputs([*outputs, loss(rows[:0], normalizers)]), loss(rows)
+    names = ("loss", "explained_variance", "value_clip_fraction")
+    assert merged == pytest.approx({n: getattr(out, n).item() for n in names}, rel=1e-4)
     for ours, theirs in zip(torch.autograd.grad(parts, parameters), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
@@ -103,7 +106,7 @@ def test_a_critic_learns_what_its_prompts_are_worth(share_trunk: bool, tokenizer
     """The return is the share of even tokens in the prompt: the critic can know it before the first action."""
     model = build_model(tokenizer, seed=0).eval()
     head = ValueHead(model, share_trunk=share_trunk)
-    loss, transform = ValueLoss(head, clip_epsilon=None), GAE(head, lam=1.0)
+    loss, transform = ValueLoss(head, clip_epsilon=None), TokenGAE(head, lam=1.0)
     trained = [*head.parameters(), *(model.model.parameters() if share_trunk else ())]
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -134,10 +137,10 @@ def test_ppo_from_parts(tokenizer) -> None:
     kwargs = {"max_new_tokens": 3, "seed": 0, "ignore_eos": True}
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
     head = ValueHead(model)
-    actor = RLOOLoss(policy.get_new_version(generate=False), ratio="token", clip_epsilon=0.2, aggregation="token_mean")
+    actor = RLOOLoss(policy.get_new_version(generate=False), ratio="token", aggregation="token_mean")
     critic = ValueLoss(head)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=5e-3)
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=GAE(head, lam=0.95))
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), transform=TokenGAE(head, lam=0.95))
     prompts = torch.randint(3, 20, (64, 3), generator=torch.Generator().manual_seed(0))
     returns, explained, losses = [], [], []
     for _ in range(20):

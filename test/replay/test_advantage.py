@@ -38,7 +38,7 @@ def make_row(group: int, reward: float, ident: int = 0, *, size: int | None = No
     return row if size is None else row.set(keys.GROUP_SIZE, torch.tensor(size))
 
 
-def make_buffer(num_generations: int = 2, **settings) -> tuple[ReplayBuffer, MCAdvantage]:
+def make_buffer(num_generations: int | None = 2, **settings) -> tuple[ReplayBuffer, MCAdvantage]:
     transform = MCAdvantage(num_generations, **settings)
     return ReplayBuffer(storage=LazyStackStorage(256), transform=transform), transform
 
@@ -72,7 +72,7 @@ def histories(draw):
 @given(histories())
 def test_order_and_batch_split_change_no_advantage(history):
     rows, batches = history
-    buffer, transform = make_buffer(num_generations=3)
+    buffer, transform = make_buffer(num_generations=None)
     for batch in batches:
         buffer.extend(stack_rows([make_row(g, r, i, size=n) for g, r, i, n in (rows[j] for j in batch)]))
     rewards = torch.tensor([reward for _, reward, _, _ in rows])
@@ -88,8 +88,8 @@ def test_order_and_batch_split_change_no_advantage(history):
 def test_a_restart_in_the_middle_changes_nothing(history, data):
     rows, batches = history
     stop = data.draw(st.integers(0, len(batches)))
-    buffer, transform = make_buffer(num_generations=3, max_pending_age=3, max_pending_groups=2, incomplete="use")
-    resumed, resumed_transform = make_buffer(3, max_pending_age=3, max_pending_groups=2, incomplete="use")
+    buffer, transform = make_buffer(None, max_pending_groups=2)
+    resumed, resumed_transform = make_buffer(None, max_pending_groups=2)
 
     def feed(target: ReplayBuffer, part: Sequence[Sequence[int]]) -> None:
         for batch in part:
@@ -236,7 +236,7 @@ def test_an_extreme_group_does_not_touch_another_in_the_same_batch():
 
 
 def test_a_group_of_its_own_size_and_a_group_of_one():
-    buffer, transform = make_buffer(2)
+    buffer, transform = make_buffer(None)
     buffer.extend(stack_rows([make_row(0, 1.0, 0, size=3), make_row(0, 0.0, 1, size=3), make_row(1, 7.0, 2, size=1)]))
     assert contents(buffer) == {2: 0.0} and transform.pending_rows == 2
     buffer.extend(stack_rows([make_row(0, 0.5, 3, size=3)]))
@@ -244,7 +244,7 @@ def test_a_group_of_its_own_size_and_a_group_of_one():
 
 
 def test_rows_that_disagree_on_their_groups_size_are_an_error():
-    buffer, _ = make_buffer(2)
+    buffer, _ = make_buffer(None)
     with pytest.raises(ValueError, match=r"group 4.*\[2, 3\]"):
         buffer.extend(stack_rows([make_row(4, 1.0, 0, size=3), make_row(4, 1.0, 1, size=2)]))
 
@@ -256,40 +256,39 @@ def test_a_row_after_its_group_has_left_is_dropped_and_counted(caplog):
         buffer.extend(stack_rows([make_row(3, 9.0, 2), make_row(5, 0.0, 3)]))
     assert contents(buffer) == {0: 1.0, 1: -1.0}
     assert transform.counts["late_rows"] == 1 and transform.pending_rows == 1
-    assert "group 3" in caplog.text
+    assert "1 rows dropped (late_rows): group 3" in caplog.text
+    buffer.extend(stack_rows([make_row(3, 9.0, 4)]))
+    assert transform.counts["late_rows"] == 2 and caplog.text.count("late_rows") == 1
 
 
-@pytest.mark.parametrize("incomplete", ["drop", "use"])
-def test_expiry_by_age(incomplete):
-    buffer, transform = make_buffer(3, max_pending_age=2, incomplete=incomplete)
-    buffer.extend(stack_rows([make_row(0, 1.0, 0), make_row(0, 0.0, 1)]))
-    for batch in range(2):  # two later batches may arrive
-        buffer.extend(stack_rows([make_row(1 + batch, 0.0, 2 + batch)]))
-        assert transform.pending_rows == 3 + batch and len(buffer) == 0
-    buffer.extend(stack_rows([make_row(3, 0.0, 4)]))
-    assert contents(buffer) == ({0: 1.0, 1: -1.0} if incomplete == "use" else {})
-    assert (transform.counts["expired_groups"], transform.counts["expired_rows"]) == (1, 2)
-    assert transform.counts["rows"] == (2 if incomplete == "use" else 0)
-    assert transform.pending_rows == 3
-    buffer.extend(stack_rows([make_row(0, 5.0, 9)]))
-    assert transform.counts["late_rows"] == 1 and 9 not in contents(buffer)
+def test_a_number_other_than_the_rows_group_size_is_refused():
+    buffer, transform = make_buffer(4)
+    with pytest.raises(ValueError, match="num_generations=4, but rows have group_size=8: leave num_generations out"):
+        buffer.extend(stack_rows([make_row(0, 1.0, i, size=8) for i in range(8)]))
+    assert transform.pending_rows == 0
 
 
-@pytest.mark.parametrize("incomplete", ["drop", "use"])
-def test_expiry_by_count_takes_the_oldest(incomplete):
-    buffer, transform = make_buffer(3, max_pending_groups=2, incomplete=incomplete)
-    buffer.extend(stack_rows([make_row(7, 1.0, 0), make_row(5, 0.0, 1)]))
-    buffer.extend(stack_rows([make_row(7, 0.0, 2), make_row(6, 0.0, 3), make_row(4, 2.0, 4)]))
-    expected = {0: 1.0, 2: -1.0, 1: 0.0} if incomplete == "use" else {}
-    assert contents(buffer) == expected
+def test_without_a_number_rows_need_a_group_size():
+    buffer, transform = make_buffer(None)
+    with pytest.raises(KeyError, match="a row has no 'group_size': .* set num_generations"):
+        buffer.extend(stack_rows([make_row(0, 1.0, 0)]))
+    assert transform.pending_rows == 0
+
+
+def test_the_oldest_group_beyond_the_limit_is_dropped(caplog):
+    buffer, transform = make_buffer(3, max_pending_groups=2)
+    with caplog.at_level(logging.WARNING):
+        buffer.extend(stack_rows([make_row(7, 1.0, 0), make_row(5, 0.0, 1)]))
+        buffer.extend(stack_rows([make_row(7, 0.0, 2), make_row(6, 0.0, 3), make_row(4, 2.0, 4)]))
+    assert contents(buffer) == {} and caplog.text.count("dropped (expired_rows)") == 1
     assert (transform.counts["expired_groups"], transform.counts["expired_rows"]) == (2, 3)
     assert transform.pending_rows == 2
-    buffer.extend(stack_rows([make_row(6, 0.0, 5), make_row(6, 3.0, 6)]))
-    assert contents(buffer) == expected | {3: -1.5, 5: -1.5, 6: 3.0}
+    buffer.extend(stack_rows([make_row(6, 0.0, 5), make_row(6, 3.0, 6), make_row(7, 9.0, 7)]))
+    assert contents(buffer) == {3: -1.5, 5: -1.5, 6: 3.0} and transform.counts["late_rows"] == 1
 
 
 def test_every_row_is_accounted_for():
-    buffer, transform = make_buffer(2, max_pending_age=2, max_pending_groups=8)
+    buffer, transform = make_buffer(2, max_pending_groups=3)
     generator = torch.Generator().manual_seed(0)
     fed = 0
     for _ in range(30):
@@ -317,9 +316,7 @@ def test_an_estimator_of_ones_own():
         ({"num_generations": 1}, "num_generations=1"),
         ({"num_generations": 0}, "num_generations=0"),
         ({"estimator": "gae"}, "estimator='gae'.*rloo"),
-        ({"incomplete": "keep"}, "incomplete='keep'.*'drop' or 'use'"),
         ({"max_pending_groups": 0}, "max_pending_groups=0"),
-        ({"max_pending_age": -1}, "max_pending_age=-1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

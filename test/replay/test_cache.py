@@ -14,7 +14,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import action_tokens, stack_rows
 from torchrl_rloo.modules.policies import ScoredActions
 from torchrl_rloo.replay import MCAdvantage
-from torchrl_rloo.replay.cache import FIRST_GROUP_ID, GroupCache
+from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP, GroupCache
 
 
 class Constant:
@@ -63,7 +63,7 @@ def test_a_batch_is_filled_up_with_the_newest() -> None:
     cache.add(batch(group(1, version=3), group(2, version=5), group(3, version=4)))
     filled = cache.fill(batch(group(9, version=6)), 3, policy_version=6)
     assert origins(filled) == [9, 9, 2, 2, 3, 3]
-    assert filled[keys.GROUP_ID].tolist() == [9, 9, *[FIRST_GROUP_ID] * 2, *[FIRST_GROUP_ID + 1] * 2]
+    assert filled[keys.GROUP_ID].tolist() == [9, 9, *[FIRST_CACHED_GROUP] * 2, *[FIRST_CACHED_GROUP + 1] * 2]
     assert filled[keys.POLICY_VERSION].tolist() == [6, 7, 5, 6, 4, 5]
     assert all("answer" not in row.keys() for row in filled.unbind(0))
     assert all(keys.ADVANTAGE not in row.keys() for row in filled[2:].unbind(0))

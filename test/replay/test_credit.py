@@ -16,9 +16,17 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys, stack_rows
-from torchrl_rloo.functional.advantages import ESTIMATORS, EstimatorRecipe, group_centred, leave_one_out
+from torchrl_rloo.functional.advantages import (
+    ESTIMATORS,
+    EstimatorSpec,
+    RewardStd,
+    Whiten,
+    group_centered,
+)
+from torchrl_rloo.objectives import KL
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.baseline import RunningBaseline
+from torchrl_rloo.replay.credit import NormalizeThenSum, TokenCredit, TurnCredit
 
 NAN = float("nan")
 
@@ -125,7 +133,7 @@ def test_turn_credit_compares_the_same_turn_of_the_groups_members(groups, discou
                 others = [r[k] for j, r in enumerate(returns) if j != i and not group[j][1] and k < len(r)]
                 values += [0.0 if abstains else slow_loo(returns[i][k], others)] * len(turn)
             expected[3 * g + i] = values
-    close(written(rows_of(groups), 3, credit="turn", discount=discount), expected)
+    close(written(rows_of(groups), 3, credit=TurnCredit(discount)), expected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -138,7 +146,7 @@ def test_token_credit_is_the_tokens_return_less_the_trajectorys_baseline(groups,
             others = [r[0] for j, r in enumerate(returns) if j != i and not group[j][1]]
             silent = abstains or not others
             expected[3 * g + i] = [0.0 if silent else slow_loo(r, others) for r in returns[i]]
-    close(written(rows_of(groups), 3, credit="token", discount=discount), expected)
+    close(written(rows_of(groups), 3, credit=TokenCredit(discount)), expected)
 
 
 def test_a_turn_that_one_member_reached_gets_what_the_estimator_gives_it():
@@ -177,30 +185,29 @@ def slow_kl(row: TensorDictBase, name: str, clip: float | None) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "clip", "discount"), [("k1", None, 1.0), ("k1", 0.1, 0.9), ("k2", 0.05, 0.5), ("k3", 0.1, 0.0)]
-)
+@pytest.mark.parametrize(("name", "clip"), [("k1", None), ("k1", 0.1), ("k2", 0.05), ("k3", 0.1)])
 @pytest.mark.parametrize("proximal", [False, True])
-def test_token_kl_is_added_to_go_after_the_baseline(name, clip, discount, proximal):
+def test_token_kl_is_added_to_go_after_the_baseline(name, clip, proximal):
     turns = [[[0.0, 1.0], [0.0]], [[0.0, 0.0, 0.0, 0.5]], [[2.0]], [[1.0, 1.0]]]
     rows = [make_row(i // 2, t, ident=i, proximal=proximal) for i, t in enumerate(turns)]
     plain = written([row.clone() for row in rows], 2)
     expected = {
-        i: [plain[i][0] + g for g in to_go([-0.3 * kl for kl in slow_kl(row, name, clip)], discount)]
+        i: [plain[i][0] + g for g in to_go([-0.3 * kl for kl in slow_kl(row, name, clip)], 1.0)]
         for i, row in enumerate(rows)
     }
-    actual = written(rows, 2, token_kl_coeff=0.3, kl_estimator=name, kl_clip=clip, discount=discount)
+    actual = written(rows, 2, kl=KL("token", 0.3, name, clip))
     close(actual, expected, 1e-6)
 
 
 def test_token_kl_goes_with_turn_and_token_credit_and_leaves_abstaining_rows_at_zero():
     rows = [make_row(0, [[1.0, 0.5], [2.0]], ident=i, reward=NAN if i == 2 else None) for i in range(3)]
-    for credit in ("turn", "token"):
+    for credit, discount in (("turn", 1.0), (TurnCredit(0.5), 1.0), ("token", 1.0), (TokenCredit(0.5), 0.5)):
         plain = written([r.clone() for r in rows], 3, credit=credit)
-        actual = written([r.clone() for r in rows], 3, credit=credit, token_kl_coeff=0.5)
+        actual = written([r.clone() for r in rows], 3, credit=credit, kl=KL("token", 0.5))
         expected = {
             i: [
-                a + g for a, g in zip(plain[i], to_go([-0.5 * kl for kl in slow_kl(row, "k1", None)], 1.0), strict=True)
+                a + g
+                for a, g in zip(plain[i], to_go([-0.5 * kl for kl in slow_kl(row, "k1", None)], discount), strict=True)
             ]
             for i, row in enumerate(rows[:2])
         }
@@ -215,7 +222,7 @@ def test_a_coefficient_that_adapts_is_read_at_each_use():
             return self.value
 
     coefficient = Coefficient()
-    buffer, _ = make_buffer(2, token_kl_coeff=coefficient)
+    buffer, _ = make_buffer(2, kl=KL("token", coefficient))
     buffer.extend(stack_rows([make_row(0, ident=i) for i in range(2)]))
     coefficient.value = 1.0
     buffer.extend(stack_rows([make_row(1, ident=2 + i) for i in range(2)]))
@@ -231,15 +238,7 @@ def slow_whiten(values: Sequence[float]) -> list[float]:
     return [(v - mean) / (std + 1e-4) for v in values]
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
-def test_the_methods_that_whiten_do_so_by_name(name):
-    earned = [1.0, 0.0, 5.0, 2.0, -3.0, 0.5]
-    rows = [make_row(i // 2, ident=i, reward=r) for i, r in enumerate(earned)]
-    plain = [r - statistics.fmean(earned[i // 2 * 2 : i // 2 * 2 + 2]) for i, r in enumerate(earned)]
-    expected = slow_whiten(plain if name == "reinforce_pp_baseline" else earned)
-    close(written(rows, 2, estimator=name, whiten_groups=3), {i: [a] for i, a in enumerate(expected)})
-    unwhitened = written([r.clone() for r in rows], 2, estimator=name, whiten="none")
-    assert unwhitened == {i: [a] for i, a in enumerate(plain if name == "reinforce_pp_baseline" else earned)}
+MODES = {"mean": {"scale": False}, "std": {"center": False}, "mean_std": {}}
 
 
 @pytest.mark.parametrize("mode", ["mean", "std", "mean_std"])
@@ -251,7 +250,7 @@ def test_whitening_of_rows_leaves_out_those_without_signal(mode):
     mean, std = statistics.fmean(raw.values()), statistics.stdev(raw.values())
     center, scale = mean if "mean" in mode else 0.0, std + 1e-4 if "std" in mode else 1.0
     expected = {i: [(raw[i] - center) / scale if i in raw else 0.0] for i in range(9)}
-    close(written(rows, 3, whiten=mode, whiten_groups=3), expected)
+    close(written(rows, 3, normalize=Whiten(3, **MODES[mode])), expected)
 
 
 @pytest.mark.parametrize(("mode", "center", "scale"), [("mean", 1, 0), ("std", 0, 1), ("mean_std", 1, 1)])
@@ -260,18 +259,18 @@ def test_each_mode_of_whitening_does_what_its_name_says(mode, center, scale):
     rows = [make_row(i // 2, ident=i, reward=r) for i, r in enumerate(earned)]
     divisor = statistics.stdev(earned) + 1e-4 if scale else 1.0
     expected = {i: [(r - center * 2.0) / divisor] for i, r in enumerate(earned)}
-    close(written(rows, 2, estimator="reinforce", whiten=mode, whiten_groups=2), expected)
+    close(written(rows, 2, estimator="reinforce", normalize=Whiten(2, **MODES[mode])), expected)
 
 
 def test_whitening_after_token_kl_goes_over_all_action_tokens():
     turns = [[[0.0] * 5 + [1.0]], [[0.0]], [[0.5], [0.25, 0.0]], [[2.0]]]
     rows = [make_row(i // 2, t, ident=i, reward=NAN if i == 1 else None) for i, t in enumerate(turns)]
-    settings = dict(estimator="reinforce_pp", token_kl_coeff=0.2)
-    plain = written([r.clone() for r in rows], 2, whiten="none", **settings)
+    settings = dict(estimator="reinforce", kl=KL("token", 0.2))
+    plain = written([r.clone() for r in rows], 2, **settings)
     assert plain[1] == [0.0]
     flat = iter(slow_whiten([a for i in (0, 2, 3) for a in plain[i]]))
     expected = {i: [next(flat) for _ in plain[i]] for i in (0, 2, 3)} | {1: [0.0]}
-    close(written(rows, 2, whiten_groups=2, **settings), expected)
+    close(written(rows, 2, normalize=Whiten(2), **settings), expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"credit": "turn"}, {"credit": "token"}])
@@ -280,17 +279,18 @@ def test_rewards_that_differ_by_rounding_become_no_signal(settings):
     rewards[::3] = torch.nextafter(rewards[::3], torch.tensor(2000.0))
     rows = [make_row(0, [[r]], ident=i) for i, r in enumerate(rewards.tolist())]
     assert any(a != [0.0] for a in written([r.clone() for r in rows], 7, **settings).values())
-    found = written(rows, 7, whiten="mean_std", whiten_groups=1, **settings)
+    found = written(rows, 7, normalize=Whiten(1), **settings)
     assert found == dict.fromkeys(range(7), [0.0])
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"estimator": "reinforce_pp"},
-        {"estimator": "rloo", "whiten": "mean_std", "token_kl_coeff": 0.1},
-        {"credit": "turn", "whiten": "std"},
-        {"rewards": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+        {"estimator": "reinforce", "normalize": Whiten(3)},
+        {"normalize": Whiten(3), "kl": KL("token", 0.1)},
+        {"credit": "turn", "normalize": Whiten(3, center=False)},
+        {"credit": NormalizeThenSum([1.0, 0.5]), "normalize": Whiten(3)},
+        {"estimator": "dr_grpo", "normalize": RewardStd(3)},
     ],
 )
 def test_arrival_changes_no_whitened_advantage(settings):
@@ -304,7 +304,7 @@ def test_arrival_changes_no_whitened_advantage(settings):
     results = []
     for order in orders:  # in each the first three groups are complete before any of the others
         for step in (1, 5, 12):
-            buffer, transform = make_buffer(2, whiten_groups=3, **settings)
+            buffer, transform = make_buffer(2, **settings)
             for start in range(0, 12, step):
                 buffer.extend(stack_rows([rows[i].clone() for i in order[start : start + step]]))
             assert transform.pending_rows == transform.waiting_groups == 0 and transform.counts["groups"] == 6
@@ -314,7 +314,7 @@ def test_arrival_changes_no_whitened_advantage(settings):
 
 
 def test_complete_groups_wait_until_there_are_enough():
-    buffer, transform = make_buffer(2, estimator="reinforce_pp", whiten_groups=2)
+    buffer, transform = make_buffer(2, estimator="reinforce", normalize={"name": "whiten", "groups": 2})
     buffer.extend(stack_rows([make_row(0, ident=0), make_row(1, ident=1), make_row(0, ident=2)]))
     assert (len(buffer), transform.pending_rows, transform.waiting_groups) == (0, 1, 1)
     buffer.extend(stack_rows([make_row(0, ident=9), make_row(1, ident=3), make_row(2, ident=4), make_row(2, ident=5)]))
@@ -339,9 +339,30 @@ def test_gdpo_normalises_each_function_and_then_the_batch():
         sums.append(total)
     rows = [make_row(i // 3, ident=i, rewards=r, reward=-99.0) for i, r in enumerate(table)]
     expected = {i: [a] for i, a in enumerate(slow_whiten(sums[:5]))} | {5: [0.0]}
-    settings = dict(rewards="normalize_then_sum", reward_weights=weights)
-    close(written([r.clone() for r in rows], 3, whiten_groups=2, **settings), expected)
-    close(written(rows, 3, whiten="none", **settings), {i: [a] for i, a in enumerate(sums)})
+    credit = NormalizeThenSum(weights)
+    close(written([r.clone() for r in rows], 3, credit=credit, normalize=Whiten(2)), expected)
+    close(written(rows, 3, credit=credit), {i: [a] for i, a in enumerate(sums)})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"credit": NormalizeThenSum([1.0])}, {"estimator": "grpo"}, {"estimator": "dr_grpo"}], ids=str
+)
+def test_rows_with_nothing_to_compare_to_stay_out_of_the_whitening(settings):
+    """Only one row of the second group has a reward: it changes nothing for the first group."""
+    rewards = [1.0, 0.0, 1.0, 0.0, 3.0, NAN, NAN, NAN]
+    rows = [make_row(i // 4, ident=i, rewards=[r], reward=r) for i, r in enumerate(rewards)]
+    both = written([r.clone() for r in rows], 4, normalize=Whiten(2), **settings)
+    alone = written(rows[:4], 4, normalize=Whiten(1), **settings)
+    close(both, alone | {i: [0.0] for i in range(4, 8)})
+
+
+def test_reward_std_is_that_of_all_rewards_of_the_batch():
+    """TRL's ``scale_rewards="batch"``: ``(r - mean of the group) / (std of the batch + 1e-4)``."""
+    rewards = [1.0, 0.0, 5.0, 5.0, NAN, 2.0]
+    rows = [make_row(i // 2, ident=i, reward=r) for i, r in enumerate(rewards)]
+    divisor = statistics.stdev([1.0, 0.0, 5.0, 5.0, 2.0]) + 1e-4
+    expected = {0: [0.5 / divisor], 1: [-0.5 / divisor], 2: [0.0], 3: [0.0], 4: [0.0], 5: [0.0]}
+    close(written(rows, 2, estimator="dr_grpo", normalize=RewardStd(3)), expected)
 
 
 # estimators of other kinds
@@ -352,37 +373,38 @@ def test_every_estimator_in_the_table_works_by_its_name(name):
     rewards = [1.0, 0.0, 0.0, NAN, 2.0, 2.0]
     rows = [make_row(i // 3, ident=i, reward=r) for i, r in enumerate(rewards)]
     expected = ESTIMATORS[name](torch.tensor(rewards), torch.tensor([0, 0, 0, 1, 1, 1])).tolist()
-    close(written(rows, 3, estimator=name, whiten="none"), {i: [a] for i, a in enumerate(expected)})
+    close(written(rows, 3, estimator=name), {i: [a] for i, a in enumerate(expected)})
 
 
-def test_a_function_or_recipe_of_ones_own():
+def test_a_function_or_spec_of_ones_own():
     rows = [make_row(i // 2, ident=i, reward=float(i * i)) for i in range(4)]
     plain = written([r.clone() for r in rows], 2, estimator=lambda rewards, groups: rewards + groups)
     assert plain == {0: [0.0], 1: [1.0], 2: [5.0], 3: [10.0]}
-    recipe = EstimatorRecipe(group_centred, whiten="mean_std")
-    named = written([r.clone() for r in rows], 2, estimator="reinforce_pp_baseline", whiten_groups=2)
-    assert written([r.clone() for r in rows], 2, estimator=recipe, whiten_groups=2) == named
-    by_token = written(rows, 2, estimator=EstimatorRecipe(leave_one_out), credit="token")
-    assert set(by_token) == {0, 1, 2, 3}
+    named = written([r.clone() for r in rows], 2, estimator="dr_grpo", credit="token")
+    assert written(rows, 2, estimator=EstimatorSpec(group_centered), credit="token") == named
 
 
-@pytest.mark.parametrize("estimator", ["reinforce", "reinforce_pp", RunningBaseline(decay=0.5, initial=1.0)])
+@pytest.mark.parametrize("given", [torch.zeros(3), torch.zeros(4, 1), [0.0] * 4])
+def test_an_estimator_that_returns_something_else_is_named(given):
+    def short(rewards, groups):
+        return given
+
+    buffer, _ = make_buffer(2, estimator=short)
+    with pytest.raises(ValueError, match=r"estimator=short returned .* for rewards of shape \(4,\): return one"):
+        buffer.extend(stack_rows([make_row(i // 2, ident=i) for i in range(4)]))
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", RunningBaseline(decay=0.5, initial=1.0)])
 def test_one_generation_is_enough_for_methods_without_groups(estimator):
-    settings = {"whiten_groups": 3} if estimator == "reinforce_pp" else {}
     rows = [make_row(i, ident=i, reward=float(i), prompt=i % 2) for i in range(3)]
-    found = written(rows, 1, estimator=estimator, **settings)
-    if estimator == "reinforce":
-        assert found == {0: [0.0], 1: [1.0], 2: [2.0]}
-    elif estimator == "reinforce_pp":
-        close(found, {i: [a] for i, a in enumerate(slow_whiten([0.0, 1.0, 2.0]))})
-    else:
-        assert found == {0: [-1.0], 1: [0.0], 2: [1.5]}
+    found = written(rows, 1, estimator=estimator)
+    assert found == ({0: [0.0], 1: [1.0], 2: [2.0]} if estimator == "reinforce" else {0: [-1.0], 1: [0.0], 2: [1.5]})
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
 def test_one_generation_is_refused_for_methods_that_compare(name):
     with pytest.raises(ValueError, match=f"num_generations=1: estimator='{name}' compares"):
-        MCAdvantage(1, estimator=name, **({"whiten_groups": 1} if name == "reinforce_pp_baseline" else {}))
+        MCAdvantage(1, estimator=name)
 
 
 # restarts
@@ -393,8 +415,8 @@ def test_one_generation_is_refused_for_methods_that_compare(name):
 def test_a_restart_in_the_middle_changes_nothing(method, stop):
     def build() -> tuple[ReplayBuffer, MCAdvantage]:
         if method == "running baseline":
-            return make_buffer(2, estimator=RunningBaseline(decay=0.8), whiten="std", whiten_groups=2)
-        return make_buffer(2, token_kl_coeff=0.1, whiten="mean_std", whiten_groups=2)
+            return make_buffer(2, estimator=RunningBaseline(decay=0.8), normalize=Whiten(2, center=False))
+        return make_buffer(2, kl=KL("token", 0.1), normalize=Whiten(2))
 
     groups = [0, 1, 0, 2, 1, 2, 3, 3, 4, 5, 5, 4]
     rows = [make_row(g, ident=i, reward=float(i % 5), prompt=g % 2, proximal=g > 2) for i, g in enumerate(groups)]
@@ -424,12 +446,12 @@ def test_a_restart_in_the_middle_changes_nothing(method, stop):
     [
         ({}, keys.GROUP_ID, "DataLoadingPrimer"),
         ({}, keys.REWARD, "RewardTransform"),
-        ({"rewards": "normalize_then_sum", "reward_weights": [1.0], "whiten": "none"}, keys.REWARDS, "RewardTransform"),
+        ({"credit": NormalizeThenSum([1.0])}, keys.REWARDS, "RewardTransform"),
         ({"credit": "turn"}, keys.TOKEN_REWARDS, "credit='trajectory'"),
         ({"credit": "token"}, keys.ACTION_MASK, "masks"),
         ({"estimator": RunningBaseline()}, keys.PROMPT_ID, "DataLoadingPrimer"),
-        ({"token_kl_coeff": 0.1}, keys.REF_LOG_PROBS, "KLRewardTransform"),
-        ({"token_kl_coeff": 0.1}, keys.LOG_PROBS, "log-probs"),
+        ({"kl": KL("token", 0.1)}, keys.REF_LOG_PROBS, "KLRewardTransform"),
+        ({"kl": KL("token", 0.1)}, keys.LOG_PROBS, "log-probs"),
     ],
 )
 def test_a_missing_entry_is_named_before_any_row_is_taken_in(settings, key, remedy):
@@ -446,46 +468,36 @@ def test_rewards_that_would_be_lost_are_refused():
     row = make_row(0)
     row[keys.TOKEN_REWARDS][-1] = 1.0  # the feedback token after the only turn
     buffer, transform = make_buffer(2, credit="turn")
-    with pytest.raises(ValueError, match="no action token"):
+    with pytest.raises(ValueError, match="not an action"):
         buffer.extend(stack_rows([row]))
-    buffer, _ = make_buffer(2, rewards="normalize_then_sum", reward_weights=[1.0, 2.0], whiten="none")
+    buffer, _ = make_buffer(2, credit=NormalizeThenSum([1.0, 2.0]))
     with pytest.raises(ValueError, match=r"\[1.0, 2.0\] for rows with 3 rewards"):
         buffer.extend(stack_rows([make_row(0, rewards=[1.0, 2.0, 3.0])]))
     assert transform.pending_rows == 0
 
 
-GDPO = {"rewards": "normalize_then_sum", "reward_weights": [1.0], "whiten": "none"}
+GDPO = NormalizeThenSum([1.0])
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"whiten": "std"}, "whiten_groups=None with whiten='std'"),
-        ({"estimator": "reinforce_pp"}, "whiten_groups=None with whiten='mean_std'"),
-        ({"rewards": "normalize_then_sum", "reward_weights": [1.0]}, "whiten_groups=None with whiten='mean_std'"),
-        ({"whiten_groups": 4}, "whiten_groups=4 with whiten='none'"),
-        ({"whiten": "std", "whiten_groups": 0}, "whiten_groups=0"),
-        ({"whiten": "batch"}, "whiten='batch' must be one of"),
-        ({"rewards": "sum"}, "rewards='sum' must be one of"),
-        ({"credit": "step"}, "credit='step' must be one of"),
-        ({"token_kl_coeff": 0.1, "kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
-        ({"token_kl_coeff": -0.1}, "token_kl_coeff=-0.1"),
-        ({"token_kl_coeff": 0.1, "kl_clip": 0.0}, "kl_clip=0.0"),
-        ({"kl_clip": 1.0}, "kl_clip=1.0 has no use"),
-        ({"credit": "turn", "discount": 1.1}, "discount=1.1"),
-        ({"discount": 0.9}, "discount=0.9 has no use"),
-        ({"credit": "turn", "discount": 0.9, "token_kl_coeff": 0.1}, "discount=0.9 would be of turns"),
-        ({"reward_weights": [1.0]}, "reward_weights=.* has no use"),
-        ({"rewards": "normalize_then_sum"}, "reward_weights=None"),
-        ({**GDPO, "reward_weights": [NAN]}, "must be finite"),
-        ({**GDPO, "credit": "turn"}, "one reward of each function"),
-        ({**GDPO, "estimator": RunningBaseline()}, "RunningBaseline.*one baseline for each prompt"),
+        ({"normalize": "whiten"}, r"normalize='whiten' requires \['groups'\]"),
+        ({"normalize": "whitten"}, r"normalize='whitten' is unknown \(did you mean 'whiten'\?\)"),
+        ({"credit": "step"}, "credit='step' is unknown"),
+        ({"credit": "trun"}, "did you mean 'turn'"),
+        ({"credit": {"name": "turn", "discount": 1.1}}, "TurnCredit: discount=1.1"),
+        ({"credit": {"name": "trajectory", "discount": 0.9}}, "credit='trajectory': unknown field 'discount'"),
+        ({"credit": "normalize_then_sum"}, r"requires \['weights'\]"),
+        ({"credit": {"name": "normalize_then_sum", "weights": [NAN]}}, "must be finite"),
+        ({"credit": GDPO, "estimator": RunningBaseline()}, "RunningBaseline.*one baseline for each prompt"),
         ({"credit": "turn", "estimator": RunningBaseline()}, "RunningBaseline.*one baseline for each prompt"),
-        ({"credit": "token", "estimator": "grpo"}, "estimator='grpo' divides"),
-        ({"credit": "token", "estimator": lambda rewards, groups: rewards}, "does not say `divides = False`"),
-        ({"process_group": object()}, "process_group has no use"),
+        ({"credit": "token", "estimator": "grpo"}, "estimator='grpo' rescales"),
+        ({"credit": "token", "estimator": lambda rewards, groups: rewards}, "does not say rescales=False"),
+        ({"kl": KL("loss", 0.1)}, "kl=KL.*where='token'"),
+        ({"process_group": object()}, "process_group has no effect without normalize"),
     ],
 )
-def test_what_means_nothing_is_refused_with_the_reason(settings, message):
+def test_what_has_no_effect_or_meaning_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         MCAdvantage(2, **settings)

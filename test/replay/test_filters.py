@@ -14,10 +14,10 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import EachScore, WeightedScores
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.replay.filters import ZeroSignalFilter
-from torchrl_rloo.replay.outcomes import EachScore, WeightedScores
 
 NAN = math.nan
 

@@ -1,4 +1,4 @@
-"""GAE on rows: what lands on which token, against loops over single rows."""
+"""TokenGAE on rows: what lands on which token, against loops over single rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.functional.kl import k3
 from torchrl_rloo.modules.value import ValueHead
-from torchrl_rloo.replay.gae import GAE
+from torchrl_rloo.objectives import KL
+from torchrl_rloo.replay.gae import TokenGAE
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac"]
 REWARDS = [1.0, -0.5, 2.0, 0.25, 0.0]
@@ -71,8 +72,8 @@ def check(head: ValueHead, row: TensorDictBase, rewards: dict[int, float]) -> No
         torch.testing.assert_close(row[key], full, rtol=0, atol=1e-4)
 
 
-def plain(value_head: ValueHead, **settings) -> GAE:
-    return GAE(value_head, **{"discount": DISCOUNT, "lam": LAM, "whiten": False, **settings})
+def plain(value_head: ValueHead, **settings) -> TokenGAE:
+    return TokenGAE(value_head, **{"discount": DISCOUNT, "lam": LAM, "whiten": False, **settings})
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
@@ -91,7 +92,7 @@ def test_token_rewards_come_instead(value_head, rows) -> None:
     check(value_head, out[1], {3: 0.5, 8: -1.0})
     check(value_head, out[0], {3: REWARDS[0]})
     first[keys.TOKEN_REWARDS][0] = 7.0
-    with pytest.raises(ValueError, match="no action token"):
+    with pytest.raises(ValueError, match="not an action"):
         plain(value_head).inv(rows)
 
 
@@ -99,7 +100,7 @@ def test_a_row_without_a_return_abstains_whatever_its_token_rewards(value_head, 
     first = rows[1]
     first.set(keys.TOKEN_REWARDS, torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0, -1.0]))
     first.set(keys.REWARD, torch.full((1, 1), torch.nan))
-    out = GAE(value_head).inv(rows)
+    out = TokenGAE(value_head).inv(rows)
     assert (out[1][keys.ADVANTAGE] == 0).all() and out[0][keys.ADVANTAGE].isfinite().all()
 
 
@@ -112,7 +113,7 @@ def test_the_kl_is_taken_off_token_by_token(estimator: str, value_head, rows) ->
             return self.value
 
     coefficient = Coefficient()
-    transform = plain(value_head, kl_coeff=coefficient, kl_estimator=estimator)
+    transform = plain(value_head, kl=KL("token", coefficient, estimator))
     coefficient.value = 0.3
     for row, reward in zip(transform.inv(rows).unbind(0), REWARDS, strict=True):
         policy, reference = row[keys.LOG_PROBS], row[keys.REF_LOG_PROBS]
@@ -174,8 +175,8 @@ def test_a_row_without_action_tokens(value_head, rows) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"discount": 1.1}, {"lam": -0.1}, {"kl_coeff": -1.0}, {"kl_estimator": "k4"}, {"micro_batch_size": 0}],
+    [{"discount": 1.1}, {"lam": -0.1}, {"kl": KL("loss", 0.1)}, {"micro_batch_size": 0}],
 )
 def test_arguments_are_checked(settings, value_head) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
-        GAE(value_head, **settings)
+        TokenGAE(value_head, **settings)

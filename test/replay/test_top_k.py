@@ -14,9 +14,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, Transform
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import EachScore, WeightedScores
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay import MCAdvantage
-from torchrl_rloo.replay.outcomes import EachScore, WeightedScores
 from torchrl_rloo.replay.top_k import TopKSelector, most_varied, select_top_k
 
 NAN = math.nan
@@ -106,23 +106,18 @@ def test_before_it_they_are_of_the_rows_kept_whatever_the_order_of_arrival() -> 
     rows = make_rows(*members)
     selector = TopKSelector(3, 4)
     order = [5, 0, 2, 7, 1, 4, 3, 6]
-    kept = written(Compose(MCAdvantage(4), selector), *[rows[i : i + 1] for i in order])
+    kept = written(Compose(MCAdvantage(), selector), *[rows[i : i + 1] for i in order])
     assert selector.pending_rows == 0 and len(kept) == 6
     expected = {0.25: 0.25 - 0.75, 0.5: 0.5 - 0.625, 1.0: 1.0 - 0.375}
     for reward, advantage in zip(rewards_of(kept), kept[keys.ADVANTAGE].flatten().tolist(), strict=True):
         assert advantage == pytest.approx(expected[reward])
 
 
-def test_a_group_may_have_a_size_of_its_own() -> None:
-    rows = stack_rows([row.set(keys.GROUP_SIZE, torch.tensor(3)) for row in make_rows(*[(0, 0.5)] * 3).unbind(0)])
-    assert len(written(TopKSelector(2, 4), rows)) == 2
-
-
 def test_held_back_rows_survive_a_restart() -> None:
     rows = make_rows((0, 1.0), (0, 0.5), (1, 0.0), (0, 0.0), (1, 1.0), (1, 0.5))
-    first = TopKSelector(2, 3, max_pending_age=5)
+    first = TopKSelector(2, 3, max_pending_groups=5)
     kept = written(first, rows[:5])
-    second = TopKSelector(2, 3, max_pending_age=5)
+    second = TopKSelector(2, 3, max_pending_groups=5)
     second.load_state_dict(first.state_dict())
     assert second.counts == first.counts == {"top_k/kept": 2, "top_k/left_out": 1} and second.pending_rows == 2
     rest = written(second, rows[5:])
@@ -144,7 +139,7 @@ def test_groups_that_never_complete_go_and_are_counted() -> None:
         ({"k": 1, "num_generations": 4}, "k=1 must be at least 2 and at most num_generations=4"),
         ({"k": 5, "num_generations": 4}, "k=5 .* num_generations=4"),
         ({"k": 2, "by": "luck"}, r"by='luck' must be one of \['reward', 'variance'\]"),
-        ({"k": 2, "max_pending_age": 3}, "needs num_generations"),
+        ({"k": 2, "max_pending_groups": 3}, "max_pending_groups=3 has no effect without num_generations"),
     ],
 )
 def test_settings_that_make_no_sense(arguments: dict, message: str) -> None:

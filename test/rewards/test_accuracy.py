@@ -29,6 +29,12 @@ def accuracy():
     return MathAccuracy()
 
 
+def shared(reward, accuracy):
+    """A reward with the judge of another: the process of each takes two seconds to start."""
+    reward.judge = accuracy.judge
+    return reward
+
+
 def test_the_last_assistant_message_is_judged(accuracy):
     talk = [
         {"role": "assistant", "content": r"\boxed{1}"},
@@ -111,15 +117,16 @@ def test_other_golds_are_left_to_math_verify(gold):
 def test_only_reasoning(accuracy):
     texts = [r"<think>\boxed{7}", r"<think>7</think>", "<think>"]
     assert score(accuracy, texts, solution=["7"] * 3) == [1, 0, 0]
-    assert score(ReasoningAccuracy(), texts, solution=["7"] * 3) == [0, 0, 0]
+    reasoning = shared(ReasoningAccuracy(), accuracy)
+    assert score(reasoning, texts, solution=["7"] * 3) == [0, 0, 0]
 
 
 def test_text_that_is_no_ascii(accuracy):
     assert score(accuracy, ["π\n\ud800 \u2028 \\boxed{7}"], solution=["7"]) == [1]
 
 
-def test_the_column_can_be_named():
-    reward = MathAccuracy(column="answer")
+def test_the_column_can_be_named(accuracy):
+    reward = shared(MathAccuracy(column="answer"), accuracy)
     assert score(reward, [r"\boxed{7}"], answer=["7"], solution=["8"]) == [1]
     with pytest.raises(KeyError, match="needs the column 'answer'.*'solution'"):
         score(reward, [r"\boxed{7}"], solution=["7"])
@@ -147,12 +154,12 @@ def test_threads_judge_at_the_same_time(accuracy):
         answers = [rf"\boxed{{{n}}}" for n in range(20)]
         results[i] = score(accuracy, answers, solution=[str(i)] * 20)
 
-    threads = [threading.Thread(target=judge, args=(i,)) for i in range(3)]
+    threads = [threading.Thread(target=judge, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {i: [float(n == i) for n in range(20)] for i in range(3)}
+    assert results == {i: [float(n == i) for n in range(20)] for i in range(2)}
 
 
 def test_a_used_reward_pickles_and_its_copy_judges(accuracy):
@@ -220,7 +227,7 @@ def test_an_empty_column():
 
 
 def test_reasoning_delimiters(accuracy):
-    reward = ReasoningAccuracy(["</a>", "</b>"])
+    reward = shared(ReasoningAccuracy(["</a>", "</b>"]), accuracy)
     texts = [r"\boxed{7}", r"x</b>\boxed{7}", r"\boxed{8}</b>\boxed{7}", r"\boxed{7}</b>", r"</a>\boxed{7}</b>"]
     assert score(reward, texts, solution=["7"] * 5) == [0, 1, 1, 0, 1]  # the last: </a> is the first in the order given
     assert score(reward, ["no end", "</a>"], solution=["no idea"] * 2) == [0, None]

@@ -180,8 +180,17 @@ CHEATS = [
 ]
 
 
-@pytest.mark.parametrize("cheat", CHEATS, ids=range(len(CHEATS)))
-@pytest.mark.parametrize("partial", [False, True])
+LOOP = "while True: pass"  # takes all of its CPU time
+
+
+@pytest.mark.parametrize(
+    ("cheat", "partial"),
+    [
+        pytest.param(cheat, partial, id=f"{i}-{partial}")
+        for i, cheat in enumerate(CHEATS)
+        for partial in ([False] if LOOP in cheat else [False, True])
+    ],
+)
 def test_cheats_score_zero(sandbox: Sandbox, cheat: str, partial: bool):
     assert score(sandbox, cheat, ASSERTS[:2], partial=partial) == 0.0
     outcome = score(sandbox, cheat, {"inputs": ["40 2"], "outputs": ["42"]}, partial=partial)

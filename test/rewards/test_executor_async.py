@@ -6,11 +6,10 @@ import asyncio
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
+from support.waiting import wait_until
 from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
 
@@ -21,13 +20,6 @@ def batches(*completions: str) -> list[RewardBatch]:
 
 def outcomes(results: list[RewardCall | RewardFailure]) -> list[float | None | str]:
     return [r.kind if isinstance(r, RewardFailure) else r.scores[0] for r in results]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 async def naps_or(completions, **_):
@@ -53,7 +45,7 @@ async def naps_or(completions, **_):
 def test_async_calls_overlap_and_fail_alone():
     loop, texts = EventLoop(), ["ok", "raise", "hang", "exit", "deaf", "cancel", *["ok"] * 8]
     expected = [1.0, "raised", "timed_out", "raised", "timed_out", "raised", *[1.0] * 8]
-    assert outcomes(loop.run(naps_or, batches(*texts), 2.0)) == expected
+    assert outcomes(loop.run(naps_or, batches(*texts), 5.0)) == expected
     assert outcomes(loop.run(naps_or, batches("ok"))) == [1.0]
 
     waiting = set()
@@ -78,7 +70,7 @@ def test_a_coroutine_that_blocks_the_loop_loses_its_own_call_alone():
         return await naps_or(completions)
 
     texts = ["ok", "block", "ok", "raise", "ok"]
-    assert outcomes(loop.run(blocks_or, batches(*texts), 1.0)) == [1.0, "timed_out", 1.0, "raised", 1.0]
+    assert outcomes(loop.run(blocks_or, batches(*texts), 4.0)) == [1.0, "timed_out", 1.0, "raised", 1.0]
     threads.clear()
     assert outcomes(loop.run(blocks_or, batches("ok", "ok"), 60.0)) == [1.0, 1.0]
     assert threads == {"async rewards"}  # a fresh loop, while the old one is blocked yet
@@ -101,7 +93,7 @@ def test_a_blocked_loop_costs_other_runs_on_it_nothing():
     found: list = []
     other = threading.Thread(target=lambda: found.extend(loop.run(patient, batches("a", "b"))))
     other.start()
-    assert wait_until(lambda: len(calls) == 2)
+    wait_until(lambda: len(calls) == 2)
     assert outcomes(loop.run(blocks, batches("a"), 0.5)) == ["timed_out"]
     release.set()
     other.join(60)
@@ -131,10 +123,10 @@ def test_a_loop_ends_with_its_object_and_when_it_is_given_up():
     loop = EventLoop()
     assert outcomes(loop.run(blocks, batches("a"), 0.5)) == ["timed_out"]
     release.set()
-    assert wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
+    wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
     assert outcomes(loop.run(naps_or, batches("ok"))) == [1.0]
     del loop
-    assert wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
+    wait_until(lambda: set(threading.enumerate()) <= before and open_files() <= files)
 
 
 def test_a_function_says_how_many_of_its_calls_may_be_under_way():
@@ -147,13 +139,13 @@ def test_a_function_says_how_many_of_its_calls_may_be_under_way():
         async def __call__(self, completions, **_):
             self.now += 1
             self.most = max(self.most, self.now)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(1)
             self.now -= 1
             return [1.0]
 
     judge, loop = Judge(), EventLoop()
-    results = loop.run(judge, batches(*"123456789"), timeout=4.0)  # three turns of 1.5: waiting takes nothing off
-    assert outcomes(results) == [1.0] * 9 and judge.most == 3
+    results = loop.run(judge, batches(*"abcdefghijklmnopqrstuvwx"), timeout=7.0)  # eight turns of 1 s: the wait is free
+    assert outcomes(results) == [1.0] * 24 and judge.most == 3
     judge.concurrency = 0
     with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):
         loop.run(judge, batches("a"))

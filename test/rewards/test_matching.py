@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.cost import assert_linear
 from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, find_number
 
 PIECES = st.lists(
@@ -104,7 +105,7 @@ def test_numbers(text, value):
     assert number(text) == value
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(PIECES | st.text(max_size=40), PIECES | st.text(max_size=40))
 def test_no_text_raises_and_scores_are_zero_or_one(text, gold):
     assert score(NumericMatch(), text, gold) in (None, 0, 1)
@@ -134,16 +135,16 @@ def test_decimals_are_exact(value):
 
 
 @pytest.mark.parametrize(
-    "big", ["1" * 10**6, "1," * 10**5, "11," * 10**5, "1e" + "9" * 10**6, "1/" * 10**5 + "0" * 10**5]
+    "big", ["1" * 10**5, "1," * 10**4, "11," * 10**4, "1e" + "9" * 10**5, "1/" * 10**4 + "0" * 10**4]
 )
 def test_hostile_numbers_are_fast_and_wrong(big):
     for text in (big, rf"\boxed{{{big}}}", f"#### {big}"):
         assert score(NumericMatch(), text, 7) == 0
-    assert score(NumericMatch(), "7", "1" * 10**6) is None
+    assert score(NumericMatch(), "7", "1" * 10**5) is None
     assert score(NumericMatch(), "7", 10**5000) == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     st.lists(
         st.sampled_from([r"\boxed{", "1", "^{", "a_{", r"\frac", "-", "$", " ", "= - ", ",", "."]),
@@ -152,7 +153,7 @@ def test_hostile_numbers_are_fast_and_wrong(big):
     )
 )
 def test_time_is_linear_in_the_text(pieces):
-    find_number("".join(pieces) * 10000, WHERE)  # quadratic time would take minutes
+    assert_linear(lambda n: find_number("".join(pieces) * n, WHERE), 1_000)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from torchrl_rloo.rewards.protocol import (
     attempt_reward,
     call_reward,
     call_reward_async,
+    check_columns,
     final_text,
     is_async,
+    missing_columns,
     reward_name,
 )
 
@@ -195,6 +197,25 @@ def test_a_selection_keeps_rows_together():
         TrainerState(5),
     )
     assert len(batch.select([])) == 0 and batch_of().select([0]).truncated == ()
+
+
+def test_columns_that_are_missing():
+    class Judge:
+        def __init__(self, column: str | None):
+            self.column = column
+
+        def __call__(self, completions, hint, extra=None, **others):
+            return [1.0] * len(completions)
+
+    judge = Judge("gold")
+    assert missing_columns(judge, ["gold", "hint"]) == [] == missing_columns(Judge(None), ["hint"])
+    assert missing_columns(judge, ["answer"]) == ["hint", "gold"]
+    check_columns([judge, len], ["gold", "hint"])
+    message = (
+        r"scorer Judge asks for \['gold'\], which the dataset does not have: its columns are \['hint'\]. Rename one"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_columns([judge], ["hint"], what="scorer")
 
 
 def test_names():

@@ -6,13 +6,15 @@ import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from torchrl_rloo.rewards.lengths import SoftOverlong
+from torchrl_rloo.rewards.math_judge import MathJudge
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, is_async, reward_name
-from torchrl_rloo.rewards.registry import REWARDS, load_reward
+from torchrl_rloo.rewards.registry import REWARDS, TRL_NAMES, load_reward
 from torchrl_rloo.rewards.runner import RewardRunner
 
 BOXES = [r"It is \boxed{7}.", r"<think>x</think>\boxed{8}", "7", ""]
@@ -25,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of every reward here that needs some
     "regex_format": {"pattern": ".*boxed.*"},
     "soft_overlong": {"max_completion_len": 4, "soft_punish_cache": 3},
     "shuffled": {"function": "boxed_accuracy"},
-    "stop_properly": {"function": {"_target_": "accuracy", "column": "answer"}, "coefficient": -0.5},
+    "stop_properly": {"function": "boxed_accuracy", "coefficient": -0.5},
 }
 # what scores other columns, or by a service or a model; scored in tests of their own
 OTHERS: dict[str, dict[str, Any]] = {
@@ -57,6 +59,15 @@ else:
     PICKLERS = [pickle, cloudpickle]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_judge() -> Iterator[None]:
+    """The judges of all rewards here share a process, which takes two seconds to start; copies have their own."""
+    judge = MathJudge()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl_rloo.rewards.accuracy.MathJudge", lambda timeout: judge)
+        yield
+
+
 def settings_of(name: str) -> dict[str, Any]:
     return {"_target_": name, **SETTINGS.get(name, {})}
 
@@ -73,7 +84,7 @@ def test_pickled_it_gives_the_same_scores(name):
     scores = call_reward(reward, batch()).scores
     assert len(scores) == 4 and all(s is None or math.isfinite(s) for s in scores)
     assert any(s is not None for s in scores)
-    for pickler in PICKLERS:
+    for pickler in PICKLERS if name == "accuracy" else PICKLERS[:1]:  # each copy of a judge starts its process
         copy = pickle.loads(pickler.dumps(reward))
         assert call_reward(copy, batch()).scores == scores
         assert reward_name(copy) == reward_name(reward)
@@ -99,6 +110,13 @@ def test_rows_are_scored_alike_in_any_batch(name):
 def test_a_callable_is_given_back():
     reward = SoftOverlong(4, 2)
     assert load_reward(reward) is reward and load_reward(len) is len
+
+
+def test_trls_names_stand_for_the_same_rewards():
+    assert set(TRL_NAMES.values()) <= set(REWARDS.values())
+    assert load_reward("think_format_reward") is load_reward("think_format")
+    reward = load_reward({"_target_": "get_soft_overlong_punishment", "max_completion_len": 8, "soft_punish_cache": 4})
+    assert reward(["?"], ["..."], [[1] * 6]) == [-0.5]
 
 
 def test_names_and_paths_of_functions_and_classes():

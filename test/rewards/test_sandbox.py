@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from support.processes import children, wait_until_gone
+from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.rewards import sandbox_kernel
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
 
@@ -293,19 +294,6 @@ def test_guest_talks_and_ends_with_the_program(sandbox: Sandbox):
     assert "PermissionError" in sandbox.run(owner, guest="1").stderr
 
 
-def children(pid: int) -> list[int]:
-    """Processes that ``pid`` has started and that are no zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it has just ended
-            continue
-        if int(parent) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
 def test_nothing_is_left_behind(sandbox: Sandbox):
     sandbox.run("1")
     (starter,) = (s.process.pid for s in sandbox._idle)
@@ -342,18 +330,26 @@ def test_pickles_and_survives_a_fork(sandbox: Sandbox):
     assert sandbox.run("print(7)").stdout == "7\n"
 
 
-def test_an_interrupted_run_leaves_its_answer_to_nobody(sandbox: Sandbox):
+def test_an_interrupted_run_leaves_its_answer_to_nobody():
     def interrupt(*_: Any) -> None:
         raise TimeoutError
 
+    own = Sandbox(timeout=PATIENCE)
+    pid = own._idle[0].process.pid
+
+    def alarm() -> None:
+        wait_until(lambda: children(pid), what="the program")
+        os.kill(os.getpid(), signal.SIGALRM)
+
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=alarm, daemon=True).start()
         with pytest.raises(TimeoutError):
-            sandbox.run("import time; time.sleep(1); print('old')")
+            own.run("import time; time.sleep(1); print('old')")
     finally:
         signal.signal(signal.SIGALRM, previous)
-    assert sandbox.run("print('new')").stdout == "new\n"
+    assert own.run("print('new')").stdout == "new\n"
+    own.close()
 
 
 def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
@@ -361,8 +357,7 @@ def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
     pid = own._idle[0].process.pid
 
     def kill() -> None:
-        while not children(pid):
-            time.sleep(0.02)
+        wait_until(lambda: children(pid), what="the program")
         os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
@@ -383,15 +378,11 @@ def test_a_killed_trainer_takes_all_with_it():
     root = Path(__file__).parents[2]
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True, cwd=root)
     starter = int(trainer.stdout.readline())
-    deadline = time.monotonic() + 20
-    while len(programs := children(starter)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert len(programs) == 2
+    wait_until(lambda: len(children(starter)) == 2, what="two programs")
+    programs = children(starter)
     trainer.kill()
     trainer.communicate()
-    while any(Path(f"/proc/{pid}").exists() for pid in (starter, *programs)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_gone([starter, *programs])
 
 
 WITHOUT = """

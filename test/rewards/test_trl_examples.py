@@ -299,7 +299,7 @@ def test_in_an_environment_logging(tokenizer):
         {"golden_answer": "2", "extracted_answer": "2"},
         {"golden_answer": "5", "extracted_answer": "[none]"},
     ]
-    assert transform.take_metrics() == {"accuracy": 0.5}
+    assert transform.metrics() == {"logged/accuracy": 0.5}
 
 
 def test_every_function_of_the_documentation_is_tried():

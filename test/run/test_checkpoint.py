@@ -6,8 +6,6 @@ import json
 import logging
 import random
 import signal
-import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 
@@ -124,42 +122,73 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         Checkpointer(tmp_path).save(-1, {})
 
 
-# One interpreter start for many kills: the script forks a process that does nothing but save, kills it at a random
-# moment, and reports what can be loaded then. Every value of the tensor is the step, so a mixture would show.
+# A process forks one that saves and stops inside a phase of the save, kills it there, and reports what can be loaded.
+# Every value of the tensor is the step, so a mixture would show.
 _KILLED_SAVES = """
-import json, os, random, signal, sys, time
+import io, json, os, pathlib, signal, sys
 import torch
 from torchrl_rloo.run import Checkpointer
-directory, seed = sys.argv[1], int(sys.argv[2])
-rng = random.Random(seed)
-for attempt in range(8):
-    steps = Checkpointer(directory).steps()
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def stopping(function, call=1):
+    calls = []
+    def stopped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            stop()
+        return function(*args, **kwargs)
+    return stopped
+
+def half_written(state, file):
+    content = io.BytesIO()
+    save(state, content)
+    file.write(content.getvalue()[:content.tell() // 2])
+    file.flush()
+    stop()
+
+torch.set_num_threads(1)  # a fork does not survive a thread pool
+save, checkpointer = torch.save, Checkpointer(sys.argv[1])
+for step in (1, 2):
+    checkpointer.save(step, {"step": step, "weights": torch.full((50_000,), step)})
+for phase, (module, name, replacement) in {
+    "write": (torch, "save", half_written),
+    "flush": (os, "fsync", stopping(os.fsync)),
+    "rename": (os, "replace", stopping(os.replace)),
+    "sync": (os, "fsync", stopping(os.fsync, 2)),
+    "rotate": (pathlib.Path, "unlink", stopping(pathlib.Path.unlink, 2)),
+}.items():
+    step = checkpointer.steps()[-1] + 1
     child = os.fork()
     if child == 0:
-        checkpointer = Checkpointer(directory)
-        for step in range(steps[-1] + 1 if steps else 0, 10**6):
-            checkpointer.save(step, {"step": step, "weights": torch.full((500_000,), step)})
-    while not Checkpointer(directory).steps():
-        time.sleep(0.001)
-    time.sleep(rng.uniform(0.0, 0.1))
+        setattr(module, name, replacement)
+        checkpointer.save(step, {"step": step, "weights": torch.full((50_000,), step)})
+        os._exit(0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), (phase, status)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    leftovers = [name for name in os.listdir(directory) if name.endswith(".tmp")]
-    state = Checkpointer(directory).load()
-    whole = bool((state["weights"] == state["step"]).all())
-    print(json.dumps({"step": state["step"], "whole": whole, "leftovers": len(leftovers)}))
+    state = checkpointer.load()
+    print(json.dumps({
+        "phase": phase,
+        "advanced": state["step"] == step,
+        "whole": bool((state["weights"] == state["step"]).all()) and state["step"] in (step - 1, step),
+        "leftovers": sum(name.endswith(".tmp") for name in os.listdir(sys.argv[1])),
+        "kept": len(checkpointer.steps()),
+    }))
 """
 
 
-def test_a_kill_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _KILLED_SAVES, str(tmp_path), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 8 and all(report["whole"] for report in reports)
-    assert any(report["leftovers"] for report in reports)  # else no kill came in the middle of a save
+def test_a_kill_in_any_phase_of_a_save_loses_nothing(tmp_path: Path, fork_server) -> None:
+    done = fork_server.run(_KILLED_SAVES, [tmp_path])
+    assert done.returncode == 0, done.stderr
+    reports = {report.pop("phase"): report for report in map(json.loads, done.stdout.splitlines())}
+    before = {"advanced": False, "whole": True, "leftovers": 1, "kept": 2}
+    after = {"advanced": True, "whole": True, "leftovers": 0, "kept": 3}
+    behind = after | {"kept": 4}  # as after the kill before it, and its own
+    assert reports == {"write": before, "flush": before, "rename": before, "sync": after, "rotate": behind}
     assert "Cannot read" not in done.stderr  # the newest name always was a whole file
-    steps = [report["step"] for report in reports]
-    assert steps == sorted(steps)
 
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(10**6, {"step": 10**6})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.run import StopSignal
 
 
@@ -55,24 +55,25 @@ def test_off_the_main_thread_it_does_nothing() -> None:
 
 
 _LOOP = """
-import sys
+import pathlib, sys, time
 from torchrl_rloo.run import StopSignal
 with StopSignal() as stop:
     for step in range(10):
         print("step", step, flush=True)
-        sys.stdin.readline()
+        while not pathlib.Path("go_on").exists():
+            time.sleep(0.01)
         if stop.requested:
             print("saved", step, flush=True)
             break
 """
 
 
-def test_a_terminated_process_finishes_its_step_and_exits_well() -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _LOOP], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout.readline() == "step 0\n"
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate("\n", timeout=60)  # the end of the step
-    assert process.returncode == 0
-    assert output == "saved 0\n"
-    assert errors.count("a second signal aborts") == 1  # visible without any logging set-up
+def test_a_terminated_process_finishes_its_step_and_exits_well(fork_server, tmp_path: Path) -> None:
+    process = fork_server.start(_LOOP, cwd=tmp_path)
+    wait_until(lambda: process.stdout)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: process.stderr)
+    (tmp_path / "go_on").touch()  # the end of the step
+    assert process.wait(PATIENCE) == 0
+    assert process.stdout == "step 0\nsaved 0\n"
+    assert process.stderr.count("a second signal aborts") == 1  # visible without any logging set-up

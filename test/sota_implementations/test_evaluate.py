@@ -1,8 +1,7 @@
-"""The evaluation scripts, as a user runs them: a checkpoint, another one, and the two compared."""
+"""The evaluation recipe, as a user runs it: a checkpoint, another one, and the two compared."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,44 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from support.recipes import run_recipe_here
+from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.diagnostics.evaluation_result import EvaluationResult
-from torchrl_rloo.embedded import addition_prompts, warm_start
+from torchrl_rloo.embedded import addition_prompts
 
-FOLDER = Path(__file__).resolve().parents[2] / "sota_implementations" / "evaluate"
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
-    start = warm_start(seed=0, steps=150, cache_dir=tmp_path_factory.mktemp("cache"))
+def overrides(warm_model) -> list[str]:
     votes = "eval.votes=torchrl_rloo.diagnostics.final_answer"
-    return [f"model.name={start}", "data.eval_size=12", "eval.num_samples=4", "eval.ks=[2,4]", votes]
-
-
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def call_main(overrides: list[str], output: Path) -> None:
-    """In this process: the script's own entry point, without the cost of a new interpreter."""
-    from hydra import compose, initialize_config_dir
-
-    spec = importlib.util.spec_from_file_location("evaluate_script", FOLDER / "evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shared = [f"hydra.searchpath=['file://{module.SHARED}']", f"output_dir={output}"]
-    with initialize_config_dir(str(FOLDER / "config"), version_base="1.3"):
-        cfg = compose("evaluate", [*overrides, *shared])
-    module.main(cfg)
+    return [f"model.name={warm_model()}", "data.eval_size=12", "eval.num_samples=4", "eval.ks=[2,4]", votes]
 
 
 @pytest.fixture(scope="module")
-def first(overrides, tmp_path_factory) -> tuple[str, Path]:
+def first(overrides, fork_server, tmp_path_factory) -> tuple[str, Path]:
     output = tmp_path_factory.mktemp("first")
-    return run("evaluate.py", *overrides, f"output_dir={output}", "label=base"), output
+    done = fork_server.run(recipe_file("evaluate"), [*overrides, f"output_dir={output}", "label=base"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, output
 
 
 def test_result_is_printed_and_saved(first):
@@ -63,53 +44,50 @@ def test_result_is_printed_and_saved(first):
 
 
 def test_two_results_are_compared(overrides, first, tmp_path, capsys):
-    _, earlier = first
-    call_main([*overrides, "generate.temperature=0.5", f"compare={earlier}", "same_settings=false"], tmp_path)
+    earlier = first[1]
+    cooler = [*overrides, "generate.temperature=0.5"]
+    run_recipe_here("evaluate", *cooler, f"compare={earlier}", "same_settings=false", f"output_dir={tmp_path}")
     printed = capsys.readouterr().out
     assert "| greedy " in printed and "note: generate_kwargs differs" in printed
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert found["metrics"]["greedy"]["difference"] == 0.0  # of greedy completions the temperature is the same
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
-    again = run("compare.py", str(earlier), str(tmp_path), str(tmp_path / "again"), "--any-settings")
-    assert again.strip() in printed and (tmp_path / "again" / "comparison.json").is_file()
+    both = [f"compare=[{earlier},{tmp_path}]", f"output_dir={tmp_path / 'again'}"]
+    run_recipe_here("evaluate", *both, "same_settings=false")  # evaluates nothing: the model is not loaded
+    again = json.loads((tmp_path / "again" / "comparison.json").read_text())
+    assert again == found and "| greedy " in capsys.readouterr().out
     with pytest.raises(ValueError, match="differ in generate_kwargs"):
-        call_main([*overrides, "generate.temperature=0.5", f"compare={earlier}"], tmp_path / "refused")
+        run_recipe_here("evaluate", *both)
 
 
 def test_own_prompts_scorers_and_sampling(overrides, tmp_path):
-    file = tmp_path / "mine.jsonl"
+    file, output = tmp_path / "mine.jsonl", tmp_path / "out"
     file.write_text("".join(json.dumps(row) + "\n" for row in addition_prompts("train", size=5)))
     scorers = "eval.scorers={right: boxed_accuracy, format: think_format}"
-    more = [f"data.eval_source={file}", scorers, "+generate.top_p=0.9", "eval.greedy=false", "format=jsonl"]
-    call_main([*overrides, *more], tmp_path / "out")
-    result = EvaluationResult.load(tmp_path / "out")
+    more = [f"data.eval_source={file}", scorers, "generate.top_p=0.9", "eval.greedy=false", "format=jsonl"]
+    run_recipe_here("evaluate", *overrides, *more, "eval.transcripts=true", f"output_dir={output}")
+    result = EvaluationResult.load(output)
     assert len(result.samples) == 20 and result.settings.generate_kwargs["top_p"] == 0.9
     assert {"sampled", "right/pass@4", "format/avg@4", "format/maj@2"} <= result.values.keys()
-    assert (tmp_path / "out" / "samples.jsonl").is_file()
+    assert (output / "samples.jsonl").is_file() and "<html" in (output / "transcripts.html").read_text()
 
 
-def test_another_task(overrides, tmp_path):
-    call_main([*overrides, "task=gsm8k", "data.source=embedded", "generate.max_new_tokens=8"], tmp_path)
+def test_a_task_brings_its_settings(overrides, tmp_path):
+    run_recipe_here("evaluate", *overrides, "task=gsm8k", "data.source=embedded", f"output_dir={tmp_path}")
     result = EvaluationResult.load(tmp_path)
     assert len({s.prompt_id for s in result.samples}) == 12 and "answer" in result.samples[0].columns
+    assert result.settings.generate_kwargs["max_new_tokens"] == 512
 
 
 def test_vllm_samples_the_same_greedy_completions(overrides, first, tmp_path):
     pytest.importorskip("vllm")
-    engine = [
-        "inference=vllm",
-        "+inference.engine.enforce_eager=true",
-        "+inference.engine.kv_cache_memory_bytes=67108864",
-    ]
-    stdout = run("evaluate.py", *overrides, *engine, f"output_dir={tmp_path}")
+    engine = ["inference.engine.enforce_eager=true", "inference.engine.kv_cache_memory_bytes=67108864"]
+    command = [sys.executable, str(recipe_file("evaluate")), *overrides, "inference=vllm", *engine]
+    done = subprocess.run([*command, f"output_dir={tmp_path}"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     mine, theirs = EvaluationResult.load(tmp_path), EvaluationResult.load(first[1])
     same = [a["completion"] == b["completion"] for a, b in zip(mine.table(), theirs.table(), strict=True)]
-    assert sum(same) >= 11 and json.loads(stdout.splitlines()[-1])["prompts"] == 12  # 1: rounding may part a tie
-
-
-def test_help_says_how_to_use_it():
-    text = run("evaluate.py", "--help")
-    assert "eval.num_samples=16" in text and "max_new_tokens: 32" in text and "inference=" in text
+    assert sum(same) >= 11 and json.loads(done.stdout.splitlines()[-1])["prompts"] == 12  # 1: rounding may part a tie
 
 
 @pytest.mark.parametrize(
@@ -126,5 +104,5 @@ def test_help_says_how_to_use_it():
 )
 def test_impossible_settings_are_refused(overrides, tmp_path, bad, message):
     with pytest.raises(Exception) as raised:
-        call_main([*overrides, *bad], tmp_path)
+        run_recipe_here("evaluate", *overrides, *bad, f"output_dir={tmp_path}")
     assert message in str(raised.value)

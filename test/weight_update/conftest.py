@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.modules.engines.base import Engine, Request
 
 PROMPT = tuple(range(5, 85))  # two and a half blocks of vLLM's prefix cache
 

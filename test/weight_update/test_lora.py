@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -12,16 +12,19 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from support.engines import GROUP
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.modules.engines.base import Engine, EngineError, Request
-from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.engines.base import Engine, EngineError, Request
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import AdapterReference
 from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.lora import LoRAUpdater
-from torchrl_rloo.weight_update.vllm import vLLMUpdater
+
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 peft = pytest.importorskip("peft")
 
@@ -56,36 +59,22 @@ def rows_of(samples: list) -> TensorDict:
     return stack_rows(rows)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """vLLM with the base model; ``spoil`` is called with what its next adapter update is told."""
-    pytest.importorskip("vllm")
-    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
-
-    class SpoiltEngine(VLLMEngine):
-        spoil: Callable[[dict], list[dict] | None] | None = None
-
-        def update_weights(self, step, info=None, *, timeout):
-            if step == "adapter" and self.spoil is not None:
-                spoil, self.spoil = self.spoil, None
-                if (reports := spoil(info)) is not None:
-                    return reports
-            return super().update_weights(step, info, timeout=timeout)
-
-    directory = tmp_path_factory.mktemp("model")
-    build_model(TOKENIZER, 0).save_pretrained(directory)
-    TOKENIZER.save_pretrained(directory)
-    settings = {"dtype": "float32", "max_model_len": 256, "enable_lora": True, "max_lora_rank": 8}
-    with SpoiltEngine(directory, **settings) as engine:
-        yield engine
-
-
 @pytest.fixture
-def base_engine(engine: Engine) -> Engine:
+def base_engine(vllm_engine: Engine) -> Engine:
     """The engine with the base model's weights and no adapter."""
-    engine.spoil = None
-    vLLMUpdater(build_model(TOKENIZER, 0), engine).push_weights(engine.version + 1)
-    return engine
+    return vllm_engine
+
+
+def spoil_next(engine: Engine, spoil: Callable[[dict], list[dict] | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call ``spoil`` with what the engine's next adapter update is told; what it returns, the engine reports."""
+    update = engine.update_weights
+
+    def spoilt(step, info=None, *, timeout):
+        monkeypatch.undo()
+        reports = spoil(info)
+        return update(step, info, timeout=timeout) if reports is None else reports
+
+    monkeypatch.setattr(engine, "update_weights", spoilt)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -101,7 +90,7 @@ def test_the_engine_follows_the_adapter_and_the_reference_is_the_base(
     assert log_prob_error(engine, base) < 1e-5 and log_prob_error(engine, model) > 0.1
     without = engine.generate(REQUESTS)
     rows = rows_of(without)
-    for step in range(5):
+    for step in range(3):
         randomize(model, seed=step + 1)
         assert log_prob_error(engine, model) > 0.1
         updater.push_weights(engine.version + 1)
@@ -137,7 +126,7 @@ def test_merged_weights_sample_as_the_adapter_does(base_engine: Engine):
     updater = LoRAUpdater(model, base_engine)
     updater.push_weights(base_engine.version + 1)
     of_adapter = base_engine.generate(REQUESTS)
-    vLLMUpdater(model, base_engine).push_weights(base_engine.version + 1)
+    EngineUpdater(model, base_engine).push_weights(base_engine.version + 1)
     of_merged = base_engine.generate(REQUESTS)
     for a, b in zip(of_adapter, of_merged, strict=True):
         assert a.tokens == b.tokens and set(b.versions) == {a.versions[0] + 1}
@@ -176,7 +165,12 @@ def truncate(info: dict) -> None:
     ids=["corrupt", "truncated", "silent", "older"],
 )
 def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
-    base_engine: Engine, log_prob_error: Callable[..., float], tmp_path: Path, spoil: Callable, reason: str
+    base_engine: Engine,
+    log_prob_error: Callable[..., float],
+    tmp_path: Path,
+    spoil: Callable,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     model = adapted()
     updater = LoRAUpdater(model, base_engine, directory=tmp_path)
@@ -184,8 +178,8 @@ def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
     updater.push_weights(version)
     old = copy.deepcopy(model)
     randomize(model, seed=5)
-    base_engine.spoil = spoil
-    with pytest.raises(WeightSyncError, match=rf"engine 0 \(SpoiltEngine\).*version {version + 1}.*{reason}"):
+    spoil_next(base_engine, spoil, monkeypatch)
+    with pytest.raises(WeightSyncError, match=rf"engine 0 \(VLLMEngine\).*version {version + 1}.*{reason}"):
         updater.push_weights(version + 1)
     assert base_engine.version == version
     assert log_prob_error(base_engine, old) < 1e-5
@@ -198,7 +192,7 @@ def test_one_of_several_engines_fails(base_engine: Engine, log_prob_error: Calla
     model, version = adapted(), base_engine.version + 1
     other = TransformersEngine(build_model(TOKENIZER, 0).eval(), TOKENIZER, request_timeout=60)
     updater = LoRAUpdater(model, [base_engine, other])
-    with pytest.raises(WeightSyncError, match=r"engine 1 \(TransformersEngine\).*loads no adapters"):
+    with pytest.raises(WeightSyncError, match=r"engine 1 \(TransformersEngine\).*cannot load adapters"):
         updater.push_weights(version)
     assert log_prob_error(other, build_model(TOKENIZER, 0)) < 1e-5  # not left paused
     LoRAUpdater(model, [base_engine, base_engine]).push_weights(version)
@@ -268,7 +262,7 @@ def with_two_active() -> nn.Module:
         (lambda: adapted(modules_to_save=["norm"]), ValueError, "modules_to_save"),
         (lambda: adapted(target_modules=["q_proj"], lora_bias=True), ValueError, "lora_bias"),
         (lambda: adapted(init_lora_weights="pissa"), ValueError, "'pissa', which changes the base weights too"),
-        (with_unfrozen_norm, ValueError, "norm.weight is trained but not of the adapter"),
+        (with_unfrozen_norm, ValueError, "norm.weight is trained but not part of the adapter"),
         (with_two_active, ValueError, r"active adapters are \['default', 'second'\]"),
     ],
     ids=["base", "dora", "modules_to_save", "lora_bias", "pissa", "unfrozen", "two"],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
+from support.fork_server import ForkServer
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.modules.engines.base import Engine, EngineError, Request
-from torchrl_rloo.modules.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.engines.base import Engine, EngineError, Request
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.lora import LoRAUpdater
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.vllm import vLLMUpdater
 
 peft = pytest.importorskip("peft")
 
@@ -144,7 +144,7 @@ def check_push(rank: int, folder: Path) -> None:
 
     model = sharded(build_model(TOKENIZER, 1))
     engines: list[Engine] = [Failing(build_model(TOKENIZER, 0).eval())] if rank == 0 else []
-    updater = vLLMUpdater(model, engines, bucket_bytes=30_000)
+    updater = EngineUpdater(model, engines, bucket_bytes=30_000)
     for version in (1, 2):
         train(model)
         for engine in engines:
@@ -186,26 +186,17 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[Path, str]:
     """Where two ranks left a file for each check that they passed, and what they wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [fork_server.start(Path(__file__), [str(rank), str(folder)]) for rank in range(2)]
     try:
-        output = [rank.communicate(timeout=TIMEOUT)[0] for rank in ranks]
+        for rank in ranks:
+            rank.wait(TIMEOUT)
     finally:
         for rank in ranks:
             rank.kill()
-    return folder, "\n".join(output)
+    return folder, "\n".join(rank.stdout + rank.stderr for rank in ranks)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,15 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from support.engines import GROUP
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater
+from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.source import WeightSource
 
+pytestmark = pytest.mark.xdist_group(GROUP)
+
 peft = pytest.importorskip("peft")
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TOKENIZER = build_tokenizer()
@@ -299,35 +301,18 @@ def split_qkv(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     return [(name.replace("qkv", x), part) for x, part in zip("qkv", tensor.chunk(3), strict=True)]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
-
-    directory = tmp_path_factory.mktemp("model")
-    build_model(TOKENIZER, 0).save_pretrained(directory)
-    TOKENIZER.save_pretrained(directory)
-    with VLLMEngine(directory, dtype="float32", max_model_len=256) as engine:
-        yield engine
-
-
-@needs_vllm
-def test_an_engine_loads_what_is_fused_in_training(engine, log_prob_error: Callable[..., float]):
-    from torchrl_rloo.weight_update.vllm import vLLMUpdater
-
+def test_an_engine_loads_what_is_fused_in_training(vllm_engine, log_prob_error: Callable[..., float]):
     model = randomize(with_fused_projections(build_model(TOKENIZER, 1)), seed=1).eval()
-    assert log_prob_error(engine, model) > 0.1
-    vLLMUpdater(WeightSource(model, convert=split_qkv), engine, bucket_bytes=30_000).push_weights(engine.version + 1)
-    assert log_prob_error(engine, model) < 1e-5
+    assert log_prob_error(vllm_engine, model) > 0.1
+    EngineUpdater(WeightSource(model, convert=split_qkv), vllm_engine, bucket_bytes=30_000).push_weights(1)
+    assert log_prob_error(vllm_engine, model) < 1e-5
 
 
-@needs_vllm
 @pytest.mark.parametrize("name", ["plain", "rank_stabilised", "bias", "two_adapters"])
 def test_an_engine_with_merged_weights_samples_as_the_adapted_model(
-    engine, log_prob_error: Callable[..., float], name: str
+    vllm_engine, log_prob_error: Callable[..., float], name: str
 ):
-    from torchrl_rloo.weight_update.vllm import vLLMUpdater
-
     model = ADAPTED[name]().eval()
-    assert log_prob_error(engine, model) > 0.1
-    vLLMUpdater(model, engine).push_weights(engine.version + 1)
-    assert log_prob_error(engine, model) < 1e-5
+    assert log_prob_error(vllm_engine, model) > 0.1
+    EngineUpdater(model, vllm_engine).push_weights(1)
+    assert log_prob_error(vllm_engine, model) < 1e-5

@@ -4,59 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from support.engines import GROUP
+from support.faults import Flipped, FlippedFile
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.modules.engines.base import Engine, EngineError, Request
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.engines.base import Engine, EngineError, Request
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.direct import Direct
-from torchrl_rloo.weight_update.files import Files
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.vllm import vLLMUpdater
+from torchrl_rloo.weight_update.transport import Direct
+
+pytestmark = pytest.mark.xdist_group(GROUP)
 
 BUCKET = 100_000
 PATIENT = 300.0  # a time-out that a failure must not wait for
 SOON = 100.0  # for a busy machine
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tokenizer, model, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+@pytest.fixture
+def engine(vllm_engine: Engine) -> Engine:
+    return vllm_engine
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint) -> Iterator[Engine]:
-    pytest.importorskip("vllm")
-    from torchrl_rloo.modules.engines.vllm_inprocess import VLLMEngine
-
-    with VLLMEngine(checkpoint, dtype="float32", max_model_len=256) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def own_process(checkpoint) -> Iterator[Engine]:
-    pytest.importorskip("vllm")
-    from torchrl_rloo.modules.engines.vllm_async import AsyncVLLMEngine
-
-    with AsyncVLLMEngine(checkpoint, dtype="float32", max_model_len=256) as engine:
-        yield engine
+@pytest.fixture
+def own_process(async_engine: Engine) -> Engine:
+    return async_engine
 
 
 def child_of(engine: Engine) -> int:
@@ -75,7 +59,7 @@ def with_weights(tokenizer, change) -> Callable[[Engine], nn.Module]:
 
     def make(engine: Engine) -> nn.Module:
         model = build_model(tokenizer, seed=engine.version + 10).eval()
-        vLLMUpdater(model, engine, transport=SharedMemory(), timeout=PATIENT).push_weights(engine.version + 1)
+        EngineUpdater(model, engine, transport=SharedMemory(), timeout=PATIENT).push_weights(engine.version + 1)
         return model
 
     return make
@@ -92,40 +76,10 @@ def fails_within(seconds: float, *words: str) -> Iterator[None]:
         assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
-class Flipped(SharedMemory):
-    """Flips a bit of bucket 1, once."""
-
-    flips = 1
-
-    def send(self, version, bucket, infos, tensors):
-        payload = super().send(version, bucket, infos, tensors)
-        if bucket == 1 and self.flips:
-            self.flips -= 1
-            self._buffers[payload["buffer"]][1000] ^= 4
-        return payload
-
-
-class FlippedFile(Files):
-    """Flips a bit of the file of bucket 1, once."""
-
-    flips = 1
-
-    def send(self, version, bucket, infos, tensors):
-        payload = super().send(version, bucket, infos, tensors)
-        if bucket == 1 and self.flips:
-            self.flips -= 1
-            with open(payload["path"], "r+b") as file:
-                file.seek(-100, os.SEEK_END)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ 4]))
-        return payload
-
-
 @pytest.mark.parametrize("kind", [Flipped, FlippedFile])
 def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weights, log_prob_error, tmp_path):
     old, version = with_weights(engine), engine.version
-    updater = vLLMUpdater(trained, engine, transport=kind(tmp_path), bucket_bytes=BUCKET, timeout=PATIENT)
+    updater = EngineUpdater(trained, engine, transport=kind(tmp_path), bucket_bytes=BUCKET, timeout=PATIENT)
     with fails_within(
         SOON, f"version {version + 1} ", "engine 0 (VLLMEngine)", "bucket 1 (model.layers.0.", "corrupt", "Push again"
     ):
@@ -140,7 +94,7 @@ def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weight
 def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_weights, log_prob_error):
     with_weights(engine)
     version = engine.version + 1
-    updater = vLLMUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
+    updater = EngineUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
     with fails_within(SOON, f"parts of version {version}", "samples nothing"):
         updater.push_weights(version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
@@ -173,7 +127,7 @@ def renamed(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, trained, with_weights, log_prob_error):
     old, version = with_weights(engine), engine.version
     source = WeightSource(trained, convert=convert)
-    updater = vLLMUpdater(source, engine, transport=Direct(), staged=staged, timeout=PATIENT)
+    updater = EngineUpdater(source, engine, transport=Direct(), staged=staged, timeout=PATIENT)
     with fails_within(SOON, "engine 0 (VLLMEngine)", "connecting over direct", *words):
         updater.push_weights(version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
@@ -198,7 +152,7 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
             return super().send(version, bucket, infos, tensors)
 
     transport = Stopping()
-    updater = vLLMUpdater(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
+    updater = EngineUpdater(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
     try:
         with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", "bucket ", "timeout=2"):
             updater.push_weights(version + 1)
@@ -208,30 +162,6 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
     assert own_process.version == version and log_prob_error(own_process, old) < 1e-5
     updater.timeout = PATIENT
     updater.push_weights(version + 1)
-    assert log_prob_error(own_process, trained) < 1e-5
-    updater.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make_transport", [SharedMemory, Collective])
-def test_a_killed_engine_is_restarted_with_the_present_weights(make_transport, own_process, trained, log_prob_error):
-    class Killing(make_transport):
-        """Kills the worker's process before bucket 1."""
-
-        kills = True
-
-        def send(self, version, bucket, infos, tensors):
-            if bucket == 1 and self.kills:
-                self.kills = False
-                os.kill(child_of(own_process), signal.SIGKILL)
-            return super().send(version, bucket, infos, tensors)
-
-    incarnation, version = own_process.incarnation, own_process.version + 1
-    updater = vLLMUpdater(trained, own_process, transport=Killing(), bucket_bytes=BUCKET, timeout=PATIENT)
-    with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", f"version {version} ", "EngineDeadError", "restart()"):
-        updater.push_weights(version)
-    assert updater.restart() == 1
-    assert own_process.incarnation == incarnation + 1 and own_process.version == version
     assert log_prob_error(own_process, trained) < 1e-5
     updater.close()
 
@@ -259,12 +189,30 @@ def pair() -> Iterator[tuple[Fallible, Fallible]]:
         yield one, other
 
 
+def test_an_engine_that_dies_in_a_push_is_restarted_with_the_present_weights(pair, tmp_path):
+    class Killing(SharedMemory):
+        """Kills the second engine before bucket 1, once."""
+
+        def send(self, version, bucket, infos, tensors):
+            if bucket == 1 and not pair[1].start_count:
+                pair[1].kill()
+            return super().send(version, bucket, infos, tensors)
+
+    source = nn.Linear(100, 100)
+    updater = EngineUpdater(source, pair, transport=Killing(tmp_path), bucket_bytes=40_000, timeout=PATIENT)
+    with fails_within(SOON, "engine 1 (Fallible)", "version 1 ", "EngineDeadError", "restart()"):
+        updater.push_weights(1)
+    assert updater.restart() == 1
+    assert [(engine.start_count, engine.version) for engine in pair] == [(0, 1), (1, 1)]
+    assert [engine.steps()[-1] for engine in pair] == ["finish", "finish"]
+
+
 @pytest.mark.parametrize("step", ["abort", "connect", "start", "bucket", "finish"])
 def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, tmp_path):
     one, other = pair
     other.fail_updates[step] = [RuntimeError("out of luck"), None]
     transport = SharedMemory(tmp_path)
-    updater = vLLMUpdater(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
+    updater = EngineUpdater(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "engine 1 (Fallible)", "RuntimeError: out of luck", "Push again"):
         updater.push_weights(1)
     assert not list(tmp_path.iterdir())
@@ -278,7 +226,7 @@ def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, 
 
 def test_no_engine_finishes_before_all_have_all_buckets(pair):
     one, other = pair
-    updater = vLLMUpdater(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
+    updater = EngineUpdater(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
     other.fail_updates["bucket"] = [None, RuntimeError("out of luck")]
     with fails_within(SOON, "engine 0 (Fallible) has version 0", "engine 1 (Fallible) has version 0"):
         updater.push_weights(1)
@@ -287,48 +235,70 @@ def test_no_engine_finishes_before_all_have_all_buckets(pair):
 
 def test_an_engine_whose_load_failed_says_so(pair):
     pair[1].fail_updates["finish"] = RuntimeError("out of luck")
-    updater = vLLMUpdater(nn.Linear(2, 2), pair, timeout=PATIENT)
+    updater = EngineUpdater(nn.Linear(2, 2), pair, timeout=PATIENT)
     with fails_within(SOON, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
         updater.push_weights(1)
     with pytest.raises(EngineError, match="version 1 failed"):
         pair[1].generate([Request([1], limit=1, seed=0)])
 
 
+class Hasty(SharedMemory):
+    """Lets its updater wait for 1 s from the first bucket on."""
+
+    def send(self, version, bucket, infos, tensors):
+        self.updater.timeout = 1
+        return super().send(version, bucket, infos, tensors)
+
+
+def hasty(engines) -> EngineUpdater:
+    updater = EngineUpdater(nn.Linear(2, 2), engines, transport=Hasty(), timeout=PATIENT)
+    updater.transport.updater = updater
+    return updater
+
+
 def test_a_step_that_hangs_is_an_error_in_time(pair):
     pair[1].update_latency["bucket"] = inf
-    updater = vLLMUpdater(nn.Linear(2, 2), pair, timeout=1)
+    updater = hasty(pair)
     with fails_within(SOON, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=1"):
         updater.push_weights(1)
     pair[1].update_latency.clear()
-    updater.timeout = PATIENT
+    updater.transport, updater.timeout = SharedMemory(), PATIENT
     updater.push_weights(1)
     assert [engine.version for engine in pair] == [1, 1]
 
 
-def test_an_engine_that_heeds_no_time_out_hangs_nobody():
+def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_update():
     class Deaf(Fallible):
-        hears = threading.Event()
+        """Hears of a bucket only when it is told to."""
+
+        hears, left = threading.Event(), threading.Event()
 
         def update_weights(self, step, info=None, *, timeout):
-            if step == "bucket":
-                self.hears.wait()
-            return super().update_weights(step, info, timeout=timeout)
+            if step != "bucket" or info["version"] != 1:
+                if step == "finish":  # the second update is open
+                    self.hears.set()
+                    assert self.left.wait(PATIENT)
+                return super().update_weights(step, info, timeout=timeout)
+            assert self.hears.wait(PATIENT)
+            try:
+                return super().update_weights(step, info, timeout=timeout)
+            finally:
+                self.left.set()
 
     with Deaf() as engine:
-        updater = vLLMUpdater(nn.Linear(2, 2), engine, timeout=1)
+        updater = hasty(engine)
         with fails_within(SOON, "engine 0 (Deaf)", "EngineTimeoutError", "timeout=1"):
             updater.push_weights(1)
         assert engine.resumes == 1
-        engine.hears.set()
-        updater.timeout = PATIENT
+        updater.transport, updater.timeout = SharedMemory(), PATIENT
         updater.push_weights(2)
-        assert engine.version == 2
+        assert engine.left.is_set() and engine.version == 2
 
 
 def test_requests_that_do_not_end_are_an_error_in_time(pair):
     with Fallible(latency=1000.0) as busy:
         busy.submit(Request([1], limit=1, seed=0))
-        updater = vLLMUpdater(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
+        updater = EngineUpdater(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
         with fails_within(SOON, "engine 0 (Fallible)", "pausing", "timeout=1"):
             updater.push_weights(1)
         assert [busy.resumes, pair[0].resumes] == [1, 1]
@@ -345,7 +315,7 @@ def test_a_worker_that_reports_something_else_is_an_error(wrong):
             return [*reports, reports[0] | wrong] if step == "finish" else reports
 
     with Mistaken() as engine, fails_within(SOON, "confirming the new weights", "not version 1"):
-        vLLMUpdater(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights(1)
+        EngineUpdater(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights(1)
 
 
 def test_an_error_of_the_source_is_one_too(pair):
@@ -357,7 +327,7 @@ def test_an_error_of_the_source_is_one_too(pair):
                 raise error
             return super().tensors(first, last)
 
-    updater = vLLMUpdater(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
+    updater = EngineUpdater(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "the trainer failed", "out of memory"):
         updater.push_weights(1)
     updater.push_weights(1)
@@ -370,32 +340,7 @@ def test_an_interrupt_leaves_no_engine_paused(pair):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        vLLMUpdater(nn.Linear(2, 2), pair, transport=Interrupted()).push_weights(1)
+        EngineUpdater(nn.Linear(2, 2), pair, transport=Interrupted()).push_weights(1)
     for engine in pair:
         assert engine.steps()[-1] == "abort" and engine.resumes == 1
         assert engine.generate([Request([1], limit=1, seed=0)])[0].tokens == [7]
-
-
-HUNG = """
-import time
-from torch import nn
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine
-from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.vllm import vLLMUpdater
-
-class Deaf(ScriptedEngine):
-    def update_weights(self, step, info=None, *, timeout):
-        time.sleep(1000)
-
-try:
-    vLLMUpdater(nn.Linear(2, 2), Deaf([]), timeout=0.2).push_weights(1)
-except WeightSyncError:
-    print("failed in time")
-"""
-
-
-def test_a_process_ends_while_an_engine_hangs():
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", HUNG]
-    done = subprocess.run(command, env=environment, timeout=120, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "failed in time"

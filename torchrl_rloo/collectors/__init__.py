@@ -1,13 +1,16 @@
-"""When to generate: collectors drive an environment with a policy."""
+"""Collectors, which drive an environment with a policy."""
 
 from torchrl_rloo.collectors.async_llm import AsyncLLMCollector
 from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
-from torchrl_rloo.collectors.refill import Refill, RefillingCollector
+from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
+from torchrl_rloo.collectors.source import GroupSource, StepRows
 
 __all__ = [
     "AsyncLLMCollector",
     "CollectionProgress",
+    "GroupSource",
     "LLMCollector",
-    "Refill",
+    "RefilledBatch",
     "RefillingCollector",
+    "StepRows",
 ]

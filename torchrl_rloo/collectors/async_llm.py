@@ -1,4 +1,4 @@
-"""AsyncLLMCollector: the rows of LLMCollector from conversations that do not wait for each other."""
+"""AsyncLLMCollector: the rows of LLMCollector, from conversations that advance independently."""
 
 from __future__ import annotations
 
@@ -14,69 +14,67 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_rloo.collectors.conversation import GroupPlayer
+from torchrl_rloo.collectors.conversation import GroupRunner
 from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
+from torchrl_rloo.collectors.turn_source import turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
-from torchrl_rloo.modules.turn_source import turn_source
-from torchrl_rloo.weight_update.base import WeightUpdater
-from torchrl_rloo.weight_update.in_process import InProcessWeightUpdater
+from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightUpdater
 
-_POLL = 0.2  # s between two reports of progress
-_PATIENCE = 10.0  # s for conversations that were cancelled to end
+_PROGRESS_PERIOD_S = 0.2
+_CANCEL_TIMEOUT_S = 10.0
 _OPEN: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
 
 
 class AsyncLLMCollector(LLMCollector):
-    """Plays every conversation at its own pace, and delivers groups as they complete.
+    """Runs every conversation at its own pace, and delivers groups as they complete.
 
-    A turn is submitted the moment its conversation is ready; tools, sessions and rewards of others run meanwhile. Rows,
-    keys and counters are those of :class:`LLMCollector`. With ``ahead=0`` every batch is sampled by the weights in
-    force when it is asked for, from prompts in the same order, and a seed gives the same rows each time. With ``ahead``
-    above 0 sampling goes on while the loop trains, and the groups that complete first are delivered: a group that takes
-    as long as others was begun at most ``ceil(ahead / groups_per_batch)`` batches before its own, and one that lasts
-    longer is older by as many batches as were delivered meanwhile. The sampler, reward models and references then need
-    weights of their own, which the optimizer does not move.
+    Each turn is submitted as soon as its conversation is ready, while tools, sessions and rewards of others run. Rows,
+    keys and counters are those of :class:`LLMCollector`. With ``ahead=0`` every batch is sampled with the weights
+    current at :meth:`collect`, from prompts in the same order, and a seed gives the same rows each time. With ``ahead``
+    above 0 sampling continues while the loop trains, and the groups that complete first are delivered. A group of
+    average length begins at most ``ceil(ahead / groups_per_batch)`` batches before its own; a longer one is older by
+    the number of batches delivered since. The sampler, reward models and references then need their own weights, which
+    the optimizer does not change.
 
     Args:
-        env: an environment with a :class:`DataLoadingPrimer` (:class:`DatasetChatEnv`).
-        policy: a :class:`vLLMWrapper` over an :class:`AsyncEngine` takes turns one by one, any other in batches of the
-            rows that wait (:mod:`torchrl_rloo.modules.turn_source`).
+        env: environment with a :class:`DataLoadingPrimer` (:class:`DatasetChatEnv`).
+        policy: a :class:`vLLMWrapper` over an :class:`AsyncEngine` samples each turn at once, any other policy samples
+            batches of the waiting rows (:mod:`torchrl_rloo.collectors.turn_source`).
         groups_per_batch: groups to deliver at a time; None: as many as the environment draws at once.
-        ahead: groups begun beyond those of the batch being delivered. Begun and undelivered groups are never more than
-            ``groups_per_batch + ahead``.
-        max_in_flight: conversations that are under way at a time, others wait; None for no limit.
-        max_batch_size: most rows of a batch, where the policy takes turns in batches; None for all that wait.
-        reward_threads: groups that are judged at a time. With more than one, reward functions that run in line are
-            called from several threads.
-        max_consecutive_failures: so many turns in a row on which the policy failed end the run, since it would learn
-            nothing; None for no limit.
-        seed: of the conversations' own seeds; rows that bring a ``"seed"`` keep it.
+        ahead: groups begun in addition to the batch being delivered. At most ``groups_per_batch + ahead`` groups are
+            begun and undelivered.
+        max_in_flight: limit of concurrent conversations, others wait; None for no limit.
+        max_batch_size: limit of rows in a batch, if the policy samples batches; None for all waiting rows.
+        reward_threads: groups scored at a time. With more than one, inline reward functions are called from several
+            threads.
+        max_consecutive_failures: stop after this many consecutive failed turns; None for no limit.
+        seed: of the conversations' seeds; rows that bring a ``"seed"`` keep it.
         total_dialog_turns: see :class:`LLMCollector`.
-        weight_updater: see :class:`LLMCollector`. Its ``in_flight`` says what becomes of turns that an engine is at.
+        weight_updater: see :class:`LLMCollector`. Its ``in_flight`` determines the treatment of running turns.
         sync_every: see :class:`LLMCollector`.
         replay_buffer: see :class:`LLMCollector`.
         postproc: see :class:`LLMCollector`.
         progress: see :class:`LLMCollector`; called a few times a second, not after every turn.
 
-    A turn that the policy fails on ends its conversation as truncated, with the stop reason ``"failed"``. Under an
-    environment with ``max_seconds`` a conversation that waits for an engine or a tool is cut off in time, with the
-    reason ``"time"``. A dead engine is brought back by the policy's ``recover``, called from :meth:`collect` or
-    :meth:`update_policy_weights_`, once for all conversations; they then take their turns again.
+    If the policy fails on a turn, its conversation ends as truncated, with the stop reason ``"failed"``. An environment
+    with ``max_seconds`` ends a conversation that waits for an engine or a tool in time, with the reason ``"time"``. The
+    policy's ``recover`` restarts a dead engine, once for all conversations, from :meth:`collect` or
+    :meth:`update_policy_weights_`; they then repeat their turns.
 
-    If :meth:`collect` raises, or is interrupted, it may be called again: groups that had not completed are begun anew,
-    or go on. A ``state_dict`` may be taken at any time; groups that were begun but not delivered are drawn first when
-    it is resumed, under the same ids, by this class or by :class:`LLMCollector`.
+    If :meth:`collect` raises or is interrupted, it may be called again: incomplete groups restart or continue. A
+    ``state_dict`` may be taken at any time. A resumed run, of this class or :class:`LLMCollector`, first draws groups
+    that were begun but not delivered, under the same ids.
 
     Attributes:
-        counts: see :class:`~torchrl_rloo.collectors.conversation.GroupPlayer`; and ``"collector/cancelled_groups"``.
+        counts: see :class:`~torchrl_rloo.collectors.conversation.GroupRunner`; and ``"collector/cancelled_groups"``.
 
     Raises:
-        ValueError: for a number out of range, an environment without a primer or one that cannot step rows alone, or a
-            sampler that shares the training model's weights while ``ahead`` is above 0.
+        ValueError: for a number out of range, an environment without a primer or one that cannot step single rows, or
+            a sampler that shares the training model's weights while ``ahead`` is above 0.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -125,8 +123,8 @@ class AsyncLLMCollector(LLMCollector):
                 raise ValueError(f"{name}={value} must be at least {least}")
         if ahead and _shares_weights(weight_updater):
             raise ValueError(
-                f"ahead={ahead} samples while the loop trains, but the weight_updater's source and target are one "
-                "model: sample from a copy (torchrl_rloo.modules.frozen_copy), or set ahead=0"
+                f"ahead={ahead} samples while the loop trains, and cannot be combined with a weight_updater whose "
+                "source and target are one model: sample from a copy (torchrl_rloo.modules.frozen_copy), or set ahead=0"
             )
         super().__init__(
             env,
@@ -142,7 +140,7 @@ class AsyncLLMCollector(LLMCollector):
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // self.primer.num_generations
         self.ahead = ahead
         self.source = turn_source(policy, self._version, self._notify, max_batch_size=max_batch_size)
-        self.player = GroupPlayer(
+        self.runner = GroupRunner(
             env,
             self.source,
             self._version,
@@ -151,13 +149,13 @@ class AsyncLLMCollector(LLMCollector):
             reward_threads=reward_threads,
             max_consecutive_failures=max_consecutive_failures,
         )
-        self.counts = self.player.counts
-        self._drawing = threading.RLock()  # of draws, deliveries and states; taken before _changed
-        self._changed = threading.Condition()  # of what follows; held for moments only, since the event loop takes it
-        self._begun: dict[int, int] = {}  # prompt by group that was drawn and not delivered, in the order of draws
+        self.counts = self.runner.counts
+        self._drawing = threading.RLock()  # of draws, deliveries and states; acquired before _changed
+        self._changed = threading.Condition()  # of the fields below; held briefly, since the event loop acquires it
+        self._begun: dict[int, int] = {}  # prompt by undelivered group, in the order of draws
         self._complete: dict[int, list[TensorDictBase]] = {}
         self._failure: BaseException | None = None
-        self._tasks: dict[int, asyncio.Task] = {}  # of groups; the event loop's
+        self._tasks: dict[int, asyncio.Task] = {}  # by group; used on the event loop only
         _OPEN.add(self)
 
     def _version(self) -> int:
@@ -168,23 +166,23 @@ class AsyncLLMCollector(LLMCollector):
             self._changed.notify_all()
 
     def update_policy_weights_(self) -> None:
-        """See :meth:`LLMCollector.update_policy_weights_`; in-process policies are updated between two batches."""
+        """See :meth:`LLMCollector.update_policy_weights_`; policies in this process are updated between two batches."""
         self.source.recover()
         with self.source.exclusive():
             super().update_policy_weights_()
 
     def _rollout(self, rows_before: int, turns_before: int) -> TensorDictBase:
-        """The next groups to complete."""
+        """Return the rows of the next groups to complete."""
         reported = None
         while True:
             needed = self._begin()
             with self._changed:
-                stirs = partial(self._stirs, needed, len(self._begun))
-                self._changed.wait_for(stirs, None if self.progress is None else _POLL)
+                should_wake = partial(self._should_wake, needed, len(self._begun))
+                self._changed.wait_for(should_wake, None if self.progress is None else _PROGRESS_PERIOD_S)
                 failure, self._failure = self._failure, None
                 complete = len(self._complete)
             if failure is not None:
-                self._withdraw(put_back=True)
+                self._cancel_groups(requeue=True)
                 raise failure
             self.source.recover()
             if complete >= needed:
@@ -193,19 +191,19 @@ class AsyncLLMCollector(LLMCollector):
                 reported = now
                 self.progress(now)
 
-    def _stirs(self, needed: int, begun: int) -> bool:
-        """Whether there is something to do but wait: a batch, trouble, or room for other groups."""
-        trouble = self.closed or self._failure is not None or self.source.death is not None
-        return trouble or len(self._complete) >= needed or len(self._begun) < begun
+    def _should_wake(self, needed: int, begun: int) -> bool:
+        """Return whether a batch is ready, a task failed, or a slot is free."""
+        failed = self.closed or self._failure is not None or self.source.death is not None
+        return failed or len(self._complete) >= needed or len(self._begun) < begun
 
     def _begin(self) -> int:
-        """Begins as many groups as there is room for, and returns how many make the batch."""
+        """Begin as many groups as fit, and return the number of groups in the batch."""
         with self._drawing:
             if self.closed:
                 raise RuntimeError("the collector is shut down")
             undelivered, left = len(self._begun), self.primer.remaining()
             room = self.groups_per_batch + self.ahead - undelivered
-            if left != float("inf"):  # those at the end that do not fill a batch are not drawn, as in lock-step
+            if left != float("inf"):  # a last incomplete batch is not drawn, as in LLMCollector
                 whole = int(undelivered + left) // self.groups_per_batch * self.groups_per_batch
                 room = min(room, whole - undelivered)
             if room > 0 or not undelivered:
@@ -217,16 +215,16 @@ class AsyncLLMCollector(LLMCollector):
             return min(self.groups_per_batch, len(self._begun))
 
     def _start(self, groups: Mapping[int, TensorDictBase]) -> None:
-        """On the event loop."""
+        """Create the groups' tasks, on the event loop."""
         for group, rows in groups.items():
-            self._tasks[group] = asyncio.ensure_future(self._play(group, rows))
+            self._tasks[group] = asyncio.ensure_future(self._run_group(group, rows))
 
-    async def _play(self, group: int, drawn: TensorDictBase) -> None:
+    async def _run_group(self, group: int, drawn: TensorDictBase) -> None:
         try:
-            rows = await self.player.play(drawn)
+            rows = await self.runner.run(drawn)
         except asyncio.CancelledError:
-            if group in self._tasks:  # else it was withdrawn
-                self._fail(RuntimeError(f"something in group {group} was cancelled from within"))
+            if group in self._tasks:  # else _cancel_groups cancelled it
+                self._fail(RuntimeError(f"a task of group {group} was cancelled by the environment or the policy"))
             raise
         except BaseException as error:
             self._fail(error)
@@ -243,71 +241,71 @@ class AsyncLLMCollector(LLMCollector):
             self._changed.notify_all()
 
     def _deliver(self, groups: int) -> TensorDictBase:
-        """Of the groups that are complete those begun first, in the order of their ids."""
+        """Return the oldest complete groups, sorted by id."""
         with self._drawing, self._changed:
             chosen = sorted([group for group in self._begun if group in self._complete][:groups])
-            turns = sum(self.player.turns[group] for group in chosen)
+            turns = sum(self.runner.turns[group] for group in chosen)
             rows = [row for group in chosen for row in self._complete[group]]
             for group in chosen:
                 del self._begun[group], self._complete[group]
-                self.player.forget(group)
+                self.runner.forget(group)
         if self.progress is not None:
             self.progress(CollectionProgress(len(rows), len(rows), turns))
         return stack_rows(rows)
 
     def _progress(self, groups: int) -> CollectionProgress:
         total = groups * self.primer.num_generations
-        ended, turns = (sum(list(counter.values())) for counter in (self.player.ended, self.player.turns))
+        ended, turns = (sum(list(counter.values())) for counter in (self.runner.ended, self.runner.turns))
         return CollectionProgress(min(ended, total), total, turns)
 
     def cancel(self, group_ids: Iterable[int] | None = None) -> int:
-        """Gives up groups that are under way: their requests, tools and state. They are never delivered.
+        """Cancel incomplete groups with their requests, tools and state. They are never delivered.
 
         Args:
-            group_ids: which; None for all that have not completed.
+            group_ids: ids of groups; None for all incomplete ones.
 
         Returns:
-            How many were given up.
+            Number of cancelled groups.
         """
-        withdrawn = self._withdraw(None if group_ids is None else set(map(int, group_ids)))
-        self.counts["collector/cancelled_groups"] += withdrawn
-        return withdrawn
+        cancelled = self._cancel_groups(None if group_ids is None else set(map(int, group_ids)))
+        self.counts["collector/cancelled_groups"] += cancelled
+        return cancelled
 
-    def _withdraw(self, group_ids: set[int] | None = None, *, put_back: bool = False) -> int:
+    def _cancel_groups(self, group_ids: set[int] | None = None, *, requeue: bool = False) -> int:
         with self._drawing:
             with self._changed:
                 chosen = {g: p for g, p in self._begun.items() if group_ids is None or g in group_ids}
             event_loop.run(self._stop([group for group in chosen if group not in self._complete]))
             with self._changed:
-                given_up = {group: prompt for group, prompt in chosen.items() if group not in self._complete}
-                for group in given_up:
+                cancelled = {group: prompt for group, prompt in chosen.items() if group not in self._complete}
+                for group in cancelled:
                     del self._begun[group]
-                    self.player.forget(group)
-                self._failure = None  # of what was given up
+                    self.runner.forget(group)
+                self._failure = None  # of a cancelled group
                 self._changed.notify_all()
-            if put_back:
-                self.primer.put_back((prompt, group) for group, prompt in given_up.items())
-            return len(given_up)
+            if requeue:
+                self.primer.requeue((prompt, group) for group, prompt in cancelled.items())
+            return len(cancelled)
 
     async def _stop(self, groups: Iterable[int]) -> None:
         tasks = {self._tasks.pop(group) for group in groups if group in self._tasks}
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_PATIENCE)
+            await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`LLMCollector.state_dict`; groups begun and not delivered are in it as draws that were put back."""
+        """See :meth:`LLMCollector.state_dict`; undelivered groups are in it as re-queued draws."""
         with self._drawing:
             with self._changed:
                 begun = [(prompt, group) for group, prompt in self._begun.items()]
-            with self.primer.as_if_put_back(begun):
+            with self.primer.with_requeued(begun):
                 return super().state_dict() | {"counts": dict(self.counts)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`, and gives up what is under way."""
+        """Restore :meth:`state_dict`, and cancel incomplete groups."""
         with self._drawing:
-            self._withdraw()
+            self._cancel_groups()
             with self._changed:
                 self._begun.clear()
                 self._complete.clear()
@@ -316,12 +314,12 @@ class AsyncLLMCollector(LLMCollector):
             self.counts.update(state_dict.get("counts", {}))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Gives up all that is under way, and closes the environment."""
+        """Cancel incomplete groups, and close the environment."""
         if not self.closed:
             with self._drawing:
                 super().shutdown(timeout, close_env=False)
-                self._withdraw()
-                event_loop.run(self.player.settle(_PATIENCE))
+                self._cancel_groups()
+                event_loop.run(self.runner.settle(_CANCEL_TIMEOUT_S))
             self.source.close()
             if close_env:
                 self.env.close(raise_if_closed=raise_on_error)
@@ -329,7 +327,7 @@ class AsyncLLMCollector(LLMCollector):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """What Python does to threads at its exit would abort the process, were they in the middle of torch's work."""
+    """Shut down at exit: Python kills threads, and one inside torch aborts the process."""
     for collector in list(_OPEN):
         collector.shutdown(close_env=False)
 
@@ -338,8 +336,7 @@ def _find_primer(env: EnvBase) -> DataLoadingPrimer:
     primers = [t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)]
     if len(primers) != 1:
         raise ValueError(
-            f"the environment has {len(primers)} DataLoadingPrimers, an AsyncLLMCollector draws groups from one: use "
-            "DatasetChatEnv"
+            f"the environment has {len(primers)} DataLoadingPrimers; AsyncLLMCollector requires one: use DatasetChatEnv"
         )
     return primers[0]
 

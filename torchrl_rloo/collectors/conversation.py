@@ -1,4 +1,4 @@
-"""GroupPlayer: the conversations of a group on an event loop, each at its own pace, from reset to finished rows."""
+"""GroupRunner: runs the conversations of a group on an event loop, from reset to finished rows."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
+from torchrl_rloo.collectors.turn_source import TurnSource
 from torchrl_rloo.data import keys
+from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.stepping import RowStepper, open_rows
-from torchrl_rloo.modules.engines.base import EngineDeadError
-from torchrl_rloo.modules.turn_source import TurnSource
 
 _LOGGER = logging.getLogger(__name__)
-_OPENINGS = 16  # groups that are reset at a time: each on a thread of its own, since sessions may start slowly
+_MAX_RESETS = 16  # groups reset at a time, each on its own thread, since sessions may start slowly
 
 
-class GroupPlayer:
-    """Plays groups of conversations, any number of them at once, on the loop of :mod:`torchrl_rloo.envs.event_loop`.
+class GroupRunner:
+    """Runs any number of groups at once on the loop of :mod:`torchrl_rloo.envs.event_loop`.
 
     Args:
         env: see :class:`AsyncLLMCollector`.
-        source: gives the turns.
-        version: gives the policy version in force.
-        seed: of the conversations' own seeds.
-        max_in_flight: conversations under way at a time; None for no limit.
-        reward_threads: groups judged at a time.
-        max_consecutive_failures: so many failed turns in a row end everything; None for no limit.
+        source: samples the turns.
+        version: returns the current policy version.
+        seed: of the conversations' seeds.
+        max_in_flight: limit of concurrent conversations; None for no limit.
+        reward_threads: groups scored at a time.
+        max_consecutive_failures: stop after this many consecutive failed turns; None for no limit.
 
     Attributes:
-        counts: ``"collector/failed_turns"`` that the policy failed on; ``"collector/timed_out"`` conversations that
-            the environment's ``max_seconds`` ended while they waited for something.
-        turns: turns taken so far by ``group_id``, of groups that are not forgotten.
-        ended: conversations ended so far by ``group_id``.
+        counts: ``"collector/failed_turns"`` on which the policy failed; ``"collector/timed_out"`` conversations that
+            the environment's ``max_seconds`` ended while they waited.
+        turns: number of turns by ``group_id``, until :meth:`forget`.
+        ended: number of ended conversations by ``group_id``, until :meth:`forget`.
     """
 
     def __init__(
@@ -63,35 +63,40 @@ class GroupPlayer:
         self.turns: Counter[int] = Counter()
         self.ended: Counter[int] = Counter()
         self._places = nullcontext() if max_in_flight is None else asyncio.Semaphore(max_in_flight)
-        self._openings, self._judges = asyncio.Semaphore(_OPENINGS), asyncio.Semaphore(reward_threads)
-        self._failures = 0  # in a row
-        self._work: set[asyncio.Future] = set()  # that a cancelled group leaves behind
+        self._openings, self._judges = asyncio.Semaphore(_MAX_RESETS), asyncio.Semaphore(reward_threads)
+        self._failures = 0  # consecutive
+        self._work: set[asyncio.Future] = set()  # on threads, which outlives a cancelled group
 
-    async def play(self, drawn: TensorDictBase) -> list[TensorDictBase]:
-        """Plays a group; if it is cancelled, so is all that it waits for, and what was kept for it is freed.
+    async def run(self, drawn: TensorDictBase) -> list[TensorDictBase]:
+        """Run a group to its end; cancelling cancels its work and frees its state.
 
         Args:
-            drawn: its rows as the primer drew them.
+            drawn: rows of the group, from the primer.
 
         Returns:
-            Its rows in their order, of the schema.
+            Finished rows of the schema, in the same order.
 
         Raises:
-            EngineDeadError: if the engine died and nothing brings it back.
-            RuntimeError: after ``max_consecutive_failures`` failed turns in a row.
-            Exception: whatever the environment or its transforms raise.
+            EngineDeadError: if the engine died and cannot be restarted.
+            RuntimeError: after ``max_consecutive_failures`` consecutive failed turns.
+            Exception: raised by the environment or its transforms.
         """
         group_id = int(drawn[0][keys.GROUP_ID])
         conversations = [_Conversation(row, group_id, i, self) for i, row in enumerate(await self._open(drawn))]
         try:
-            await _together([self._converse(conversation) for conversation in conversations])
+            await _gather_or_cancel([self._converse(conversation) for conversation in conversations])
             async with self._judges:
                 return await asyncio.shield(self._on_a_thread(self._judge, conversations))
         finally:
-            await self._release([conversation.row for conversation in conversations])
+            releasing = asyncio.ensure_future(self._release([conversation.row for conversation in conversations]))
+            try:
+                await asyncio.shield(releasing)
+            except asyncio.CancelledError:  # cancelled while it frees the state, which must end
+                await asyncio.wait({releasing})
+                raise
 
     def forget(self, group_id: int) -> None:
-        """Counts the turns of a group no longer: it was delivered, or withdrawn."""
+        """Drop the counts of a delivered or cancelled group."""
         self.turns.pop(group_id, None)
         self.ended.pop(group_id, None)
 
@@ -105,20 +110,20 @@ class GroupPlayer:
                 raise
 
     def _release_opened(self, opening: asyncio.Future) -> None:
-        """Frees what a reset took after its group was cancelled."""
+        """Free what a reset acquired after its group was cancelled."""
         if not opening.cancelled() and opening.exception() is None:
-            self._note(asyncio.ensure_future(self._release(opening.result().unbind(0))))
+            self._track(asyncio.ensure_future(self._release(opening.result().unbind(0))))
 
     def _on_a_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future:
-        return self._note(asyncio.ensure_future(event_loop.call(function, *args)))
+        return self._track(asyncio.ensure_future(event_loop.call(function, *args)))
 
-    def _note(self, work: asyncio.Future) -> asyncio.Future:
+    def _track(self, work: asyncio.Future) -> asyncio.Future:
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         return work
 
     async def settle(self, seconds: float) -> None:
-        """Waits for what goes on after its group was cancelled: resets and judgements on their threads."""
+        """Wait for resets and scoring of cancelled groups, which continue on their threads."""
         until = time.monotonic() + seconds
         while self._work and (left := until - time.monotonic()) > 0:
             await asyncio.wait(set(self._work), timeout=left)
@@ -126,16 +131,16 @@ class GroupPlayer:
     async def _release(self, rows: list[TensorDictBase]) -> None:
         for outcome in await asyncio.gather(*map(self.stepper.release, rows), return_exceptions=True):
             if isinstance(outcome, Exception):
-                _LOGGER.error("what is kept for a conversation could not be freed", exc_info=outcome)
+                _LOGGER.error("the state of a conversation could not be freed", exc_info=outcome)
 
     async def _converse(self, conversation: _Conversation) -> None:
-        """Plays one conversation to its end, once there is a place for it."""
+        """Run one conversation to its end, once a slot is free."""
         async with self._places:
             conversation.start(self.version())
             turns = self._take_turns(conversation)
             if self.max_seconds is None:
                 await turns
-            elif not await _within(self.max_seconds, turns):
+            elif not await _finish_within(self.max_seconds, turns):
                 self.counts["collector/timed_out"] += 1
                 self._cut(conversation, "time")
         self.ended[conversation.group_id] += 1
@@ -162,8 +167,8 @@ class GroupPlayer:
         self._failures += 1
         if self._failures == self.max_consecutive_failures:
             raise RuntimeError(
-                f"the policy failed on {self._failures} turns in a row, the last with {type(error).__name__}: {error}. "
-                f"Repair it, or raise max_consecutive_failures={self.max_consecutive_failures} (None: no limit)"
+                f"the policy failed on {self._failures} consecutive turns, the last with {type(error).__name__}: "
+                f"{error}. Fix it, or raise max_consecutive_failures={self.max_consecutive_failures} (None: no limit)"
             ) from error
         _LOGGER.warning("the policy failed on a turn; its conversation ends there as truncated", exc_info=error)
         self._cut(conversation, "failed")
@@ -180,16 +185,16 @@ class GroupPlayer:
 
 
 class _Conversation:
-    """One conversation: its present row, and what it has earned so far."""
+    """One conversation: its current row and accumulated reward."""
 
-    def __init__(self, row: TensorDictBase, group_id: int, member: int, player: GroupPlayer):
-        self.row, self.group_id, self.reward, self.version = row, group_id, torch.zeros(1, 1), player.version()
+    def __init__(self, row: TensorDictBase, group_id: int, member: int, runner: GroupRunner):
+        self.row, self.group_id, self.reward, self.version = row, group_id, torch.zeros(1, 1), runner.version()
         self.seeded = keys.SEED not in row.keys()
-        if self.seeded:  # a seed of its own, so that its samples do not depend on what is sampled beside them
-            row.set(keys.SEED, torch.tensor(_seed(player.seed, group_id, member)))
+        if self.seeded:  # its own seed, so that samples do not depend on the batch
+            row.set(keys.SEED, torch.tensor(_seed(runner.seed, group_id, member)))
 
     def start(self, version: int) -> None:
-        """Its first turn is about to be taken; a wall clock begins here."""
+        """Record the version and the time of the first turn."""
         self.version = version
         if keys.STARTED in self.row.keys():
             self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
@@ -202,13 +207,13 @@ class _Conversation:
 
 
 def _seed(*numbers: int) -> int:
-    """A number below ``2**62`` that is any other for any others."""
+    """Hash numbers to a seed below ``2**62``."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
-async def _together(works: list[Coroutine[Any, Any, None]]) -> None:
-    """Does all of it; if one fails or this is cancelled, gives up the others, and returns when they have ended."""
+async def _gather_or_cancel(works: list[Coroutine[Any, Any, None]]) -> None:
+    """Await all; after a failure or a cancellation cancel the others, and wait for their end."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -219,8 +224,8 @@ async def _together(works: list[Coroutine[Any, Any, None]]) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether work was done in time; else it is given up."""
+async def _finish_within(seconds: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Return whether work ended in time; cancel it otherwise."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=seconds)

@@ -1,4 +1,4 @@
-"""From turn to turn of a conversation, and from its last turn to a row of the schema."""
+"""Rows between two turns of a conversation, and finished rows of the schema."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import collection
 from torchrl_rloo.data.segments import sampled_versions
 
-_ONE_TURN = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
-_OUTCOME = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
-_OUTCOME += ("ref_log_probs", "token_rewards", "log_extra")
-_NOT_KEPT = (keys.MAX_NEW_TOKENS, keys.OWN_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
-_OF_SAMPLES = (keys.EARLIER, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
-_NOT_CARRIED = ("reward", "rewards", "raw_rewards", "ref_log_probs")
+_TURN_KEYS = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
+_OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
+_OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra")
+_DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.OWN_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+_SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
+_STEP_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
 
 def next_turn(row: TensorDictBase) -> TensorDictBase:
-    """The state that the policy sees next: the step's own, and what belongs to the whole conversation.
+    """Return the state before the next turn: the step's own, and keys of the whole conversation.
 
     Args:
         row: one row that was stepped and goes on.
     """
-    return row.exclude(*_ONE_TURN).update(row["next"].exclude(*_NOT_CARRIED))
+    return row.exclude(*_TURN_KEYS).update(row["next"].exclude(*_STEP_KEYS))
 
 
 def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> TensorDictBase:
-    """A finished conversation as a row of the schema.
+    """Return a finished conversation as a row of the schema.
 
     Args:
         row: one row whose ``"next"`` is done.
         reward: ``[1, 1]``, of the whole conversation.
-        version: policy version at its first turn; where the policy says which version sampled each token, the oldest of
-            those is taken instead.
+        version: policy version at its first turn; overridden by the oldest version of its tokens if the policy reports
+            them.
     """
     end = row["next"]
-    tokens, mask, log_probs = end[keys.PROMPT_TOKENS], end[keys.ACTION_MASK], end[keys.LOG_PROBS]
+    tokens, mask, log_probs = (end.get(key) for key in (keys.PROMPT_TOKENS, keys.ACTION_MASK, keys.LOG_PROBS))
     first_action = int(mask.int().argmax()) if mask.any() else len(mask)
-    outcome = {k: end.get(k) for k in _OUTCOME if k in end.keys()}
+    entries = dict(end.items())
+    outcome = {k: entries[k] for k in _OUTCOME_KEYS if k in entries}
     outcome["reward"] = reward
-    out = {k: v for k, v in row.items() if k not in _ONE_TURN and k not in outcome and k not in _NOT_KEPT}
-    out |= {k: end.get(k) for k in (keys.COMPLETION, keys.NUM_TURNS, *_OF_SAMPLES) if k in end.keys()}
+    out = {k: v for k, v in row.items() if k not in _TURN_KEYS and k not in outcome and k not in _DROPPED_KEYS}
+    out |= {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *_SAMPLE_KEYS) if k in entries}
     versions = sampled_versions(out)
     sampled = versions is not None and len(versions)
     out |= {

@@ -1,7 +1,7 @@
 """LLMCollector: finished trajectories in whole groups, each with the policy version that sampled it.
 
-Replaces TorchRL's class under the same name: that one puts the policy version of the previous update at the root, knows
-nothing of groups, and cannot be resumed.
+It replaces TorchRL's class of the same name, which writes the version of the previous update, has no groups, and cannot
+be resumed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchrl_rloo.weight_update.base import WeightUpdater
 
 
 class CollectionProgress(NamedTuple):
-    """How far a batch is.
+    """Progress of a batch.
 
     Attributes:
-        finished: trajectories done.
-        total: trajectories begun for this batch.
-        turns: dialog turns taken for this batch.
+        finished: finished trajectories.
+        total: trajectories of this batch.
+        turns: dialog turns sampled for this batch.
     """
 
     finished: int
@@ -38,26 +38,29 @@ class CollectionProgress(NamedTuple):
 
 
 class LLMCollector(BaseCollector):
-    """Drives an environment with a policy and delivers rows of finished trajectories (:mod:`torchrl_rloo.data.keys`).
+    """Collects batches of finished trajectories in whole groups, by running a policy in an environment.
 
-    Every batch holds complete trajectories in whole groups. All conversations of the environment's batch advance turn
-    by turn together; those that have ended are not stepped again.
+    All conversations of the environment's batch advance together, turn by turn; ended ones are not stepped again.
+    The environment writes ``"group_id"`` and the rewards, the policy ids, masks and log-probs. The collector adds the
+    return ``("next", "reward")`` and ``"policy_version"``; :mod:`torchrl_rloo.data.keys` lists all entries of a row.
+
+    TorchRL's arguments: ``dialog_turns_per_batch`` is a minimum here, since groups stay whole; completed trajectories
+    are always yielded (``yield_completed_trajectories``) and versions tracked (``track_policy_version``).
 
     Args:
-        env: an environment whose reset draws whole groups, with a ``"group_id"`` (:class:`DatasetChatEnv`).
+        env: environment whose reset draws whole groups, with a ``"group_id"`` (:class:`DatasetChatEnv`).
         policy: takes and returns rows, e.g. :class:`TransformersWrapper`.
         dialog_turns_per_batch: deliver as soon as the finished trajectories have at least this many policy turns; None
             delivers each batch of the environment.
         total_dialog_turns: stop after this many turns; -1 goes on until the dataset's epochs end.
-        weight_updater: brings new weights to the policy on :meth:`update_policy_weights_`.
-        sync_every: batches from one weight update to the next, taken before a batch is collected; None leaves updates
-            to whoever calls :meth:`update_policy_weights_`.
-        replay_buffer: if given, each batch is also written there, without its text.
-        postproc: applied to each batch before it is delivered.
+        weight_updater: sends new weights to the policy in :meth:`update_policy_weights_`.
+        sync_every: update the weights before every n-th batch; None leaves updates to the caller.
+        replay_buffer: also receives each batch, without its text.
+        postproc: applied to each batch before delivery.
         progress: called with a :class:`CollectionProgress` after every turn of the batch.
 
-    Iterating yields the rows. ``dialog_turns`` and ``num_tokens`` count what was delivered; ``policy_version`` counts
-    the weight updates that reached the policy, and each row carries the version that sampled it.
+    Iterating yields the rows. ``dialog_turns`` and ``num_tokens`` count delivered rows; ``policy_version`` counts the
+    weight updates that reached the policy, and each row has the version that sampled it.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -95,6 +98,11 @@ class LLMCollector(BaseCollector):
             raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
         if sync_every is not None and (sync_every < 1 or weight_updater is None):
             raise ValueError(f"sync_every={sync_every} must be None or at least 1, and needs a weight_updater")
+        if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
+            raise TypeError(
+                f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
+                "whose pushes carry a version: use EngineUpdater or InProcessWeightUpdater"
+            )
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress = postproc, progress
@@ -109,7 +117,7 @@ class LLMCollector(BaseCollector):
 
     @property
     def weight_updater(self) -> WeightUpdater | None:
-        """What brings new weights to the policy."""
+        """Sender of new weights to the policy."""
         return self._weight_updater
 
     @weight_updater.setter
@@ -117,14 +125,14 @@ class LLMCollector(BaseCollector):
         self._weight_updater = value
 
     def update_policy_weights_(self) -> None:
-        """Brings the training model's weights to the policy; the version grows only once they have arrived."""
+        """Send the training model's weights to the policy; the version grows once they have arrived."""
         if self._weight_updater is None:
             raise RuntimeError("the collector has no weight_updater; pass LLMCollector(weight_updater=...)")
         self._weight_updater.push_weights(self.policy_version + 1)
         self.policy_version += 1
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yields batches of rows until the turns or the dataset's epochs are used up."""
+        """Yield batches of rows until ``total_dialog_turns`` or the dataset's epochs are reached."""
         while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
             try:
                 rows = self.collect()
@@ -133,10 +141,10 @@ class LLMCollector(BaseCollector):
             yield rows
 
     def collect(self) -> TensorDictBase:
-        """One batch of finished trajectories.
+        """Return one batch of finished trajectories.
 
         Raises:
-            DatasetExhaustedError: if the dataset's epochs do not give another batch.
+            DatasetExhaustedError: if the dataset's epochs are over.
         """
         if self.sync_every is not None and self.batches and self.batches % self.sync_every == 0:
             self.update_policy_weights_()
@@ -161,7 +169,7 @@ class LLMCollector(BaseCollector):
         return rows
 
     def _rollout(self, rows_before: int, turns_before: int) -> TensorDictBase:
-        """All conversations of one reset of the environment, from first to last turn."""
+        """Run all conversations of one reset of the environment to their end."""
         active = as_lazy(self.env.reset())
         if keys.GROUP_ID not in active.keys():
             raise KeyError(
@@ -174,23 +182,23 @@ class LLMCollector(BaseCollector):
         while places:
             stepped = step_rows(self.env, self.policy(active))
             turns += len(places)
-            going_on = []
+            continuing = []
             for place, row in zip(places, stepped.unbind(0), strict=True):
                 returns[place] += row[keys.REWARD]
                 if row[keys.DONE].any():
                     finished[place] = finish_row(row, returns[place].clone(), version)
                 else:
-                    going_on.append((place, next_turn(row)))
-            places = [place for place, _ in going_on]
-            if going_on:
-                active = stack_rows([row for _, row in going_on])
+                    continuing.append((place, next_turn(row)))
+            places = [place for place, _ in continuing]
+            if continuing:
+                active = stack_rows([row for _, row in continuing])
             if self.progress is not None:
                 self.progress(CollectionProgress(rows_before + total - len(places), rows_before + total, turns))
         release_rows(self.env, finished)
         return stack_rows(finished)
 
     def state_dict(self) -> dict[str, Any]:
-        """Version, counters, the environment's place in the data and the policy's random stream."""
+        """Return version, counters, the environment's position in the data and the policy's random stream."""
         sampler = self.policy.sampler_state() if hasattr(self.policy, "sampler_state") else {}
         return {
             "policy_version": self.policy_version,
@@ -202,7 +210,7 @@ class LLMCollector(BaseCollector):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores :meth:`state_dict`; the policy's weights are restored by whoever holds them."""
+        """Restore :meth:`state_dict`; it does not contain the policy's weights."""
         for name in ("policy_version", "batches", "dialog_turns", "num_tokens"):
             setattr(self, name, state_dict[name])
         self.env.load_state_dict(state_dict["env"])
@@ -210,15 +218,15 @@ class LLMCollector(BaseCollector):
             self.policy.load_sampler_state(state_dict["sampler"])
 
     def __len__(self) -> int:
-        """Unknown: trajectories differ in their turns."""
-        raise TypeError("the number of batches of an LLMCollector is not known beforehand")
+        """Raise TypeError: trajectories differ in their turns."""
+        raise TypeError("the number of batches of an LLMCollector is unknown in advance")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seeds the environment and returns the next seed. Prompts and samples follow their own seeds."""
+        """Seed the environment and return the next seed. Prompts and samples follow their own seeds."""
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Ends the iteration and closes the environment."""
+        """End the iteration and close the environment."""
         if not self.closed:
             self.closed = True
             if close_env:

@@ -1,9 +1,19 @@
 """Rows and what they are made of: keys, prompt datasets, chat templates, ragged batches."""
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.merging import merge_identical
-from torchrl_rloo.data.preferences import PreferenceDataset, encode_demonstrations, encode_preferences, load_preferences
-from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, split_prompts
+from torchrl_rloo.data.outcomes import EachScore, WeightedScores, final_return
+from torchrl_rloo.data.pass_rates import PassRatePool
+from torchrl_rloo.data.preferences import (
+    PreferenceDataset,
+    encode_demonstrations,
+    encode_preferences,
+    load_preference_splits,
+    load_preferences,
+)
+from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, longest_prompt, split_prompts
+from torchrl_rloo.data.rerolls import DeferredRerolls
 from torchrl_rloo.data.rows import (
     ActionTokens,
     action_tokens,
@@ -26,13 +36,19 @@ from torchrl_rloo.data.templates import (
     encode_feedback,
     encode_messages,
     encode_prompt,
+    encode_prompts,
     from_history,
-    longest_prompt,
     render,
     to_history,
 )
 
 __all__ = [
+    "parse_dtype",
+    "EachScore",
+    "WeightedScores",
+    "final_return",
+    "PassRatePool",
+    "DeferredRerolls",
     "ActionTokens",
     "MixtureSampler",
     "PreferenceDataset",
@@ -50,10 +66,12 @@ __all__ = [
     "encode_messages",
     "encode_preferences",
     "encode_prompt",
+    "encode_prompts",
     "end_row",
     "from_history",
     "gather_actions",
     "keys",
+    "load_preference_splits",
     "load_preferences",
     "load_prompts",
     "longest_prompt",

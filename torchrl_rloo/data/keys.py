@@ -8,6 +8,7 @@ key                           shape        dtype    content
 ============================  ===========  =======  ==================================================================
 ``QUERY``                     non-tensor   -        the prompt: chat messages or plain text
 ``GROUP_ID``                  ``[]``       int64    one value per draw of a prompt, unique within a buffer
+``GROUP_SIZE``                ``[]``       int64    number of members of the row's group
 ``POLICY_VERSION``            ``[]``       int64    oldest policy version that sampled a token of the row
 ``TOKENS``                    ``[T]``      int64    exact ids in order: prompt, action, feedback, action, ...
 ``PROMPT_TOKENS``             ``[P]``      int64    ids before the first action
@@ -44,7 +45,7 @@ Optional entries, each written by the part that has a use for it:
 ``MULTIPLICITY``              ``[]``       int64    how many identical rows this one stands for
 ``NUM_TOOL_CALLS``            ``[]``       int64    tool calls of the trajectory so far
 ``TOOLS``                     non-tensor   -        schemas of the tools, which the chat template shows the policy
-``EARLIER``                   TensorDict   -        samples of the trajectory before the one in ``TOKENS``, where the
+``PREVIOUS_SEGMENTS``         TensorDict   -        samples of the trajectory before the one in ``TOKENS``, where the
                                                     template rewrote the past (:mod:`torchrl_rloo.data.segments`)
 ============================  ===========  =======  ==================================================================
 """
@@ -52,7 +53,7 @@ Optional entries, each written by the part that has a use for it:
 QUERY = "query"
 COMPLETION = "completion"  # non-tensor: the messages after the prompt, or the completion's text for a text prompt
 GROUP_ID = "group_id"
-GROUP_SIZE = "group_size"  # optional, int64 []: number of members of this row's group
+GROUP_SIZE = "group_size"
 POLICY_VERSION = "policy_version"
 NUM_TURNS = "num_turns"  # int64 []: policy turns taken so far
 TRAJECTORY_ID = "trajectory_id"  # int64 []: of a conversation, unique within an environment of this process
@@ -90,7 +91,7 @@ SAMPLE_WEIGHT = "sample_weight"
 MULTIPLICITY = "multiplicity"
 NUM_TOOL_CALLS = "num_tool_calls"
 TOOLS = "tools"
-EARLIER = "earlier"
+PREVIOUS_SEGMENTS = "earlier"
 TOOLS_SEEN = "tools_seen"  # non-tensor: the schemas that the policy saw at its last turn
 OWN_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: what MAX_NEW_TOKENS was when the row came to its environment
 STARTED = "started"  # optional, float64 []: seconds of time.monotonic() at which the conversation began
@@ -112,7 +113,7 @@ RESERVED = frozenset(
         MULTIPLICITY,
         TRAJECTORY_ID,
         NUM_TOOL_CALLS,
-        EARLIER,
+        PREVIOUS_SEGMENTS,
         TOOLS_SEEN,
         OWN_MAX_NEW_TOKENS,
         STARTED,

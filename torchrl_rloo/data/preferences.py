@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ from torchrl_rloo.data.preference_formats import LABELLED_FORMATS, PAIRED_FORMAT
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.data.sources import read_source, shown
 from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt
-from torchrl_rloo.functional import settings_of
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
 CHOSEN, REJECTED = "chosen", "rejected"  # the sub-rows of a pair
@@ -137,7 +138,7 @@ def load_preferences(
     formats = PAIRED_FORMATS if PREFERENCE_OBJECTIVES[objective].paired else LABELLED_FORMATS
     if type not in formats:
         raise ValueError(f"type={type!r} is none that objective={objective!r} has: set one of {sorted(formats)}")
-    known = sorted(settings_of(formats[type]))
+    known = sorted(inspect.getfullargspec(formats[type]).kwonlyargs)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"type={type!r} has no options {unknown}; it has {known}")
     prefix = type.split(".")[0]
@@ -159,6 +160,62 @@ def load_preferences(
     if not examples:
         raise ValueError(f"{shown(source)} has no usable row" + (f"; the first fault: {faults[0]}" if faults else ""))
     return PreferenceDataset(examples, markup=markup, dropped=faults)
+
+
+def load_preference_splits(
+    source: Any,
+    type: str,
+    *,
+    eval_source: Any = None,
+    eval_split: str | None = None,
+    eval_size: int = 512,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[list[Example], list[Example]]:
+    """Load training and held-out preferences that share no prompt.
+
+    Args:
+        source: as of :func:`load_preferences`.
+        type: layout of both sources.
+        eval_source: held-out examples. Default: some of ``source``, whole prompts at a time.
+        eval_split: split of ``eval_source``. Default: the same as of ``source``.
+        eval_size: held-out examples, at most: a random choice, as sources may be in order of subject.
+        seed: of the split of ``source``.
+        **options: see :func:`load_preferences`.
+
+    Raises:
+        ValueError: if no example is left for one of the two, or ``eval_source`` has prompts of ``source``.
+
+    Example:
+        >>> rows = [{"question": f"{i}+1?", "chosen": str(i + 1), "rejected": "0"} for i in range(9)]
+        >>> train, held_out = load_preference_splits(rows, "chatml.intel", eval_size=2)
+        >>> len(train), len(held_out)
+        (7, 2)
+    """
+    examples = list(load_preferences(source, type, **options))
+    if eval_source is not None:
+        options |= {"limit": None} | ({"split": eval_split} if eval_split else {})
+        held_out = list(load_preferences(eval_source, type, **options))
+        if len(held_out) > eval_size:
+            held_out = random.Random(0).sample(held_out, eval_size)
+        seen = {str(example["prompt"]) for example in examples}
+        if shared := sum(str(example["prompt"]) in seen for example in held_out):
+            raise ValueError(
+                f"{shared} of the {len(held_out)} pairs of eval_source have prompts of training pairs: remove them"
+            )
+        return examples, held_out
+    groups: dict[str, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(str(example["prompt"]), []).append(example)
+    train, held_out = [], []
+    for group in random.Random(seed).sample(list(groups.values()), len(groups)):
+        (held_out if len(held_out) + len(group) <= eval_size else train).extend(group)
+    if not held_out or not train:
+        raise ValueError(
+            f"eval_size={eval_size} of {len(examples)} pairs leaves {len(train)} to train on and {len(held_out)} held "
+            "out: choose a size in between, or give an eval_source"
+        )
+    return train, held_out
 
 
 def encode_preferences(examples: PreferenceDataset | Iterable[Example], tokenizer) -> TensorDictBase:

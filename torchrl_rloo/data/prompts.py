@@ -9,15 +9,17 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.sources import Located, read_source, shown
-from torchrl_rloo.data.templates import Messages, encode_prompt
+from torchrl_rloo.data.templates import Messages, encode_prompts
+from torchrl_rloo.lookup import import_object
 
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
 
@@ -26,7 +28,7 @@ _PLAIN = (str, bytes, bool, int, float, type(None), decimal.Decimal, datetime.da
 
 @dataclass(frozen=True)
 class PromptCounts:
-    """What became of the rows of a source."""
+    """Counts of a source's rows: read, dropped and kept."""
 
     read: int
     too_long: int  # dropped, for a prompt longer than max_prompt_length
@@ -37,16 +39,22 @@ class PromptCounts:
 class PromptDataset(Sequence):
     """An immutable sequence of prompts, at least one, each with the dataset's other columns.
 
-    Made by :func:`load_prompts`, which checks what it holds.
+    :func:`load_prompts` makes one and checks its rows.
+
+    Args:
+        rows: ``{"query": messages or text, **columns}`` of plain Python values.
+        too_long: rows dropped before, for :attr:`counts`.
+        chat: whether :meth:`for_tokenizer` makes text prompts a user message; None: if there is a chat template.
 
     Attributes:
-        rows: ``{"query": messages or text, **columns}`` of plain Python values. Not to be changed: ``dataset[i]`` gives
-            a copy that may be.
-        counts: what was read, dropped and kept.
+        rows: the rows; do not change them. ``dataset[i]`` returns a copy.
+        counts: rows read, dropped and kept.
+        chat: the argument.
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]], *, too_long: int = 0):
-        self.rows = list(rows)
+    def __init__(self, rows: Iterable[dict[str, Any]], *, too_long: int = 0, chat: bool | None = None):
+        self.rows, self.chat = list(rows), chat
+        self._encoded: tuple[Any, str, list[list[int]]] | None = None  # tokenizer, its settings, ids of each prompt
         kept = len(self.rows)
         if not kept:
             raise ValueError("rows is empty, but a prompt dataset needs at least one row")
@@ -75,12 +83,71 @@ class PromptDataset(Sequence):
         return hashlib.sha256("\n".join(map(_canonical, self.rows)).encode()).hexdigest()
 
     def select(self, indices: Iterable[int]) -> PromptDataset:
-        """The rows at ``indices``, in that order, as a dataset with counts of its own."""
-        return PromptDataset(self.rows[operator.index(i)] for i in indices)
+        """Return the rows at ``indices``, in that order, as a dataset with counts of its own."""
+        indices = [operator.index(i) for i in indices]
+        part = PromptDataset((self.rows[i] for i in indices), chat=self.chat)
+        if self._encoded is not None:
+            tokenizer, settings, ids = self._encoded
+            part._encoded = tokenizer, settings, [ids[i] for i in indices]
+        return part
+
+    def for_tokenizer(self, tokenizer) -> PromptDataset:
+        """Return the prompts as a policy with this tokenizer reads them.
+
+        Text prompts become one user message if the tokenizer has a chat template, unless ``chat`` says otherwise. The
+        log says once which of the two happened.
+        """
+        if self.conversational or self.chat is False:
+            return self
+        if self.chat is None:
+            has_template = bool(getattr(tokenizer, "chat_template", None))
+            notify_once(_CHAT_NOTICE if has_template else _TEXT_NOTICE)
+            if not has_template:
+                return self
+        rows = [row | {keys.QUERY: _as_chat(row[keys.QUERY])} for row in self.rows]
+        return PromptDataset(rows, too_long=self.counts.too_long)
+
+    def encode(self, tokenizer, **template_kwargs: Any) -> list[list[int]]:
+        """Return the ids of every prompt, ``[P_i]`` each, encoded in one batch and kept for the next call.
+
+        Args:
+            tokenizer: a Hugging Face tokenizer.
+            **template_kwargs: passed to the chat template.
+        """
+        if (ids := self.encoded(tokenizer, **template_kwargs)) is None:
+            ids = encode_prompts(tokenizer, [row[keys.QUERY] for row in self.rows], **template_kwargs)
+            self._encoded = tokenizer, _settings(tokenizer, template_kwargs), ids
+        return ids
+
+    def encoded(self, tokenizer, **template_kwargs: Any) -> list[list[int]] | None:
+        """Return what :meth:`encode` kept for these arguments, or None."""
+        if self._encoded is None or self._encoded[0] is not tokenizer:
+            return None
+        return self._encoded[2] if self._encoded[1] == _settings(tokenizer, template_kwargs) else None
+
+    def __str__(self) -> str:
+        """Say in words how many prompts there are and what became of the others."""
+        counts, kind = self.counts, "chat" if self.conversational else "text"
+        notes = [
+            f"{number:,} {what}"
+            for number, what in ((counts.too_long, "too long and dropped"), (counts.duplicates, "repeated"))
+            if number
+        ]
+        columns = f" with {', '.join(self.columns)}" if self.columns else ""
+        return f"{len(self):,} {kind} prompts{columns}" + (f" ({', '.join(notes)})" if notes else "")
 
     def __repr__(self) -> str:
         kind = "conversational" if self.conversational else "text"
         return f"PromptDataset({len(self)} {kind} prompts, columns={self.columns}, {self.counts})"
+
+
+_CHAT_NOTICE = "text prompts become user messages, since the tokenizer has a chat template (chat=False keeps them text)"
+_TEXT_NOTICE = "text prompts stay plain text, since the tokenizer has no chat template (set one to train on messages)"
+
+
+def _settings(tokenizer, template_kwargs: Mapping[str, Any]) -> str:
+    """Text that is equal where the same tokenizer encodes prompts equally."""
+    return _canonical([getattr(tokenizer, "chat_template", None), len(tokenizer), dict(template_kwargs)])
 
 
 def load_prompts(
@@ -88,7 +155,7 @@ def load_prompts(
     *,
     split: str | None = "train",
     name: str | None = None,
-    row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]] | str | None = None,
     prompt_column: str | None = None,
     column_map: Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
@@ -99,7 +166,7 @@ def load_prompts(
     max_prompt_length: int | None = None,
     limit: int | None = None,
 ) -> PromptDataset:
-    """Reads prompts and checks every row of them.
+    """Read prompts and check every row.
 
     >>> load_prompts([{"question": "2+2?", "answer": 4}], chat=True)[0]
     {'query': [{'role': 'user', 'content': '2+2?'}], 'answer': 4}
@@ -109,13 +176,16 @@ def load_prompts(
             a directory from ``save_to_disk``; a ``datasets.Dataset`` or ``DatasetDict``; any iterable of mappings.
         split: which split of a hub dataset or ``DatasetDict``; ``None`` where there is only one.
         name: the configuration of a hub dataset.
-        row_map: makes the rows out of the source's, where an answer has to be taken out of a text, say.
+        row_map: makes a row out of one of the source's, to take an answer out of a text, say; or its dotted path.
         prompt_column: the column of prompts, as named after ``column_map``: text, or lists of messages. Default: the
             one of ``PROMPT_COLUMNS`` that is there.
         column_map: new names for columns, ``{name in the source: name in the rows}``.
         columns: the other columns to keep, as named after ``column_map``. Default: all.
-        system_prompt: put before conversational prompts that have no system message.
-        chat: whether plain-text prompts become a user message. Default: if ``tokenizer`` has a chat template.
+        system_prompt: put before conversational prompts that have no system message. Makes plain-text prompts
+            conversational.
+        chat: whether plain-text prompts become a user message. Default: if the policy's tokenizer has a chat template,
+            which is decided as soon as it is known, here or in
+            :class:`~torchrl_rloo.envs.DatasetChatEnv` (:meth:`PromptDataset.for_tokenizer`).
         tokenizer: a Hugging Face tokenizer, to try the prompts on and to measure them.
         template_kwargs: passed to the chat template.
         max_prompt_length: in tokens, template included; rows with a longer prompt are dropped and counted.
@@ -131,20 +201,31 @@ def load_prompts(
             raise ValueError(f"{argument} must be a positive integer or None, got {value!r}")
     if tokenizer is None and max_prompt_length is not None:
         raise ValueError(f"max_prompt_length={max_prompt_length} needs the policy's tokenizer: pass it as tokenizer=")
-    chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+    if system_prompt is not None and chat is None:
+        chat = tokenizer is None or bool(getattr(tokenizer, "chat_template", None))
+    if isinstance(row_map, str):
+        row_map = import_object(row_map, "row_map")
+    if row_map is not None and not callable(row_map):
+        raise TypeError(f"row_map={row_map!r:.100} must be a function of a row, or its dotted path")
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
     rows = _rows(located, prompt_column, column_map or {}, columns)
     if not rows:
         raise ValueError(f"{shown(source)} is empty: give at least one row")
-    for row in rows:
-        row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, chat)
-    kept = rows if tokenizer is None else _short_enough(rows, tokenizer, template_kwargs or {}, max_prompt_length)
-    dataset = PromptDataset(kept, too_long=len(rows) - len(kept))
+    for row in rows if chat or system_prompt is not None else ():
+        row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
+    dataset = PromptDataset(rows, chat=chat)
+    if tokenizer is not None:
+        dataset = _short_enough(dataset.for_tokenizer(tokenizer), tokenizer, template_kwargs or {}, max_prompt_length)
     if 1 < len(dataset) == dataset.counts.duplicates + 1:
-        same = f"all {len(dataset)} prompts of {shown(source)} are the same, {kept[0][keys.QUERY]!r:.200}"
+        same = f"all {len(dataset)} prompts of {shown(source)} are the same, {dataset.rows[0][keys.QUERY]!r:.200}"
         raise ValueError(f"{same}: check prompt_column, or give that row once")
     return dataset
+
+
+def longest_prompt(tokenizer, datasets: Iterable[PromptDataset], **template_kwargs: Any) -> int:
+    """Return the length in tokens of the longest prompt; the datasets keep the ids for the environment."""
+    return max(len(ids) for dataset in datasets for ids in dataset.encode(tokenizer, **template_kwargs))
 
 
 def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> tuple[PromptDataset, PromptDataset]:
@@ -256,7 +337,7 @@ def _check_query(query: Any, where: str, column: str) -> str | Messages:
     return query
 
 
-def _as_chat(query: str | Messages, system_prompt: str | None, chat: bool) -> str | Messages:
+def _as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
     if isinstance(query, str) and chat:
         query = [{"role": "user", "content": query}]
     if system_prompt is None:
@@ -271,16 +352,20 @@ def _as_chat(query: str | Messages, system_prompt: str | None, chat: bool) -> st
     )
 
 
-def _short_enough(rows: list[dict], tokenizer, template_kwargs: Mapping[str, Any], limit: int | None) -> list[dict]:
-    """The rows whose prompt has at most ``limit`` tokens; the first is encoded anyway, to try the template on it."""
-    measured = rows[:1] if limit is None else rows
-    lengths = [len(encode_prompt(tokenizer, row[keys.QUERY], **template_kwargs)) for row in measured]
+def _short_enough(
+    dataset: PromptDataset, tokenizer, template_kwargs: Mapping[str, Any], limit: int | None
+) -> PromptDataset:
+    """Return the prompts of at most ``limit`` tokens; without a limit, try the template on the first alone."""
     if limit is None:
-        return rows
+        encode_prompts(tokenizer, [dataset.rows[0][keys.QUERY]], **template_kwargs)
+        return dataset
+    lengths = [len(ids) for ids in dataset.encode(tokenizer, **template_kwargs)]
     if min(lengths) > limit:
         spread = f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}"
-        raise ValueError(f"all {len(rows)} prompts exceed max_prompt_length={limit}: {spread}. Raise it")
-    return [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+        raise ValueError(f"all {len(dataset)} prompts exceed max_prompt_length={limit}: {spread}. Raise it")
+    kept = dataset.select(i for i, length in enumerate(lengths) if length <= limit)
+    kept.counts = replace(kept.counts, read=len(dataset), too_long=len(dataset) - len(kept))
+    return kept
 
 
 def _plain(value: Any, where: str = "") -> Any:

@@ -7,11 +7,20 @@ or a formula needs as a rectangle is made here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+    lazy_stack,
+)
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_rloo.data import keys
@@ -74,7 +83,7 @@ def micro_batches(
     size: int | None = None,
     *,
     max_tokens: int | None = None,
-    layout: Literal["padded", "packed", "shared_prefix"] = "padded",
+    packing: Literal["none", "packed", "shared_prefix"] = "none",
 ) -> Iterator[TensorDictBase]:
     """Splits a batch into pieces of at most ``size`` rows and ``max_tokens`` tokens, longest rows first.
 
@@ -86,35 +95,35 @@ def micro_batches(
         size: most rows of a piece; None for any number.
         max_tokens: most tokens of a piece, as its forward pass counts them; None for any number. A row that exceeds it
             alone makes a piece of its own.
-        layout: what the forward pass makes of a piece. ``"padded"``: rows times the longest of them are counted.
+        packing: what the forward pass makes of a piece. ``"none"``: padded, rows times the longest of them are counted.
             ``"packed"``: the sum of their lengths. ``"shared_prefix"``: the same, with a prompt that several rows begin
             with counted once; such rows stay together as far as the limits allow.
 
     Raises:
-        ValueError: for a limit below 1 or an unknown layout.
+        ValueError: for a limit below 1 or an unknown packing.
     """
     for name, limit in (("size", size), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} must be one of {LAYOUTS}")
+    if packing not in PACKINGS:
+        raise ValueError(f"packing={packing!r} must be one of {PACKINGS}")
     if not len(rows) or (max_tokens is None and (size is None or size >= len(rows))):
         yield rows
         return
-    pieces = list(_pieces(rows, size or len(rows), math.inf if max_tokens is None else max_tokens, layout))
+    pieces = list(_pieces(rows, size or len(rows), math.inf if max_tokens is None else max_tokens, packing))
     for piece in pieces:
         yield rows if len(pieces) == 1 else stack_rows([rows[i] for i in piece])
 
 
-LAYOUTS = ("padded", "packed", "shared_prefix")
+PACKINGS = ("none", "packed", "shared_prefix")
 
 
-def _pieces(rows: TensorDictBase, size: int, max_tokens: float, layout: str) -> Iterator[list[int]]:
+def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) -> Iterator[list[int]]:
     """Indices of the rows of each piece."""
     lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
     order = sorted(range(len(rows)), key=[-n for n in lengths].__getitem__)
     prompt, group = [0] * len(rows), list(range(len(rows)))  # what a row shares, and with whom
-    if layout == "shared_prefix":
+    if packing == "shared_prefix":
         prompt = prompt_lengths(ragged(rows, keys.ACTION_MASK))
         groups = prompt_groups([t.cpu() for t in ragged(rows, keys.TOKENS)], prompt)
         group = [g for _, g in sorted((i, g) for g, members in enumerate(groups) for i in members)]
@@ -123,7 +132,7 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, layout: str) -> 
     piece: list[int] = []
     tokens = 0
     for i in order:
-        if layout == "padded":
+        if packing == "none":
             more = lengths[piece[0] if piece else i]  # the first is the longest
         else:
             more = lengths[i] - (prompt[i] if piece and group[piece[-1]] == group[i] else 0)
@@ -136,7 +145,7 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, layout: str) -> 
 
 
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
-    """The rows without their text: what a replay buffer and a loss need.
+    """Return the rows without their text, as plain TensorDicts: what a replay buffer and a loss need.
 
     Conversations, queries and text columns stay with the environment: in a buffer each costs more than its tokens.
     """
@@ -144,11 +153,16 @@ def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
 
 
 def _tensor_row(row: TensorDictBase) -> TensorDictBase:
-    kept = {k: v for k, v in row.items() if not is_non_tensor(v) and k not in _CONVERSATION}
+    kept = {k: _plain(v) for k, v in row.items() if not is_non_tensor(v) and k not in _CONVERSATION}
     outcome, extra = keys.LOG_EXTRA
     if outcome in kept and extra in kept[outcome].keys():
         kept[outcome] = kept[outcome].exclude(extra)
-    return TensorDict._new_unsafe(kept, batch_size=torch.Size([]))
+    return TensorDict._new_unsafe(kept, batch_size=_NO_SHAPE)
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensorclass as a TensorDict: a buffer clones every row it takes, and a tensorclass costs 30 us."""
+    return value._tensordict if is_tensorclass(value) else value
 
 
 _CONVERSATION = ("history", "text")
@@ -207,5 +221,50 @@ def as_lazy(rows: TensorDictBase) -> LazyStackedTensorDict:
 
 
 def collection(cls: type, **tensors: torch.Tensor):
-    """One row's ``Tokens``, ``Masks`` or ``LogProbs``, without checks that cost more than the data (0.1 ms each)."""
-    return cls._from_tensordict(TensorDict._new_unsafe(tensors, batch_size=torch.Size([])), {"padded": False})
+    """Make one row's ``Tokens``, ``Masks`` or ``LogProbs`` without checks that cost more than the data."""
+    absent = dict.fromkeys(cls.__expected_keys__ - tensors.keys())
+    return _tensorclass(cls, tensors, absent | {"padded": False})
+
+
+def collection_like(entry: TensorDictBase, **tensors: torch.Tensor):
+    """Make one row's tokens, masks or log-probs of the kind that ``entry`` has: a tensorclass or a TensorDict."""
+    if is_tensorclass(entry):
+        return collection(type(entry), **tensors)
+    return TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
+
+
+def non_tensor(value: Any) -> NonTensorData:
+    """Make a row's entry of any value; ``NonTensorData(value)`` takes ten times as long."""
+    made = _tensorclass(NonTensorData, {}, _TEXT._non_tensordict | {"data": value})
+    made.__dict__["_is_initialized"] = True
+    return made
+
+
+def _tensorclass(cls: type, tensors: dict[str, torch.Tensor], values: dict[str, Any]):
+    made = cls.__new__(cls)
+    made.__dict__["_tensordict"] = TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
+    made.__dict__["_non_tensordict"] = values
+    return made
+
+
+def put(row: TensorDictBase, entries: dict[str, Any]) -> TensorDictBase:
+    """Set entries of one row in place, without the checks of ``TensorDict.set``: values have no device or batch."""
+    if type(row) is TensorDict and not row.is_locked:
+        row._tensordict.update(entries)
+        return row
+    return row.update(entries)
+
+
+def without(row: TensorDictBase, names: Collection[str]) -> TensorDictBase:
+    """Copy one row, its values shared, without some entries."""
+    return TensorDict._new_unsafe({k: v for k, v in row.items() if k not in names}, batch_size=_NO_SHAPE)
+
+
+def value_of(row: TensorDictBase, key: str) -> Any:
+    """Return ``row[key]`` of an entry that is no tensor; the row's own lookup takes ten times as long."""
+    entry = row._get_str(key, None) if type(row) is TensorDict else None
+    return entry._non_tensordict["data"] if type(entry) is NonTensorData else row[key]
+
+
+_NO_SHAPE = torch.Size([])
+_TEXT = NonTensorData("")  # the first of its class completes the class

@@ -1,9 +1,9 @@
 """Trajectories of several samples: what becomes of a row when the chat template rewrites what the policy saw.
 
-``ChatEnv(on_rewrite="split")`` goes on from the conversation as it is rendered anew, so the tokens of later turns have
-another past than those of earlier ones. The trajectory stays one row, with one reward in one group: ``TOKENS`` and all
-that belongs to tokens is the last sample's, that of earlier ones waits in ``EARLIER``, end to end. Once the row has its
-advantage, :func:`split_segments` makes a row of each sample for the loss::
+``ChatEnv(on_rewrite="split")`` continues from the conversation as the template renders it again, so later turns have
+another past than those of earlier ones. The trajectory stays one row, with one reward in one group: ``TOKENS`` and
+all other entries of tokens are the last sample's; those of earlier ones wait in ``PREVIOUS_SEGMENTS``, end to end. Once
+the row has its advantage, :func:`split_segments` makes a row of each sample for the loss::
 
     buffer.extend(tensor_rows(rows))  # MCAdvantage sees whole groups
     loss = loss_module(split_segments(buffer.sample()))
@@ -20,10 +20,9 @@ from collections.abc import Iterator
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import collection, stack_rows
+from torchrl_rloo.data.rows import collection_like, stack_rows
 
 _OF_TOKENS = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
 _OF_ACTIONS = {"versions": keys.ACTION_VERSIONS, "support_sizes": keys.SUPPORT_SIZES, "support_ids": keys.SUPPORT_IDS}
@@ -37,15 +36,15 @@ _OF_WHOLE_ROWS: tuple[NestedKey, ...] = (
 )  # entries of a value a token, which earlier samples do not have
 
 
-def put_sample_by(row: TensorDictBase) -> None:
+def stash_segment(row: TensorDictBase) -> None:
     """Moves a row's present sample to its earlier ones, in place; whoever calls then sets the next one's context.
 
     Args:
-        row: one row of the ``"next"`` entry of a step. Its ``EARLIER`` gets, each end to end over the earlier samples:
-            ``tokens``, ``mask`` and ``log_probs`` ``[E]``, ``sizes`` (int64, how many tokens each sample has) and,
+        row: one row of the ``"next"`` entry of a step. Its ``PREVIOUS_SEGMENTS`` gets, each end to end over the earlier
+            samples: ``tokens``, ``mask`` and ``log_probs`` ``[E]``, ``sizes`` (int64, tokens of each sample) and,
             where the row has them, ``versions``, ``support_sizes`` ``[A]`` and ``support_ids``.
     """
-    earlier = row.get(keys.EARLIER, None)
+    earlier = row.get(keys.PREVIOUS_SEGMENTS, None)
     present = {name: row[key] for name, key in _OF_TOKENS.items()}
     present["sizes"] = torch.tensor([len(present["tokens"])])
     for name, key in _OF_ACTIONS.items():
@@ -53,12 +52,12 @@ def put_sample_by(row: TensorDictBase) -> None:
             present[name] = value
     if earlier is not None:
         present = {name: torch.cat([earlier[name], value]) for name, value in present.items()}
-    forget_samples(row).set(keys.EARLIER, TensorDict(present, batch_size=[]))
+    forget_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(present, batch_size=[]))
 
 
 def forget_samples(row: TensorDictBase) -> TensorDictBase:
     """Takes from a row, in place, its earlier samples and what the policy wrote for each action of the present one."""
-    row.pop(keys.EARLIER, None)
+    row.pop(keys.PREVIOUS_SEGMENTS, None)
     if keys.ACTION_VERSIONS in row.keys():
         row.set(keys.ACTION_VERSIONS, row[keys.ACTION_VERSIONS][:0])
     if keys.SUPPORT_IDS[0] in row.keys():
@@ -75,13 +74,14 @@ def split_segments(rows: TensorDictBase) -> TensorDictBase:
         rows: batch size ``[B]``, with their advantages; not changed.
 
     Returns:
-        At least ``B`` rows, without ``EARLIER``; ``rows`` themselves if none has one. ``POLICY_VERSION`` is the oldest
-        of a sample's own, where each token's is known; everything else that is not of tokens is the trajectory's.
+        At least ``B`` rows, without ``PREVIOUS_SEGMENTS``; ``rows`` themselves if none has one. ``POLICY_VERSION``
+        is the oldest of a sample's own, where each token's is known; all entries that are not of tokens are the
+        trajectory's.
 
     Raises:
         ValueError: if a row of several samples has an entry with a value for each token, which the earlier ones lack.
     """
-    if not any(keys.EARLIER in row.keys() for row in rows.unbind(0)):
+    if not any(keys.PREVIOUS_SEGMENTS in row.keys() for row in rows.unbind(0)):
         return rows
     return stack_rows([sample for row in rows.unbind(0) for sample in _samples(row)])
 
@@ -92,7 +92,7 @@ def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
     Args:
         row: a row, or one row of the ``"next"`` entry of a step.
     """
-    versions, earlier = row.get(keys.ACTION_VERSIONS, None), row.get(keys.EARLIER, None)
+    versions, earlier = row.get(keys.ACTION_VERSIONS, None), row.get(keys.PREVIOUS_SEGMENTS, None)
     return versions if versions is None or earlier is None else torch.cat([earlier["versions"], versions])
 
 
@@ -102,7 +102,7 @@ def sampled_ids(row: TensorDictBase) -> torch.Tensor:
     Args:
         row: one row of the ``"next"`` entry of a step.
     """
-    ids, earlier = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.EARLIER, None)
+    ids, earlier = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.PREVIOUS_SEGMENTS, None)
     return ids if earlier is None else torch.cat([earlier["tokens"][earlier["mask"]], ids])
 
 
@@ -116,15 +116,16 @@ def refuse_segments(row: TensorDictBase, who: str) -> None:
     Raises:
         ValueError: if the row has earlier samples.
     """
-    if keys.EARLIER in row.keys():
+    if keys.PREVIOUS_SEGMENTS in row.keys():
         raise ValueError(
-            f"{who} reads all tokens of a trajectory, but this row has {len(row[keys.EARLIER]['sizes'])} more samples "
-            f"under {keys.EARLIER!r}: use ChatEnv(on_rewrite='keep'), or leave {who} out"
+            f"{who} reads all tokens of a trajectory, but this row has "
+            f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under "
+            f"{keys.PREVIOUS_SEGMENTS!r}: use ChatEnv(on_rewrite='keep'), or leave {who} out"
         )
 
 
 def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
-    if keys.EARLIER not in row.keys():
+    if keys.PREVIOUS_SEGMENTS not in row.keys():
         yield row
         return
     for key in _OF_WHOLE_ROWS:
@@ -134,7 +135,7 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
             )
     if (advantage := row.get(keys.ADVANTAGE, None)) is not None and advantage.numel() != 1:
         raise ValueError("a row of several samples has an advantage for each token: use credit='trajectory'")
-    earlier, rest = row[keys.EARLIER], row.exclude(keys.EARLIER)
+    earlier, rest = row[keys.PREVIOUS_SEGMENTS], row.exclude(keys.PREVIOUS_SEGMENTS)
     sizes = earlier["sizes"].tolist()
     parts = {name: earlier[name].split(sizes) for name in _OF_TOKENS}
     actions = [int(mask.sum()) for mask in parts["mask"]]
@@ -153,9 +154,13 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
 def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBase:
     """A trajectory's row with the tokens of one of its earlier samples."""
     tokens, mask = part["tokens"], part["mask"]
-    row.set("tokens", collection(Tokens, full=tokens, prompt=tokens[: int(mask.int().argmax())]))
-    row.set("masks", collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask))
-    row.set("log_probs", collection(LogProbs, full=part["log_probs"]))
+    entries = {
+        "tokens": {"full": tokens, "prompt": tokens[: int(mask.int().argmax())]},
+        "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
+        "log_probs": {"full": part["log_probs"]},
+    }
+    for name, tensors in entries.items():
+        row.set(name, collection_like(row.get(name), **tensors))
     if "versions" in part:
         row.set(keys.ACTION_VERSIONS, part["versions"])
     if "support_ids" in part:

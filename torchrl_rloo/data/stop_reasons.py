@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import put
 
 STOP_REASONS = {
     "running": "it has not ended",
@@ -21,6 +22,7 @@ STOP_REASONS = {
 }  # ids are the places: append only, since buffers and checkpoints hold them
 TERMINATED = frozenset({"answered", "ended"})
 _IDS = {reason: torch.tensor(i) for i, reason in enumerate(STOP_REASONS)}
+_FLAGS = {r: torch.tensor([r != "running", r in TERMINATED, r != "running" and r not in TERMINATED]) for r in _IDS}
 _NAMES = tuple(STOP_REASONS)
 
 
@@ -31,11 +33,13 @@ def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:
         row: one row of the ``"next"`` entry of a step.
         reason: a name in :data:`STOP_REASONS`; ``"running"`` takes an end back.
     """
-    running, terminated = reason == "running", reason in TERMINATED
-    row.set("done", torch.tensor([not running]))
-    row.set("terminated", torch.tensor([terminated]))
-    row.set("truncated", torch.tensor([not running and not terminated]))
-    return row.set(keys.STOP_REASON[1], _IDS[reason])
+    return put(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
+
+
+def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
+    """Set ``done``, ``terminated`` and ``truncated`` of a row, in place, and leave its stop reason alone."""
+    done, terminated, truncated = _FLAGS[reason].clone().split(1)
+    return put(row, {"done": done, "terminated": terminated, "truncated": truncated})
 
 
 def stop_reason(row: TensorDictBase) -> str:

@@ -10,14 +10,13 @@ Special tokens are the template's alone: :mod:`torchrl_rloo.data.special_tokens`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from torchrl.data.llm import History
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_rloo.data.special_tokens import CUT, cut_arguments, cut_specials, make_mark, special_texts
 
@@ -65,9 +64,20 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def _pieces(text: str) -> list[str]:
+    """Split text that a template rendered of cut messages at the cuts."""
+    return [piece for piece in text.split(CUT) if piece]
+
+
 def _encode_pieces(tokenizer, text: str) -> list[int]:
     """Ids of text that a template rendered of cut messages."""
-    return [i for piece in text.split(CUT) if piece for i in encode(tokenizer, piece)]
+    return [i for piece in _pieces(text) for i in encode(tokenizer, piece)]
+
+
+def _render_cut(tokenizer, messages: Messages, template_kwargs: Mapping[str, Any]) -> str:
+    """Render a conversation with its special tokens cut."""
+    messages, arguments = cut_specials(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
+    return render(tokenizer, messages, **arguments)
 
 
 def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[int]:
@@ -81,12 +91,11 @@ def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[in
     Raises:
         ValueError: if the tokenizer has no chat template.
     """
-    messages, template_kwargs = cut_specials(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
-    return _encode_pieces(tokenizer, render(tokenizer, messages, **template_kwargs))
+    return _encode_pieces(tokenizer, _render_cut(tokenizer, messages, template_kwargs))
 
 
 def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[int]:
-    """Ids of a prompt, ready to be continued by the policy.
+    """Return the ids of a prompt, ready to be continued by the policy.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -99,18 +108,39 @@ def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[i
     Raises:
         ValueError: if the query is neither, or the prompt is empty, or messages come without a chat template.
     """
-    if isinstance(query, str):
-        ids = list(tokenizer(query)["input_ids"])
-    elif is_conversation(query):
-        last = {"continue_final_message": True} if query[-1]["role"] == "assistant" else {"add_generation_prompt": True}
-        ids = encode_messages(tokenizer, query, **(template_kwargs | last))
-    else:
+    return encode_prompts(tokenizer, [query], **template_kwargs)[0]
+
+
+def encode_prompts(tokenizer, queries: Sequence[Messages | str], **template_kwargs) -> list[list[int]]:
+    """Return the ids of many prompts, as :func:`encode_prompt` does for each, in one call of the tokenizer."""
+    texts = [query for query in queries if isinstance(query, str)]
+    pieces = [_pieces(_render_prompt(tokenizer, q, template_kwargs)) for q in queries if not isinstance(q, str)]
+    of_texts = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
+    of_pieces = iter(_encode_batch(tokenizer, list(chain.from_iterable(pieces)), add_special_tokens=False))
+    of_chats = (list(chain.from_iterable(islice(of_pieces, len(each)))) for each in pieces)
+    encoded = [list(next(of_texts)) if isinstance(query, str) else next(of_chats) for query in queries]
+    for query, ids in zip(queries, encoded, strict=True):
+        if not ids:
+            raise ValueError(
+                f"query {query!r:.200} has no tokens: give every prompt at least one token (a BOS is enough)"
+            )
+    return encoded
+
+
+def _render_prompt(tokenizer, query: Messages, template_kwargs: Mapping[str, Any]) -> str:
+    if not is_conversation(query):
         raise ValueError(
             f"query must be a string or a non-empty list of messages with 'role' and 'content', got {query!r:.200}"
         )
-    if not ids:
-        raise ValueError(f"query {query!r:.200} has no tokens: give every prompt at least one token (a BOS is enough)")
-    return ids
+    last = {"continue_final_message": True} if query[-1]["role"] == "assistant" else {"add_generation_prompt": True}
+    return _render_cut(tokenizer, query, {**template_kwargs, **last})
+
+
+def _encode_batch(tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    if not texts:  # some tokenizers refuse an empty batch
+        return []
+    given = {"return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(texts, add_special_tokens=add_special_tokens, **given)["input_ids"]
 
 
 class Answer(NamedTuple):
@@ -208,7 +238,7 @@ def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) 
     parts = around(turn["content"])
     if len(parts) == 2 and parts[0] == seen:
         return parts[1], False
-    rewritten = len(parts) != 2 or _black(parts[0]) != _black(seen)
+    rewritten = len(parts) != 2 or _without_whitespace(parts[0]) != _without_whitespace(seen)
     parts = around("")  # what the template makes of the turn's text has no part in what follows it
     if len(parts) != 2:
         raise _NotShownOnceError(f"it shows one {len(parts) - 1} times when feedback follows it")
@@ -225,7 +255,7 @@ def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs
     turn = closed.rstrip()
     ends = [len(text) for text in special_texts(tokenizer) if turn.endswith(text)]
     start = len(turn) - max(ends) if ends else len(closed)
-    return after[start:], not _black(closed).startswith(_black(seen))
+    return after[start:], not _without_whitespace(closed).startswith(_without_whitespace(seen))
 
 
 def _with_calls(messages: Messages) -> Messages:
@@ -244,7 +274,7 @@ def _call(call_id: str, name: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
 
 
-def _black(text: str) -> str:
+def _without_whitespace(text: str) -> str:
     """A text without its white space."""
     return "".join(text.split())
 
@@ -298,6 +328,8 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
 
 def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str, Any]) -> tuple[list[int], list[bool]]:
     """Ids and mask by the template's ``{% generation %}`` blocks: tokens that reach into one are the assistant's."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes 2 s
+
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
     ids, mask, start = [], [], 0
@@ -342,8 +374,3 @@ def join_conversation(query: Messages, completion: Messages) -> Messages:
 def decode_response(tokenizer, tokens: Sequence[int]) -> str:
     """The text of a sampled turn, for people, tools and rewards; special tokens, the end of turn too, are left out."""
     return tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def longest_prompt(tokenizer, queries: Iterable[Messages | str], **template_kwargs) -> int:
-    """Length in tokens of the longest of the prompts, as the policy will see it."""
-    return max(len(encode_prompt(tokenizer, query, **template_kwargs)) for query in queries)

@@ -7,11 +7,14 @@ from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, Evaluati
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS, completion_metrics
 from torchrl_rloo.diagnostics.parity import ParityProbe, ParityReport, advice, parity_metrics
 from torchrl_rloo.diagnostics.plan import TrainingPlan
+from torchrl_rloo.diagnostics.preflight import check_engine, check_parity
 from torchrl_rloo.diagnostics.report import plot_curves, write_report
+from torchrl_rloo.diagnostics.self_test import self_test
 from torchrl_rloo.diagnostics.transcripts import write_evaluation_transcripts, write_transcripts
 from torchrl_rloo.rewards.answers import final_answer
 
 __all__ = [
+    "self_test",
     "DEFINITIONS",
     "Calibration",
     "Comparison",
@@ -24,6 +27,8 @@ __all__ = [
     "TrainingPlan",
     "advice",
     "calibrate",
+    "check_engine",
+    "check_parity",
     "compare",
     "completion_metrics",
     "completion_table",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchrl_rloo.functional.calibration import (
+from torchrl_rloo.diagnostics.statistics.calibration import (
     brier_score,
     fit_temperature,
     negative_log_likelihood,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
-from torchrl_rloo.functional.evaluation import Interval, clean
-from torchrl_rloo.functional.paired import PairedTest, paired_test
+from torchrl_rloo.diagnostics.statistics.evaluation import Interval, clean
+from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,6 +118,12 @@ class Comparison:
             }
             for i in (*chosen.gained, *chosen.lost)
         ]
+
+    def save(self, directory: str | Path) -> None:
+        """Write ``comparison.json``, with the prompts whose metric changed, and ``comparison.png``."""
+        path = plot_comparison(self, Path(directory) / "comparison.png")
+        text = json.dumps(self.to_dict() | {"flipped": self.flipped()}, indent=2, ensure_ascii=False, default=str)
+        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

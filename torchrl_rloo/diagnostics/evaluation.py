@@ -20,12 +20,20 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.executors import Executor
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, final_text, reward_name
+from torchrl_rloo.rewards.protocol import (
+    RewardBatch,
+    RewardFunction,
+    check_columns,
+    final_text,
+    missing_columns,
+    reward_name,
+)
+from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
 
 _LOGGER = logging.getLogger(__name__)
 
-Scorers = RewardFunction | Mapping[str, RewardFunction | None] | None
+Scorers = RewardSpec | Mapping[str, RewardSpec | None] | None
 
 
 class Evaluation:
@@ -38,8 +46,9 @@ class Evaluation:
     Args:
         policy: what answers; its present weights are evaluated. It must heed the rows' own seeds.
         dataset: the held-out prompts. A column ``"task"`` makes every metric also one of each task.
-        scorers: what counts, whatever the training reward is: a reward function, or several by name, of which the first
-            is the headline. None in the place of a function is the return that the environment itself gives.
+        scorers: what counts, whatever the training reward is: a reward function (or a name or settings of one, see
+            :func:`~torchrl_rloo.rewards.load_reward`), or several by name, of which the first is the headline. None in
+            the place of a function is the return that the environment itself gives.
         num_samples: sampled completions of each prompt; 0 for none.
         ks: of pass@k and maj@k; each at most ``num_samples``. The mean of the samples, reported anyway, is pass@1.
         greedy: whether each prompt is also answered with the most likely tokens.
@@ -93,6 +102,7 @@ class Evaluation:
         env_kwargs: Mapping[str, Any] | None = None,
         label: str = "",
     ):
+        dataset = dataset.for_tokenizer(policy.tokenizer) if make_env is None else dataset
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
         self.scorers, self.executor = _by_name(scorers), executor
         self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
@@ -109,6 +119,7 @@ class Evaluation:
             label=label,
         )
         self._check()
+        self._check_columns()
         self._policy()  # so that an unknown argument of generate_kwargs shows now
 
     def _check(self) -> None:
@@ -125,6 +136,12 @@ class Evaluation:
             raise ValueError(f"temperature=0 gives num_samples={asked.num_samples} times the same completion: raise it")
         if self.make_env is not None and self.env_kwargs:
             raise ValueError("env_kwargs are of the environment that is made without make_env: set them there")
+
+    def _check_columns(self) -> None:
+        """Refuse a scorer that asks for a column that neither the dataset nor a transform can give."""
+        functions, columns = [f for f in self.scorers.values() if f is not None], self.dataset.columns
+        if any(missing_columns(f, columns) for f in functions) and self.make_env is None and not self.make_transforms():
+            check_columns(functions, columns, "scorer")
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """``({"eval/greedy": ..., "eval/sampled": ..., ...}, table of greedy completions)``; see :meth:`run`."""
@@ -235,13 +252,14 @@ class Evaluation:
 
 
 def _by_name(scorers: Scorers) -> dict[str, RewardFunction | None]:
-    if not isinstance(scorers, Mapping):
+    if not isinstance(scorers, Mapping) or "_target_" in scorers:
+        scorers = None if scorers is None else load_reward(scorers)
         scorers = {"return" if scorers is None else reward_name(scorers): scorers}
     if not scorers:
         raise ValueError("scorers is empty: give at least one reward function")
     if bad := [name for name in scorers if "/" in name or name in ("greedy", "sampled")]:
         raise ValueError(f"names of scorers {bad} would be taken for metrics: use others, without '/'")
-    return dict(scorers)
+    return {name: None if scorer is None else load_reward(scorer) for name, scorer in scorers.items()}
 
 
 def _batch(rows: Sequence[TensorDictBase]) -> RewardBatch:

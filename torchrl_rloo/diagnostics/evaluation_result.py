@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.functional.evaluation import Interval, best_at_k, maj_at_k, mean_interval
+from torchrl_rloo.diagnostics.statistics.evaluation import Interval, best_at_k, maj_at_k, mean_interval
 
 FORMATS = ("parquet", "jsonl")  # of saved completions
 
@@ -145,6 +145,11 @@ class EvaluationResult:
         return metrics | {f"eval/{name}": float(sum(count.values())) for name, count in counts.items()}
 
     @property
+    def plain_metrics(self) -> dict[str, float | None]:
+        """:attr:`metrics` with None for what is not finite, as JSON takes them."""
+        return {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+
+    @property
     def abstained(self) -> dict[str, int]:
         """By scorer, the samples to which it gave no score without failing."""
         missing = {name: sum(s.scores[name] is None for s in self.samples) for name in self.settings.scorers}
@@ -178,8 +183,7 @@ class EvaluationResult:
         Raises:
             ValueError: for another format.
         """
-        if format not in FORMATS:
-            raise ValueError(f"format={format!r} must be one of {FORMATS}")
+        check_format(format)
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _SUMMARY).unlink(missing_ok=True)  # an older one must not stand beside the new completions
@@ -191,8 +195,7 @@ class EvaluationResult:
         else:
             lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             (directory / f"{_SAMPLES}.jsonl").write_text("".join(lines), encoding="utf-8")
-        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
-        summary = {"settings": asdict(self.settings), "metrics": metrics, "failed": self.failed}
+        summary = {"settings": asdict(self.settings), "metrics": self.plain_metrics, "failed": self.failed}
         text = json.dumps(summary, indent=2, ensure_ascii=False, default=str)
         (directory / _SUMMARY).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
         return directory
@@ -263,6 +266,12 @@ class EvaluationResult:
         scores = {name: math.nan if value is None else value for name, value in sample.scores.items()}
         entry["reward"] = scores[self.settings.scorers[0]]
         return entry | {name: scores[name] for name in self.settings.scorers[1:]} | {"truncated": sample.truncated}
+
+
+def check_format(format: str) -> None:
+    """Refuse a file format that :meth:`EvaluationResult.save` does not write."""
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} must be one of {FORMATS}")
 
 
 def _flat(sample: EvaluatedSample) -> dict[str, Any]:

@@ -56,18 +56,22 @@ DEFINITIONS = {
     "of the answer that most of k samples give; with _low and _high the ends of the 95 % confidence interval",
     "eval/tasks/<task>/<metric>": "that metric over the held-out prompts of one task of a mixture",
     "eval/tasks/<task>/<scorer>/<metric>": "the same",
-    "loss": "what is minimised, mean of the step's updates; near 0 on-policy at any progress: judge by the reward",
-    "entropy": "mean entropy of the sampled distribution per action token of the rows trained on, in nats",
+    "loss": "what is minimized, mean of the step's updates; near 0 on-policy at any progress: judge by the reward",
+    "entropy": "mean of minus the sampler's log-prob over the action tokens of all rows, an unbiased estimate of the "
+    "entropy of the sampled distribution, in nats",
+    "entropy/with_signal": "mean entropy of the trainer's distribution per action token of the rows that the loss was "
+    "given, without those of advantage 0 where they are dropped, in nats",
     "kl_coeff": "coefficient of the KL to the reference in the step",
-    "kl_to_ref": "mean of the loss's KL estimator per action token trained on, from current weights to reference",
+    "kl_to_ref/with_signal": "mean of the loss's KL estimator per action token of the same rows, from current weights "
+    "to reference",
     "loss_<kl_to_ref|kl_to_inference|entropy|router|centering|batch_sum>": "that term of the loss, weighted",
     "correction": "mean importance weight that corrects for the sampler, per action token trained on",
     "kept": "share of the action tokens trained on that a correction or mask leaves a policy gradient",
-    "kl_approx": "mean k3 divergence of sampler from trainer per action token, in nats; 0 on-policy",
+    "kl_approx": "mean k3 divergence of sampler from trainer per action token trained on, in nats; 0 on-policy",
     "ESS": "effective sample size of the importance ratios as a share of the rows trained on; 1 on-policy",
     "clip_ratio/region_mean": "share of all rows (or action tokens, if the ratio is theirs) that lose their gradient",
     "clip_ratio/<low|high>_mean": "the same, of negative and of positive advantage",
-    "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token, in nats",
+    "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token trained on, in nats",
     "parity/mean": "mean of |trainer - sampler| log-prob per action token before the first update, in nats",
     "parity/max": "the largest of them",
     "parity/k3": "mean k3 divergence from sampler to trainer per action token before the first update, in nats",
@@ -160,6 +164,8 @@ def completion_metrics(
     if keys.STOP_REASON in rows.keys(True):
         ends, names = Counter(rows[keys.STOP_REASON].tolist()), list(STOP_REASONS)
         metrics |= {f"stop/{names[i]}": torch.tensor(n / len(rows)) for i, n in sorted(ends.items())}
+    if keys.LOG_PROBS in rows.keys(True):
+        metrics["entropy"] = -masked_mean(gather_actions(ragged(rows, keys.LOG_PROBS), actions), actions.mask)
     if keys.REF_LOG_PROBS in rows.keys(True):
         mask = actions.mask & ~truncated[:, None] if mask_truncated_completions else actions.mask
         metrics["kl"] = masked_mean(_k1(rows, actions), mask)

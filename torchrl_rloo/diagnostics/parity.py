@@ -10,7 +10,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import action_tokens, as_lazy, concatenate, gather_actions, ragged, stack_rows
-from torchrl_rloo.functional.parity import RATIO_BOUNDS, LogProbGap, log_prob_gap
+from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, log_prob_gap
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.recording import record_log_probs

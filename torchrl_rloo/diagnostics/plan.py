@@ -14,7 +14,7 @@ class TrainingPlan:
         prompts_per_step: prompts drawn for each.
         num_generations: completions of each prompt, ``G``.
         minibatches: optimizer steps that a rollout batch is split into, by rows.
-        passes: how often a rollout batch is gone through.
+        epochs_per_batch: epochs over each rollout batch.
         micro_batch_size: rows in one forward and backward pass; None for a whole minibatch.
         train_prompts: size of the training set.
         eval_prompts: size of the held-out set.
@@ -32,7 +32,7 @@ class TrainingPlan:
     prompts_per_step: int
     num_generations: int
     minibatches: int
-    passes: int
+    epochs_per_batch: int
     micro_batch_size: int | None
     train_prompts: int
     eval_prompts: int
@@ -43,7 +43,14 @@ class TrainingPlan:
     max_tokens: int | None = None
 
     def __post_init__(self):
-        for name in ("steps", "prompts_per_step", "num_generations", "minibatches", "passes", "max_new_tokens"):
+        for name in (
+            "steps",
+            "prompts_per_step",
+            "num_generations",
+            "minibatches",
+            "epochs_per_batch",
+            "max_new_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("micro_batch_size", "max_turns", "max_tokens"):
@@ -83,22 +90,36 @@ class TrainingPlan:
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.steps * self.minibatches * self.passes
+        return self.steps * self.minibatches * self.epochs_per_batch
+
+    def epochs(self, step: int) -> float:
+        """Return the epochs over the training prompts that are done after a step."""
+        return step * self.prompts_per_step / self.train_prompts
 
     def __str__(self) -> str:
-        rows, updates = self.rows_per_step, self.minibatches * self.passes
-        epochs = self.steps * self.prompts_per_step / self.train_prompts
+        rows, updates = self.rows_per_step, self.minibatches * self.epochs_per_batch
+        epochs = self.epochs(self.steps)
         tokens = self.steps * rows * self.tokens_per_row
-        turns = "any number of" if self.max_turns is None else self.max_turns
+        turns = "any number of turns" if self.max_turns is None else count(self.max_turns, "turn")
         on_policy = "all on-policy" if updates == 1 else f"the first of each {updates} on-policy"
         return "\n".join(
             [
                 f"{self.steps} steps of {self.prompts_per_step} prompts x {self.num_generations} completions "
                 f"= {rows} rows, {self.steps * rows:,} in all",
-                f"{self.minibatches} minibatches x {self.passes} passes a step = {self.optimizer_steps:,} optimizer "
-                f"steps, {on_policy}",
+                f"{count(self.minibatches, 'minibatch', 'minibatches')} x {count(self.epochs_per_batch, 'epoch')} "
+                f"a step = {self.optimizer_steps:,} optimizer steps, {on_policy}",
                 f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs; {self.eval_prompts:,} held out",
-                f"prompts up to {self.max_prompt_tokens} tokens, {turns} turns of up to "
+                f"prompts up to {self.max_prompt_tokens} tokens, {turns} of up to "
                 f"{self.max_new_tokens}; at most {tokens:,} action tokens",
             ]
         )
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, singular or plural.
+
+    Example:
+        >>> count(1, "turn"), count(3, "minibatch", "minibatches")
+        ('1 turn', '3 minibatches')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -228,10 +228,10 @@ class _Reader:
 
 def _samples(row: TensorDictBase) -> list[TensorDictBase]:
     """The row, after its earlier samples with actions if the template rewrote the past."""
-    if keys.EARLIER not in row.keys():
+    if keys.PREVIOUS_SEGMENTS not in row.keys():
         return [row]
     samples = split_segments(stack_rows([row.exclude(*_OF_LAST_SAMPLE)])).unbind(0)
-    masks = row[keys.EARLIER]["mask"].split(row[keys.EARLIER]["sizes"].tolist())
+    masks = row[keys.PREVIOUS_SEGMENTS]["mask"].split(row[keys.PREVIOUS_SEGMENTS]["sizes"].tolist())
     return [*samples[: sum(bool(mask.any()) for mask in masks)], row]
 
 

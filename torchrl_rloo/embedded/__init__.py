@@ -1,6 +1,6 @@
 """The embedded default: tokenizer, model, tasks and warm starts of a real RLOO run on CPU cores, without a download."""
 
-from torchrl_rloo.embedded.addition import addition_prompts, demonstrations
+from torchrl_rloo.embedded.addition import addition_preferences, addition_prompts, demonstrations
 from torchrl_rloo.embedded.calculator import calculator_demonstrations, calculator_prompts
 from torchrl_rloo.embedded.guessing import guessing_demonstrations, guessing_prompts
 from torchrl_rloo.embedded.model import build_model
@@ -20,6 +20,7 @@ __all__ = [
     "CALCULATOR",
     "EMBEDDED_TASKS",
     "GUESSING",
+    "addition_preferences",
     "addition_prompts",
     "build_model",
     "build_tokenizer",

@@ -75,6 +75,17 @@ def demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
     ]
 
 
+def addition_preferences(n: int = 8192, *, seed: int = 1) -> list[dict[str, Messages]]:
+    """Return pairs of conversations on the same problem where the sloppy teacher differs from the clean one.
+
+    Args:
+        n: number of problems; teachers agree on some, which give no pair.
+        seed: seed of problems and errors.
+    """
+    teachers = (demonstrations(n, seed=seed, clean=clean) for clean in (True, False))
+    return [{"chosen": good, "rejected": bad} for good, bad in zip(*teachers, strict=True) if good != bad]
+
+
 def _problems(split: str) -> list[tuple[int, int]]:
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")

@@ -10,7 +10,7 @@ from torchrl_rloo.embedded.addition import addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_prompts
 from torchrl_rloo.embedded.guessing import RangedGuessNumber, guessing_prompts
 from torchrl_rloo.embedded.warm_start import TEACHERS, warm_start
-from torchrl_rloo.envs.tasks import EMBEDDED, Mixture, Task, load_task
+from torchrl_rloo.envs.tasks import EMBEDDED, TASKS, Mixture, Task, TaskBase, load_task
 from torchrl_rloo.envs.text.transform import TextEnvTransform
 from torchrl_rloo.envs.text.wrapping import wrap
 from torchrl_rloo.envs.tools.calculator import calculator
@@ -20,14 +20,16 @@ from torchrl_rloo.rewards.boxed import last_boxed
 
 ADDITION = Task(
     name="addition",
-    stand_in=lambda split, size=None, seed=0: addition_prompts(split, size=size),  # as many as there are, in one order
+    synthetic_rows=lambda split, size=None, seed=0: addition_prompts(
+        split, size=size
+    ),  # as many as there are, in one order
     rewards=("boxed_accuracy",),
     scorer="boxed_accuracy",
     extract_answer=last_boxed,
 )
 CALCULATOR = Task(
     name="calculator",
-    stand_in=lambda split, size=None, seed=0: calculator_prompts(split, size=size),
+    synthetic_rows=lambda split, size=None, seed=0: calculator_prompts(split, size=size),
     rewards=("boxed_accuracy",),
     scorer="boxed_accuracy",
     extract_answer=last_boxed,
@@ -42,7 +44,7 @@ CALCULATOR = Task(
 )
 GUESSING = Task(
     name="guessing",
-    stand_in=lambda split, size=None, seed=0: guessing_prompts(split, size=size),
+    synthetic_rows=lambda split, size=None, seed=0: guessing_prompts(split, size=size),
     rewards=(),  # the game rewards, and its return, 1 for a number found, is what counts
     scorer=None,
     transforms=lambda: [TextEnvTransform(wrap(RangedGuessNumber))],
@@ -66,15 +68,14 @@ def resolve_model(
     return warm_start(seed, task if task in TEACHERS else ADDITION.name, log=log)
 
 
-def resolve_task(
-    name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, Any] | float] | None = None
-) -> Task | Mixture:
-    """A task by its name, one of ``EMBEDDED_TASKS`` or of :data:`~torchrl_rloo.envs.tasks.TASKS`; or several of them.
+def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, Any] | float] | None = None) -> TaskBase:
+    """Return a task, or a mixture of several.
 
     Args:
-        name: of the task; ``"mixture"`` for a mixture.
+        name: in ``EMBEDDED_TASKS`` or :data:`~torchrl_rloo.envs.tasks.TASKS`, or a dotted path
+            (:func:`~torchrl_rloo.envs.tasks.load_task`); ``"mixture"`` for a mixture.
         mixture: for each task of a mixture its ``weight``, and arguments of its own :meth:`Task.load` (``source``); a
-            number alone is the weight.
+            number alone is the weight, and None leaves the task out.
 
     Raises:
         ValueError: for an unknown name, or a mixture under another name.
@@ -91,9 +92,9 @@ def resolve_task(
             f"task name={name!r} with mixture={mixture!r}: a mixture is named {Mixture.name!r}, and nothing else"
         )
     if mixture is None:
-        return EMBEDDED_TASKS[name] if name in EMBEDDED_TASKS else load_task(name)
-    options = {
-        part: dict(given) if isinstance(given, Mapping) else {"weight": given} for part, given in mixture.items()
-    }
-    weights = [given.pop("weight", 1.0) for given in options.values()]
-    return Mixture([resolve_task(part) for part in options], weights, options)
+        return load_task(name, EMBEDDED_TASKS | TASKS)
+    mixture = {part: given for part, given in mixture.items() if given is not None}
+    tasks = [resolve_task(part) for part in mixture]
+    options = [dict(given) if isinstance(given, Mapping) else {"weight": given} for given in mixture.values()]
+    weights = [given.pop("weight", 1.0) for given in options]
+    return Mixture(tasks, weights, dict(zip((task.name for task in tasks), options, strict=True)))

@@ -26,7 +26,7 @@ from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
 from torchrl_rloo.embedded.model import build_model
 from torchrl_rloo.embedded.tokenizer import build_tokenizer
-from torchrl_rloo.run.schedule import linear_schedule
+from torchrl_rloo.training import linear_schedule
 
 STEPS = 500
 BATCH_SIZE = 32

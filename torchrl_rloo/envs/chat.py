@@ -13,31 +13,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
-from torchrl_rloo.data.rows import as_lazy, collection, stack_rows
-from torchrl_rloo.data.segments import put_sample_by
-from torchrl_rloo.data.stop_reasons import end_row
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.rows import as_lazy, collection, non_tensor, put, stack_rows, value_of, without
+from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import (
     Messages,
     answer_turn,
     decode_response,
     encode,
     encode_messages,
-    encode_prompt,
     from_history,
     is_conversation,
     join_conversation,
     to_history,
 )
+from torchrl_rloo.envs.prompt_ids import PromptIds
+from torchrl_rloo.envs.signature import SignedEnv
 
 
-class ChatEnv(EnvBase):
+class ChatEnv(SignedEnv, EnvBase):
     """A batch of conversations with a language-model policy.
 
     ``reset`` takes rows with a ``"query"`` (chat messages, or plain text) and opens the policy's turn. ``step`` takes
@@ -47,6 +49,7 @@ class ChatEnv(EnvBase):
 
     The token ids, action masks and log-probs of a row are carried from turn to turn, and only ever extended. The env
     has no state of its own: rows may be stepped in any subsets (:func:`~torchrl_rloo.envs.step_rows`).
+    TorchRL's ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are the same here.
 
     Args:
         tokenizer: renders prompts and feedback with its own chat template, and decodes what the policy said.
@@ -115,6 +118,7 @@ class ChatEnv(EnvBase):
         self.max_turn_tokens, self.max_turns, self.max_seconds = max_turn_tokens, max_turns, max_seconds
         self.on_rewrite = on_rewrite
         self.counts: Counter[str] = Counter()
+        self.dataset: PromptDataset | None = None  # whose prompts the rows are, and with it their ids
         self._ids = itertools.count()
         self.template_kwargs = dict(template_kwargs or {})
         self._make_specs()
@@ -180,21 +184,20 @@ class ChatEnv(EnvBase):
             )
         restart = tensordict.get("_reset", None)
         restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
-        rows, encoded = [], {}
+        rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
-            data = row.exclude("_reset", "next", "done", "terminated", "truncated")
-            rows.append(self._open(data.exclude(*_OF_ONE_CONVERSATION), encoded) if fresh else data)
+            row = without(row, _OF_ONE_CONVERSATION if fresh else _OF_ONE_STEP)
+            rows.append(set_done(self._open(row, encoded) if fresh else row, "running"))
         return stack_rows(rows)
 
-    def _open(self, row: TensorDictBase, encoded: dict[tuple[int, int], tuple]) -> TensorDictBase:
-        """A row at the start of its conversation; ``encoded`` holds the ids of the queries that were seen before it."""
-        query = row[keys.QUERY]
-        shown = self._shown(row)
-        known = id(query), id(shown.get("tools"))
-        if known not in encoded:  # the members of a group hold one and the same query
-            ids = torch.tensor(encode_prompt(self.tokenizer, query, **shown))
-            encoded[known] = query, shown, ids  # those two as well: their ids are their own only while they live
-        prompt = encoded[known][-1]
+    def prompt_ids(self) -> PromptIds:
+        """Return an encoder of the prompts of one reset."""
+        return PromptIds(self.tokenizer, self.dataset, self.template_kwargs)
+
+    def _open(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
+        """Put a row at the start of its conversation."""
+        query = value_of(row, keys.QUERY)
+        prompt = encoded.ids(row, query, self._shown(row))
         if self.max_tokens is not None and len(prompt) >= self.max_tokens:
             raise ValueError(
                 f"a prompt has {len(prompt)} tokens, which leaves the policy none of max_tokens={self.max_tokens}: "
@@ -203,21 +206,27 @@ class ChatEnv(EnvBase):
         if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
             row.set(keys.OWN_MAX_NEW_TOKENS, own)  # what a row has that was opened before is this environment's
         _note_tools(row)
-        row.set(keys.NUM_TURNS, torch.tensor(0))
-        row.set(keys.TRAJECTORY_ID, torch.tensor(next(self._ids)))
-        row.set(keys.STOP_REASON[1], torch.tensor(0))
+        opened = {
+            keys.NUM_TURNS: torch.tensor(0),
+            keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
+            keys.STOP_REASON[1]: torch.tensor(0),
+            keys.COMPLETION: non_tensor([] if is_conversation(query) else ""),
+        }
         if self.max_seconds is not None:
-            row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
-        row.set(keys.COMPLETION, NonTensorData([] if is_conversation(query) else ""))
+            opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
+        put(row, opened)
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
     def _set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
         """What the policy sees at its turn: everything so far as ids, and as text or History where asked for."""
-        row.set("tokens", collection(Tokens, prompt=tokens))
-        row.set("masks", collection(Masks, all_assistant_mask=mask))
-        row.set("log_probs", collection(LogProbs, full=log_probs))
+        context = {
+            "tokens": collection(Tokens, prompt=tokens),
+            "masks": collection(Masks, all_assistant_mask=mask),
+            "log_probs": collection(LogProbs, full=log_probs),
+        }
+        put(row, context)
         if (room := self._room(row, tokens)) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
         if self.input_mode == "text":
@@ -253,18 +262,16 @@ class ChatEnv(EnvBase):
         prompt = row[keys.PROMPT_TOKENS]
         full, mask, log_probs = self._action(row, prompt)
         said = decode_response(self.tokenizer, full[len(prompt) :].tolist())
-        query, completion = row[keys.QUERY], row[keys.COMPLETION]
+        query, completion = value_of(row, keys.QUERY), value_of(row, keys.COMPLETION)
         spoken = [*completion, {"role": "assistant", "content": said}] if is_conversation(query) else completion + said
         step = {
-            keys.QUERY: NonTensorData(query),
-            keys.COMPLETION: NonTensorData(spoken),
+            keys.QUERY: non_tensor(query),
+            keys.COMPLETION: non_tensor(spoken),
             keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
             keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
             "reward": torch.zeros(1, 1),
         }
-        for key in _CARRIED:
-            if (value := row.get(key, None)) is not None:
-                step[key] = value
+        step |= {key: value for key, value in row.items() if key in _CARRIED}
         stepped = TensorDict._new_unsafe(step, batch_size=torch.Size([]))
         end_row(stepped, self._end_of_turn(row, full, len(full) - len(prompt)))
         return self._set_context(stepped, full, mask, log_probs)
@@ -295,7 +302,13 @@ class ChatEnv(EnvBase):
                 f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
                 f"{keys.TOKENS} must hold the prompt's ids followed by the sampled ones"
             )
-        mask, log_probs = row.get(keys.ACTION_MASK), row.get(keys.LOG_PROBS)
+        mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+        if mask is None or log_probs is None:
+            raise ValueError(
+                f"ChatEnv needs a policy that writes {keys.ACTION_MASK} and {keys.LOG_PROBS} of all ids, or leaves "
+                "both alone; this one removed them. Use TransformersWrapper or vLLMWrapper of torchrl_rloo.modules "
+                "instead of TorchRL's"
+            )
         new = len(full) - len(mask)
         if new:
             mask = torch.cat([mask, torch.ones(new, dtype=torch.bool)])
@@ -336,9 +349,9 @@ class ChatEnv(EnvBase):
             end_row(row, "total_tokens")
             return False
         if split:
-            put_sample_by(row)
+            stash_segment(row)
         self.counts["rewritten_turns"] += rewritten
-        row.set(keys.COMPLETION, NonTensorData([*row[keys.COMPLETION], *feedback]))
+        row.set(keys.COMPLETION, non_tensor([*row[keys.COMPLETION], *feedback]))
         _note_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
@@ -359,9 +372,10 @@ class ChatEnv(EnvBase):
         return None
 
 
-_OF_SAMPLES = (keys.EARLIER, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
+_OF_SAMPLES = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
 _CARRIED = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.OWN_MAX_NEW_TOKENS, *_OF_SAMPLES)
-_OF_ONE_CONVERSATION = (keys.NUM_TURNS, keys.COMPLETION, *_OF_SAMPLES)
+_OF_ONE_STEP = ("_reset", "next", "done", "terminated", "truncated")
+_OF_ONE_CONVERSATION = (*_OF_ONE_STEP, keys.NUM_TURNS, keys.COMPLETION, *_OF_SAMPLES)
 _OF_ONE_CONVERSATION += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
 
 

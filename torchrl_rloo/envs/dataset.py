@@ -8,13 +8,17 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import Compose, Transform, TransformedEnv
 
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import forget_samples
 from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.envs.signature import SignedEnv, refuse_unknown
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
+from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
-from torchrl_rloo.rewards.protocol import RewardFunction, missing_columns, reward_name
+from torchrl_rloo.rewards.protocol import check_columns
+from torchrl_rloo.rewards.registry import RewardSpec
 
 
 class ForwardCompose(Compose):
@@ -38,19 +42,23 @@ class ForwardCompose(Compose):
         return super().inv(tensordict)
 
 
-class DatasetChatEnv(TransformedEnv):
+class DatasetChatEnv(SignedEnv, TransformedEnv):
     """A :class:`ChatEnv` with a :class:`DataLoadingPrimer`, further transforms and rewards, in that order.
 
     A single-turn task is a dataset and a reward function; a task of several turns adds transforms that give feedback.
+
+    TorchRL's arguments: ``dataset`` is a loaded :class:`PromptDataset` instead of a hub name, ``repeats`` is
+    ``num_generations``, ``num_envs`` is ``prompts_per_batch``, ``system_prompt`` belongs to ``load_prompts``.
 
     Args:
         dataset: the prompts.
         tokenizer: of the policy.
         prompts_per_batch: draws per reset.
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
-        rewards: reward functions, or a ready :class:`RewardTransform`; None for no reward.
-        transforms: put between the primer and the rewards, in order.
-        after_rewards: put after the rewards, in order: shaping of scores, then a :class:`KLRewardTransform`, say.
+        rewards: reward functions, or names or settings of them (:func:`~torchrl_rloo.rewards.load_reward`); or a ready
+            :class:`RewardTransform`; None for no reward.
+        transforms: put between the primer and the rewards, in order: tools, feedback, limits.
+        after_rewards: put after the rewards, in order: shaping of scores, then a :class:`KLRewardTransform`.
         shuffle: see :class:`DataLoadingPrimer`.
         seed: see :class:`DataLoadingPrimer`.
         epochs: see :class:`DataLoadingPrimer`.
@@ -58,7 +66,9 @@ class DatasetChatEnv(TransformedEnv):
         **chat: further arguments of :class:`ChatEnv`: ``input_mode``, limits, ``template_kwargs``, ...
 
     Raises:
-        ValueError: for a number below 1, or a reward function that asks for a column the dataset has not.
+        TypeError: for an unknown argument, or a transform that is a class or no transform.
+        ValueError: for a number below 1, a reward function that asks for a column that the dataset does not have, or a
+            :class:`KLRewardTransform` among ``transforms``.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -72,6 +82,8 @@ class DatasetChatEnv(TransformedEnv):
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
 
+    passes_to, sets = ChatEnv, frozenset({"batch_size"})
+
     def __init__(
         self,
         dataset: PromptDataset,
@@ -79,7 +91,7 @@ class DatasetChatEnv(TransformedEnv):
         *,
         prompts_per_batch: int,
         num_generations: int = 1,
-        rewards: RewardFunction | Sequence[RewardFunction] | RewardTransform | None = None,
+        rewards: RewardSpec | Sequence[RewardSpec] | RewardTransform | None = None,
         transforms: Sequence[Transform] = (),
         after_rewards: Sequence[Transform] = (),
         shuffle: bool = True,
@@ -88,16 +100,22 @@ class DatasetChatEnv(TransformedEnv):
         sampler: PromptSampler | None = None,
         **chat: Any,
     ):
+        refuse_unknown(type(self), chat, _REMEDIES)
+        _check_transforms(transforms, after_rewards)
         for name, value in (("prompts_per_batch", prompts_per_batch), ("num_generations", num_generations)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        dataset = dataset.for_tokenizer(tokenizer)
+        if sampler is None and prompts_per_batch > len(dataset):
+            notify_once(f"prompts_per_batch={prompts_per_batch} of {len(dataset)} prompts: batches repeat prompts")
         base = ChatEnv(tokenizer, batch_size=prompts_per_batch * num_generations, **chat)
         draws = {"shuffle": shuffle, "seed": seed, "epochs": epochs, "sampler": sampler}
+        base.dataset = dataset
         primer = DataLoadingPrimer(dataset, num_generations=num_generations, **draws)
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)
         if rewards is not None and not transforms:  # which may bring columns along
-            _check_columns(rewards.functions, dataset.columns)
+            check_columns(rewards.functions, dataset.columns)
         scored = () if rewards is None else (rewards,)
         super().__init__(base, ForwardCompose(primer, *transforms, *scored, *after_rewards))
         self.primer, self.reward_transform = primer, rewards
@@ -112,11 +130,39 @@ class DatasetChatEnv(TransformedEnv):
         return super()._reset_proc_data(tensordict, tensordict_reset)
 
 
-def _check_columns(functions: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    for function in functions:
-        if missing := missing_columns(function, columns):
-            raise ValueError(
-                f"reward {reward_name(function)} asks for {missing}, which the dataset has not: it has the columns "
-                f"{list(columns)}. Rename one (load_prompts(column_map=...), +data.column_map={{old: {missing[0]}}}), "
-                "or give the argument a default"
-            )
+_OF_REWARDS = "pass rewards=RewardTransform(functions, {}=...)"
+_REMEDIES = {name: _OF_REWARDS.format(name) for name in ("weights", "clip_range", "executor", "quarantine")}
+_REMEDIES |= {
+    "reward_weights": _OF_REWARDS.format("weights"),
+    "batch_size": "prompts_per_batch x num_generations is it",
+}
+_REMEDIES |= {"chat": "pass it to load_prompts", "system_prompt": "pass it to load_prompts"}
+
+
+_TOOLS = "use ToolTransform(tools) of torchrl_rloo.envs.transforms"
+_OF_TORCHRL = {
+    "AddThinkingPrompt": "use AddThinkingPrompt of torchrl_rloo.envs.transforms",
+    "BrowserTransform": _TOOLS,
+    "ExecuteToolsInOrder": _TOOLS,
+    "IncrementalTokenizer": "leave it out",
+    "MCPToolTransform": _TOOLS,
+    "PythonInterpreter": _TOOLS,
+    "SimpleToolTransform": _TOOLS,
+    "TemplateTransform": "set template_kwargs of DatasetChatEnv",
+    "Tokenizer": "leave it out",
+}
+
+
+def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[Transform]) -> None:
+    for argument, given in (("transforms", transforms), ("after_rewards", after_rewards)):
+        for i, transform in enumerate(given):
+            if isinstance(transform, type):
+                raise TypeError(
+                    f"{argument}[{i}] is the class {transform.__name__}: make one, {transform.__name__}(...)"
+                )
+            if not isinstance(transform, Transform):
+                raise TypeError(f"{argument}[{i}]={transform!r:.100} must be a torchrl.envs.Transform")
+            if (name := type(transform).__name__) in _OF_TORCHRL and type(transform).__module__.startswith("torchrl."):
+                raise TypeError(f"TorchRL's {name} edits conversations as text, here they are ids: {_OF_TORCHRL[name]}")
+    if any(isinstance(transform, KLRewardTransform) for transform in transforms):
+        raise ValueError("KLRewardTransform in transforms would come before the rewards: put it in after_rewards")

@@ -7,11 +7,14 @@ the conversations, so that a function that blocks its loop holds up no conversat
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from threading import Event, Lock, Thread
+from time import monotonic
 from typing import Any, TypeVar
 
 from torchrl_rloo.rewards.protocol import is_async
@@ -21,16 +24,23 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE = 1.0  # s in which a loop must turn once, or it is blocked
+_EXIT_TIMEOUT_S = 2.0
 
 
 class _Loop:
     def __init__(self, name: str):
         self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
+        self.stopped = False
         self.thread = Thread(target=self._drive, daemon=True, name=name)
         self.thread.start()
 
+    def stop(self) -> None:
+        """End the thread once it has done what is ready."""
+        self.stopped = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
     def _drive(self) -> None:
-        while not self.loop.is_closed():
+        while not self.stopped:
             try:
                 self.loop.run_forever()
             except (SystemExit, KeyboardInterrupt):  # a task raised it; the others know nothing of it
@@ -39,6 +49,7 @@ class _Loop:
 
 _LOCK = Lock()
 _LOOPS: dict[str, _Loop] = {}
+_CALLS: weakref.WeakSet[Thread] = weakref.WeakSet()  # threads of sync functions
 
 
 def _loop(name: str) -> asyncio.AbstractEventLoop:
@@ -141,7 +152,9 @@ def _on_a_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, Any]
         else:
             future.set_result(result)
 
-    Thread(target=work, daemon=True, name=getattr(function, "__name__", "call")).start()
+    thread = Thread(target=work, daemon=True, name=getattr(function, "__name__", "call"))
+    _CALLS.add(thread)
+    thread.start()
     return future
 
 
@@ -159,3 +172,15 @@ async def _replace_if_blocked() -> None:
     with _LOCK:
         if _LOOPS.get("users") is held:
             del _LOOPS["users"]
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """Stop the loops and let calls finish: Python's exit kills threads, and one inside torch aborts the process."""
+    loops = [held for held in _LOOPS.values() if held.owner == os.getpid()]
+    for held in loops:
+        held.stop()
+    until = monotonic() + _EXIT_TIMEOUT_S
+    for thread in (*(held.thread for held in loops), *list(_CALLS)):
+        if thread.is_alive():
+            thread.join(max(0.0, until - monotonic()))

@@ -2,18 +2,29 @@
 
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,
+    NORMALIZATIONS,
     Estimator,
-    EstimatorRecipe,
+    EstimatorSpec,
+    RewardStd,
+    Whiten,
+    estimator_option,
     leave_one_out,
     normalize_then_sum,
     whiten,
 )
-from torchrl_rloo.functional.aggregation import AGGREGATIONS, Aggregation, aggregate
-from torchrl_rloo.functional.calibration import fit_temperature
-from torchrl_rloo.functional.dtypes import parse_dtype
-from torchrl_rloo.functional.evaluation import Interval, best_at_k, maj_at_k, mean_interval, pass_at_k
+from torchrl_rloo.functional.aggregation import AGGREGATIONS, Aggregation, ConstantLength, aggregate
+from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.gae import gae
-from torchrl_rloo.functional.importance import CORRECTIONS, Correction, off_policy_mask
+from torchrl_rloo.functional.importance import (
+    CORRECTIONS,
+    TIS,
+    Correction,
+    IcePop,
+    SeqMaskTIS,
+    SequenceMask,
+    SequenceTruncate,
+    off_policy_mask,
+)
 from torchrl_rloo.functional.kl import (
     KL_ESTIMATORS,
     adapted_coefficient,
@@ -21,11 +32,10 @@ from torchrl_rloo.functional.kl import (
     k2,
     k3,
     kl_loss_terms,
-    kl_penalised_reward,
+    kl_penalized_reward,
 )
 from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
-from torchrl_rloo.functional.paired import PairedTest, paired_test
-from torchrl_rloo.functional.policy_loss import SURROGATES, Surrogate, settings_of
+from torchrl_rloo.functional.policy_loss import CISPO, DPPO, SAPO, SURROGATES, VESPO, Clip, Surrogate, Unclipped
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 from torchrl_rloo.functional.ratios import RATIOS, Ratio, ratio_of, sequence_log_ratio, share_out
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
@@ -36,58 +46,65 @@ from torchrl_rloo.functional.statistics import effective_sample_size, masked_mea
 from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 
 __all__ = [
-    "parse_dtype",
     "AGGREGATIONS",
+    "CISPO",
     "CORRECTIONS",
+    "DPPO",
     "ESTIMATORS",
     "KL_ESTIMATORS",
+    "NORMALIZATIONS",
     "PREFERENCE_OBJECTIVES",
     "RATIOS",
+    "SAPO",
+    "RewardStd",
     "SURROGATES",
+    "TIS",
+    "VESPO",
     "Aggregation",
+    "Clip",
+    "ConstantLength",
     "Correction",
     "Estimator",
-    "EstimatorRecipe",
-    "Interval",
-    "PairedTest",
+    "EstimatorSpec",
+    "IcePop",
     "Ratio",
     "SamplingDistribution",
+    "SeqMaskTIS",
+    "SequenceMask",
+    "SequenceTruncate",
     "Support",
     "Surrogate",
     "TokenLogProbs",
+    "Unclipped",
+    "Whiten",
     "adapted_coefficient",
     "aggregate",
     "batch_sum_to_zero",
-    "best_at_k",
     "bradley_terry",
     "centering",
     "clipped_value_loss",
     "combine_rewards",
     "effective_sample_size",
+    "estimator_option",
     "explained_variance",
-    "fit_temperature",
     "gae",
     "k1",
     "k2",
     "k3",
     "kept_tokens",
     "kl_loss_terms",
-    "kl_penalised_reward",
+    "kl_penalized_reward",
     "leave_one_out",
-    "maj_at_k",
     "masked_mean",
-    "mean_interval",
     "nanstd",
     "normalize_then_sum",
     "off_policy_mask",
-    "paired_test",
-    "pass_at_k",
     "process_logits",
     "ratio_of",
+    "resolve",
     "rewards_to_go",
     "sample_tokens",
     "sequence_log_ratio",
-    "settings_of",
     "share_out",
     "spread_turns",
     "token_log_probs",

@@ -10,34 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
-from torch import distributed
-
-from torchrl_rloo.functional.distributed import reduce_over_ranks
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Whitening = Literal["none", "mean", "std", "mean_std"]
+Reduce = Callable[[torch.Tensor, str], torch.Tensor]  # over the ranks that share a batch; "sum" or "max"
 
 STD_EPSILON = 1e-4  # added to a standard deviation before dividing by it, as TRL does
 NOISE = 1e-6  # a spread below this share of the largest value is rounding (float32 keeps 6e-8), not signal
 
 
 def _group_sum(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Sum over each row's group, ``[N]``."""
+    """Return the sum over each row's group, ``[N]``."""
     n_groups = int(groups.max()) + 1 if len(groups) else 0
     return values.new_zeros(n_groups).index_add(0, groups, values)[groups]
 
 
 def _group_max(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Largest value of each row's group, ``[N]``."""
+    """Return the largest value of each row's group, ``[N]``."""
     n_groups = int(groups.max()) + 1 if len(groups) else 0
     return values.new_full((n_groups,), -torch.inf).scatter_reduce(0, groups, values, "amax")[groups]
 
 
 def _shifted(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards less their group's smallest (0 if abstaining), number that answered in the group, and who answered."""
+    """Return rewards less their group's smallest (0 if abstaining), answers in the group, and who answered."""
     valid = ~rewards.isnan()
     r = rewards.double()
     smallest = -_group_max(torch.where(valid, -r, -torch.inf), groups)
@@ -45,18 +42,18 @@ def _shifted(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _deviations(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards less their group's mean (0 if abstaining), and the number that answered in the group."""
+    """Return rewards less their group's mean (0 if abstaining), and the count of answers in the group."""
     r, count, valid = _shifted(rewards, groups)
     return torch.where(valid, r - _group_sum(r, groups) / count.clamp(min=1), 0.0), count
 
 
 def _group_size(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Size of the largest reward of each row's group, ``[N]``: what a spread is compared with."""
+    """Return the size of the largest reward of each row's group, ``[N]``, the scale of its rounding errors."""
     return _group_max(rewards.double().abs().nan_to_num(0.0), groups)
 
 
 def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Each row's reward minus the mean reward of the other rows of its group.
+    r"""Subtract from each reward the mean reward of the other rows of its group.
 
     .. math:: A_i = r_i - \frac{1}{n - 1} \sum_{j \neq i} r_j
 
@@ -79,8 +76,8 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return torch.where(valid & (count > 1), r - baseline, 0.0).to(rewards.dtype)
 
 
-def group_centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Each row's reward minus the mean of its group, itself included: :math:`A_i = r_i - \bar r`.
+def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    r"""Subtract from each reward the mean of its group, itself included: :math:`A_i = r_i - \bar r`.
 
     Dr. GRPO, section 3 of Liu et al. 2025 (arXiv 2503.20783); ``(n - 1) / n`` times :func:`leave_one_out`.
 
@@ -94,8 +91,8 @@ def group_centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return _deviations(rewards, groups)[0].to(rewards.dtype)
 
 
-def group_normalised(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Each row's reward, normalised by the mean and the unbiased standard deviation of its group.
+def group_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    r"""Normalize each reward by the mean and the unbiased standard deviation of its group.
 
     .. math:: A_i = \frac{r_i - \bar r}{\mathrm{std}(r) + 10^{-4}}
 
@@ -115,8 +112,8 @@ def group_normalised(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
     return torch.where(signal, deviations / (std + STD_EPSILON), 0.0).to(rewards.dtype)
 
 
-def mean_normalised(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Each row's reward minus the mean of its group, divided by that mean.
+def mean_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    r"""Subtract from each reward the mean of its group, and divide by that mean.
 
     .. math:: A_i = \frac{r_i - \bar r}{\overline{|r|}}
 
@@ -139,7 +136,7 @@ def mean_normalised(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
 
 
 def no_baseline(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """The reward itself (REINFORCE, Williams 1992); 0 for a row that abstains.
+    """Return the reward itself (REINFORCE, Williams 1992); 0 for a row that abstains.
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
@@ -155,20 +152,20 @@ def normalize_then_sum(
     rewards: torch.Tensor,
     groups: torch.Tensor,
     weights: Sequence[float],
-    estimator: Estimator = group_normalised,
+    estimator: Estimator = group_normalized,
 ) -> torch.Tensor:
-    r"""Each reward function's advantages on their own, then the weighted sum of them.
+    r"""Normalize each reward function's rewards, then take the weighted sum of the advantages.
 
     .. math:: A_i = \sum_k w_k A_{ik}, \qquad A_{ik} = \frac{r_{ik} - \bar r_k}{\mathrm{std}(r_k) + 10^{-4}}
 
     GDPO (arXiv 2601.05242) before its last step, which is :func:`whiten` over the batch: a function of small spread
-    is not drowned by one of large spread, as it is where the rewards are summed first.
+    keeps its influence next to one of large spread, which it loses where rewards are summed first.
 
     Args:
         rewards: ``[N, F]``, NaN where a function abstained: only that function leaves the row out.
         groups: ``[N]`` int64, the index of each row's group.
         weights: ``F`` numbers.
-        estimator: what each function's rewards go through.
+        estimator: applied to each function's rewards.
 
     Returns:
         ``[N]`` in the dtype of ``rewards``; 0 for a row on which all functions abstained.
@@ -184,6 +181,29 @@ def normalize_then_sum(
     return total.to(rewards.dtype)
 
 
+def answers(rewards: torch.Tensor, groups: torch.Tensor, *, needs_group: bool) -> torch.Tensor:
+    """Return bool ``[N]``: rows with a reward and, if ``needs_group``, another row of their group to compare with."""
+    valid = ~rewards.isnan()
+    return valid & (_group_sum(valid.double(), groups) > 1) if needs_group else valid
+
+
+def _alone(value: torch.Tensor, op: str) -> torch.Tensor:
+    return value
+
+
+def _spread(values: torch.Tensor, magnitude: float, reduce: Reduce) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return deviations from the mean, their unbiased standard deviation, and whether that is more than rounding."""
+    values = values.double()
+    floors = values.new_tensor([[magnitude], [-torch.inf]])  # extremes of a rank without values
+    extremes = torch.cat([floors, torch.stack([values.abs(), -values])], 1).amax(1)
+    largest, negated_smallest = reduce(extremes, "max")
+    shifted = values + negated_smallest  # equal values are now exactly 0, and so is their spread
+    count, total = reduce(torch.stack([values.new_tensor(float(len(values))), shifted.sum()]), "sum")
+    deviations = shifted - total / count.clamp(min=1)
+    std = (reduce(deviations.square().sum(), "sum") / (count - 1).clamp(min=1)).sqrt()
+    return deviations, std, std > NOISE * largest
+
+
 def whiten(
     advantages: torch.Tensor,
     mask: torch.Tensor | None = None,
@@ -191,9 +211,9 @@ def whiten(
     center: bool = True,
     scale: bool = True,
     magnitude: float = 0.0,
-    process_group: distributed.ProcessGroup | None = None,
+    reduce: Reduce = _alone,
 ) -> torch.Tensor:
-    r"""Normalises advantages over the whole batch: :math:`\hat A = (A - \bar A) / (\mathrm{std}(A) + 10^{-4})`.
+    r"""Normalize advantages over the whole batch: :math:`\hat A = (A - \bar A) / (\mathrm{std}(A) + 10^{-4})`.
 
     REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), over rows ``[N]`` or over the action tokens ``[B, A]``. The
     standard deviation is unbiased. Where it is no more than :data:`NOISE` times the largest value, there is nothing
@@ -201,65 +221,124 @@ def whiten(
 
     Args:
         advantages: any shape.
-        mask: bool, same shape: which of them count. The others become 0. Default: all.
+        mask: bool, same shape: True on those that count. The others become 0. Default: all.
         center: whether to subtract the mean.
         scale: whether to divide by the standard deviation (of the distances from the mean, subtracted or not).
         magnitude: size of the largest reward behind the advantages. Rewards of 1000.1 that differ in their last bit
             leave advantages that are all noise, which the advantages alone do not show.
-        process_group: whose ranks have parts of one batch: moments are then those of all of them. Every rank must
-            call, even with nothing to whiten.
+        reduce: reduction over the ranks that have parts of one batch. Every rank must call, even with an empty part.
 
     Returns:
         The shape and dtype of ``advantages``.
     """
     mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
-    values = advantages[mask].double()
-    floors = values.new_tensor([[magnitude], [-torch.inf]])  # so that a rank without values has extremes, too
-
-    extremes = torch.cat([floors, torch.stack([values.abs(), -values])], 1).amax(1)
-    largest, negated_smallest = reduce_over_ranks(extremes, process_group, distributed.ReduceOp.MAX)
-    shifted = values + negated_smallest  # equal values are now exactly 0, and so is their spread
-    moments = torch.stack([values.new_tensor(float(len(values))), shifted.sum()])
-    count, total = reduce_over_ranks(moments, process_group)
-    deviations = shifted - total / count.clamp(min=1)
-    result = deviations if center else values
+    values = advantages[mask]
+    deviations, std, signal = _spread(values, magnitude, reduce)
+    result = deviations if center else values.double()
     if scale:
-        squares = reduce_over_ranks(deviations.square().sum(), process_group)
-        std = (squares / (count - 1).clamp(min=1)).sqrt()
-        signal = std > NOISE * largest
         result = torch.where(signal, result / (std + STD_EPSILON), 0.0)
     return torch.zeros_like(advantages).masked_scatter(mask, result.to(advantages.dtype))
 
 
 @dataclass(frozen=True)
-class EstimatorRecipe:
-    """An estimator with what else belongs to the method of its name. It is called as the estimator itself.
+class Whiten:
+    """Batch normalization of advantages by their own moments; see :func:`whiten`.
 
-    Any callable may carry attributes of these names instead; for one that has none the least is assumed.
+    Args:
+        groups: complete groups of one batch, e.g. prompts per step. A fixed number, so that the result does not depend
+            on how rows arrive.
+        center: whether to subtract the mean.
+        scale: whether to divide by the standard deviation.
+    """
+
+    groups: int
+    center: bool = True
+    scale: bool = True
+
+    def __post_init__(self) -> None:
+        _check_groups(self)
+        if not self.center and not self.scale:
+            raise ValueError("Whiten: center=False and scale=False do nothing: set one of them, or leave it out")
+
+    def __call__(
+        self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
+    ) -> torch.Tensor:
+        """Return the normalized advantages ``[N, L]``; ``rewards`` ``[M]`` are not used."""
+        settings = {"center": self.center, "scale": self.scale}
+        return whiten(advantages, mask, **settings, magnitude=magnitude, reduce=reduce)
+
+
+@dataclass(frozen=True)
+class RewardStd:
+    r"""Division of advantages by the standard deviation of all rewards of a batch.
+
+    .. math:: \hat A_i = A_i / (\mathrm{std}(r_1 \dots r_N) + 10^{-4})
+
+    TRL 1.16, ``GRPOConfig(scale_rewards="batch")``, after Liu et al. 2025 (arXiv 2508.08221); with the estimator
+    ``"dr_grpo"`` (reward less group mean) it is TRL's. The standard deviation is unbiased, over the rows that did not
+    abstain. Rewards that differ by rounding alone leave advantages of 0.
+
+    Args:
+        groups: complete groups of one batch, e.g. prompts per step.
+    """
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        _check_groups(self)
+
+    def __call__(
+        self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
+    ) -> torch.Tensor:
+        """Return the normalized advantages ``[N, L]``; ``rewards`` are ``[M]``, NaN where a row abstains."""
+        _, std, signal = _spread(rewards[~rewards.isnan()], 0.0, reduce)
+        return torch.where(mask & signal, advantages / (std + STD_EPSILON), 0.0).to(advantages.dtype)
+
+
+def _check_groups(normalization: Whiten | RewardStd) -> None:
+    groups = normalization.groups
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"{type(normalization).__name__}: groups={groups!r} must be a whole number of at least 1")
+
+
+NORMALIZATIONS: dict[str, type] = {"whiten": Whiten, "reward_std": RewardStd}
+
+
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """An estimator with the properties that other parts ask for. It is called as the estimator itself.
+
+    Any callable may carry attributes of these names; see :func:`estimator_option` for one that has none.
 
     Attributes:
         function: the estimator.
-        whiten: how the method normalises advantages over the whole batch afterwards.
-        divides: whether it rescales rewards, so that what it gives is not a reward less a baseline.
-        needs_group: whether a row that has no other to compare with gets no signal.
+        rescales: whether it rescales rewards, so that its result is not a reward less a baseline.
+        needs_group: whether a row without another to compare with gets no signal.
+        wants_prompts: whether it takes the prompts' ids ``[N]`` as a third argument.
     """
 
     function: Estimator
-    whiten: Whitening = "none"
-    divides: bool = False
+    rescales: bool = False
     needs_group: bool = True
+    wants_prompts: bool = False
 
     def __call__(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """The function's ``[N]`` advantages of ``[N]`` rewards, before any whitening."""
+        """Return the function's ``[N]`` advantages of ``[N]`` rewards."""
         return self.function(rewards, groups)
 
 
-ESTIMATORS: dict[str, EstimatorRecipe] = {
-    "rloo": EstimatorRecipe(leave_one_out),
-    "grpo": EstimatorRecipe(group_normalised, divides=True),
-    "dr_grpo": EstimatorRecipe(group_centred),
-    "maxrl": EstimatorRecipe(mean_normalised, divides=True),
-    "reinforce": EstimatorRecipe(no_baseline, needs_group=False),
-    "reinforce_pp": EstimatorRecipe(no_baseline, whiten="mean_std", needs_group=False),
-    "reinforce_pp_baseline": EstimatorRecipe(group_centred, whiten="mean_std"),
+_OPTIONS = {"rescales": True, "needs_group": False, "wants_prompts": False}
+
+
+def estimator_option(estimator: Estimator, name: str) -> Any:
+    """Return a property of an estimator; for a function without it the one that assumes least."""
+    return getattr(estimator, name, _OPTIONS[name])
+
+
+ESTIMATORS: dict[str, EstimatorSpec] = {
+    "rloo": EstimatorSpec(leave_one_out),
+    "grpo": EstimatorSpec(group_normalized, rescales=True),
+    "dr_grpo": EstimatorSpec(group_centered),
+    "maxrl": EstimatorSpec(mean_normalized, rescales=True),
+    "reinforce": EstimatorSpec(no_baseline, needs_group=False),
 }

@@ -1,45 +1,57 @@
-"""From one loss value per action token to the scalar that is minimised.
+"""Aggregations: from one loss value per action token to the scalar that is minimized.
 
-Every normaliser is a number that is given, never a count of the tensor at hand. A step's gradient is therefore the same
-however its rows are split into micro-batches or over ranks, and however they are padded or
-packed. Numbers in parentheses are those of arXiv.
+An aggregation is called with ``(values [B, A], mask [B, A], num_rows, num_tokens)``. The two normalizers are given
+numbers, never counts of the tensors: a step's gradient is then the same however its rows are split into micro-batches
+or over ranks, padded or packed. (Numbers in parentheses are arXiv ids.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-Aggregation = Callable[[torch.Tensor, torch.Tensor, float, float, "float | None"], torch.Tensor]
+from torchrl_rloo.functional.choices import Choice, number, resolve
+
+Aggregation = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 
 
-def sequence_sum(values, mask, num_rows, num_tokens, constant):
-    r""":math:`\frac{1}{N} \sum_i \sum_t m_{it} \ell_{it}`: a sequence is one action (RLOO, 2402.14740)."""
+def sequence_sum(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    r"""Take a sequence as one action: :math:`\frac{1}{N} \sum_i \sum_t m_{it} \ell_{it}` (RLOO, 2402.14740)."""
     return torch.where(mask, values, 0.0).sum() / num_rows
 
 
-def sequence_mean(values, mask, num_rows, num_tokens, constant):
-    r""":math:`\frac{1}{N} \sum_i \frac{1}{L_i} \sum_t m_{it} \ell_{it}`: of each sequence (GRPO, 2402.03300)."""
+def sequence_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    r"""Average each sequence: :math:`\frac{1}{N} \sum_i \frac{1}{L_i} \sum_t m_{it} \ell_{it}` (GRPO, 2402.03300)."""
     sums = torch.where(mask, values, 0.0).sum(-1)
     return (sums / mask.sum(-1).clamp(min=1)).sum() / num_rows
 
 
-def token_mean(values, mask, num_rows, num_tokens, constant):
-    r""":math:`\frac{1}{\sum_i L_i} \sum_i \sum_t m_{it} \ell_{it}`: all tokens weigh the same (DAPO, 2503.14476)."""
+def token_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
+    r"""Weigh all tokens alike: :math:`\frac{1}{\sum_i L_i} \sum_i \sum_t m_{it} \ell_{it}` (DAPO, 2503.14476)."""
     return torch.where(mask, values, 0.0).sum() / num_tokens
 
 
-def constant_length(values, mask, num_rows, num_tokens, constant):
-    r""":math:`\frac{1}{N C} \sum_i \sum_t m_{it} \ell_{it}`, with a fixed length ``C`` (Dr. GRPO, 2503.20783)."""
-    return torch.where(mask, values, 0.0).sum() / (num_rows * constant)
+@dataclass(frozen=True)
+class ConstantLength(Choice):
+    r"""Divide by a fixed length :math:`C`: :math:`\frac{1}{N C} \sum_i \sum_t m_{it} \ell_{it}` (Dr. GRPO, 2503.20783).
+
+    Args:
+        length: :math:`C` in tokens, e.g. ``max_new_tokens``.
+    """
+
+    length: float = number(above=True)
+
+    def __call__(self, values, mask, num_rows, num_tokens) -> torch.Tensor:
+        return torch.where(mask, values, 0.0).sum() / (num_rows * self.length)
 
 
-AGGREGATIONS: dict[str, Aggregation] = {
+AGGREGATIONS: dict[str, Aggregation | type] = {
     "sequence_sum": sequence_sum,
     "sequence_mean": sequence_mean,
     "token_mean": token_mean,
-    "constant": constant_length,
+    "constant": ConstantLength,
 }
 
 
@@ -50,17 +62,15 @@ def aggregate(
     *,
     num_rows: float | None = None,
     num_tokens: float | None = None,
-    constant: float | None = None,
 ) -> torch.Tensor:
-    """Sums per-token losses under the normaliser that ``mode`` names.
+    """Sum per-token losses under the normalizer that ``mode`` names.
 
     Args:
         values: ``[B, A]``, one loss value per action token.
         mask: ``[B, A]`` bool, True on the tokens that count.
-        mode: a name in :data:`AGGREGATIONS`, or a function ``(values, mask, num_rows, num_tokens, constant)``.
+        mode: a choice from :data:`AGGREGATIONS`, see :func:`~torchrl_rloo.functional.choices.resolve`.
         num_rows: rows of the whole optimizer step, over all ranks; default ``B``.
         num_tokens: tokens that count of the whole optimizer step, over all ranks; default those of ``mask``.
-        constant: the length ``C`` of ``"constant"``.
 
     Returns:
         A scalar.
@@ -71,7 +81,6 @@ def aggregate(
         >>> [float(aggregate(values, mask, mode)) for mode in ("sequence_sum", "sequence_mean", "token_mean")]
         [3.0, 2.0, 2.0]
     """
-    function = AGGREGATIONS[mode] if isinstance(mode, str) else mode
     num_rows = len(values) if num_rows is None else num_rows
     num_tokens = int(mask.sum()) if num_tokens is None else num_tokens
-    return function(values, mask, max(num_rows, 1e-12), max(num_tokens, 1e-12), constant)
+    return resolve("aggregation", mode, AGGREGATIONS)(values, mask, max(num_rows, 1e-12), max(num_tokens, 1e-12))

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over the action tokens of each row."""
+"""Generalized advantage estimation over the action tokens of each row."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ def gae(
     mask: torch.Tensor,
     discount: float = 1.0,
     lam: float = 0.95,
-    bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Advantages and returns from the values before each action token.
+    r"""Compute advantages and returns from the values before each action token.
 
     .. math:: \delta_t = r_t + \gamma V_{t+1} - V_t, \quad A_t = \delta_t + \gamma \lambda A_{t+1}, \quad R_t = A_t+V_t
 
-    Equation 16 of Schulman et al. 2016 (arXiv 1506.02438). Time counts action tokens: what comes after the last one of
-    a turn is the first one of the next turn. With ``lam=1`` and ``discount=1`` the advantage is the sum of rewards to
-    come less the value, with ``lam=0`` the error of one step.
+    Equation 16 of Schulman et al. 2016 (arXiv 1506.02438). Time counts action tokens: the first one of a turn follows
+    the last one of the turn before, and the value after the last one is 0. With ``lam=1`` and ``discount=1`` the
+    advantage is the sum of rewards to come less the value, with ``lam=0`` the error of one step.
 
     Args:
         rewards: ``[B, A]``, reward credited at each action token.
@@ -27,7 +26,6 @@ def gae(
         mask: ``[B, A]`` bool, True on action tokens.
         discount: :math:`\gamma`.
         lam: :math:`\lambda`.
-        bootstrap: ``[B]``, value after each row's last action token, e.g. of rows that a limit cut short; default 0.
 
     Returns:
         ``(advantages, returns)``, both ``[B, A]``, 0 where the mask is False.
@@ -37,8 +35,7 @@ def gae(
         >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, lam=1.0)
         (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
     """
-    following = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(values)
-    advantage = torch.zeros_like(following)
+    following = advantage = values.new_zeros(len(values))
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         real, value = mask[:, t], values[:, t]

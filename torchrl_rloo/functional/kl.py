@@ -13,7 +13,7 @@ KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""The plain log-ratio, unbiased and signed: :math:`k_1 = \log \pi(a) - \log \pi_{ref}(a)`.
+    r"""Return the plain log-ratio, unbiased and signed: :math:`k_1 = \log \pi(a) - \log \pi_{ref}(a)`.
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
@@ -26,7 +26,7 @@ def k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""Half the squared log-ratio: :math:`k_2 = k_1^2 / 2`; biased, low-variance and never negative.
+    r"""Return half the squared log-ratio: :math:`k_2 = k_1^2 / 2`; biased, low-variance and never negative.
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
@@ -39,7 +39,7 @@ def k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""The non-negative, low-variance estimator :math:`k_3 = e^{-k_1} - 1 + k_1`.
+    r"""Return the non-negative, low-variance estimator :math:`k_3 = e^{-k_1} - 1 + k_1`.
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
@@ -57,8 +57,8 @@ def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def kl_penalised_reward(rewards: torch.Tensor, kl: torch.Tensor, coeff: float) -> torch.Tensor:
-    r"""Subtracts the KL of the whole trajectory from its return, before any baseline.
+def kl_penalized_reward(rewards: torch.Tensor, kl: torch.Tensor, coeff: float) -> torch.Tensor:
+    r"""Subtract the KL of the whole trajectory from its return, before any baseline.
 
     .. math:: R_i = r_i - \beta \sum_t m_{it} \, (\log \pi(a_{it}) - \log \pi_{ref}(a_{it}))
 
@@ -81,10 +81,10 @@ def kl_loss_terms(
     estimator: str | KLEstimator = "k3",
     log_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    r"""KL at each token, as a term of the loss.
+    r"""Compute the KL at each token, as a term of the loss.
 
     Without ``log_ratio`` it is the estimator alone, :math:`k(\pi, \pi_{ref})`. Its gradient on samples of the policy
-    itself is another matter than its value: that of k1 is 0 on average, that of k3 belongs to the forward KL (so it is
+    itself differs in meaning from its value: that of k1 is 0 on average, that of k3 belongs to the forward KL (so it is
     in GRPO, arXiv 2402.03300), and only that of k2 is the reverse KL's (Liu et al. 2025, arXiv 2510.01555).
 
     With ``log_ratio`` it is weighted by the importance ratio, and its mean over samples of the old policy :math:`\mu`
@@ -118,7 +118,7 @@ def kl_loss_terms(
 
 
 def adapted_coefficient(coeff: float, kl: float, target: float, gain: float) -> float:
-    r"""The KL coefficient after one step of a proportional controller.
+    r"""Return the KL coefficient after one step of a proportional controller.
 
     .. math:: \beta' = \beta \, (1 + K e), \quad
         e = \mathrm{clip}\left( \frac{KL}{KL_{target}} - 1, \; -0.2, \; 0.2 \right)

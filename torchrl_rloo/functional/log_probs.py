@@ -100,7 +100,7 @@ class _Shape(NamedTuple):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps the normaliser of each position, and computes a tile's logits again when its gradient is needed."""
+    """Keeps the normalizer of each position, and computes a tile's logits again when its gradient is needed."""
 
     @staticmethod
     def forward(ctx, shape, targets, seen, support_ids, support_sizes, bias, *factors):
@@ -121,27 +121,27 @@ class _TokenLogProbs(torch.autograd.Function):
             for part, block in _blocks(logits, rows):
                 _accumulate_(block, top[part], total[part], None if spread is None else spread[part], tiles.masked)
         log_total = total.log()
-        normaliser = top + log_total
+        normalizer = top + log_total
         entropy = None if spread is None else log_total - spread / total
         if k:
-            top_log_probs -= normaliser[:, None]
+            top_log_probs -= normalizer[:, None]
             ctx.mark_non_differentiable(top_ids, top_log_probs)
-        ctx.save_for_backward(targets, seen, support_ids, support_sizes, bias, normaliser, entropy, *factors)
+        ctx.save_for_backward(targets, seen, support_ids, support_sizes, bias, normalizer, entropy, *factors)
         ctx.shape = shape
         ctx.set_materialize_grads(False)
-        return targeted - normaliser, entropy, top_ids, top_log_probs
+        return targeted - normalizer, entropy, top_ids, top_log_probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_entropy, *_):
         if grad is None and grad_entropy is None:
             return (None,) * len(ctx.needs_input_grad)
-        targets, seen, support_ids, support_sizes, bias, normaliser, entropy, *factors = ctx.saved_tensors
+        targets, seen, support_ids, support_sizes, bias, normalizer, entropy, *factors = ctx.saved_tensors
         support = None if support_ids is None else Support(support_ids, support_sizes)
         tiles = _Tiles(ctx.shape, targets, seen, support, bias, factors)
         needs = ctx.needs_input_grad[5:]
         with torch.autocast(targets.device.type, enabled=False):
-            grads = _backward(tiles, normaliser, entropy, grad, grad_entropy, needs)
+            grads = _backward(tiles, normalizer, entropy, grad, grad_entropy, needs)
         return None, None, None, None, None, *grads
 
 
@@ -215,7 +215,7 @@ class _Tiles:
         return self.shape.softcap is not None or self.shape.distribution.repetition_penalty != 1
 
 
-def _backward(tiles: _Tiles, normaliser, entropy, grad, grad_entropy, needs) -> list[torch.Tensor | None]:
+def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> list[torch.Tensor | None]:
     """Gradients of the bias and the factors that need one, summed over the tiles in at least float32."""
     inputs = (tiles.bias, *tiles.factors)
     grads = [torch.zeros_like(t, dtype=tiles.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
@@ -223,7 +223,7 @@ def _backward(tiles: _Tiles, normaliser, entropy, grad, grad_entropy, needs) -> 
     for rows, columns in tiles:
         raw = tiles.raw(rows, columns)
         g = tiles.processed(raw.clone() if tiles.needs_raw else raw, rows, columns)
-        g = g.sub_(normaliser[rows, None])
+        g = g.sub_(normalizer[rows, None])
         _logit_gradient_(g, rows, entropy, grad, grad_entropy, tiles.masked)
         if grad is not None:
             lines, places = tiles.targets_in(rows, columns)

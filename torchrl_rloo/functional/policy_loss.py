@@ -1,78 +1,114 @@
-r"""Surrogate objectives: what is minimised, given importance ratios and advantages.
+r"""Surrogates: the loss of a token or a sequence, given importance ratios and advantages.
 
-Every entry of :data:`SURROGATES` has the signature ``(log_ratio [B, 1 or A], advantages [B, 1 or A], log_probs [B, A],
-old_log_probs [B, A], **settings) -> loss``. The loss has the shape ``[B, A]``, or ``[B, 1]`` where ratio and advantage
-are of whole sequences; :func:`~torchrl_rloo.functional.ratios.share_out` deals it out to the tokens. At a ratio of 1
-all have the gradient of REINFORCE, :math:`-A \nabla \log \pi`.
+A surrogate is called with ``(log_ratio [B, 1 or A], advantages [B, 1 or A], log_probs [B, A], old_log_probs [B, A])``
+and returns a loss ``[B, A]``, or ``[B, 1]`` where ratio and advantage are of whole sequences;
+:func:`~torchrl_rloo.functional.ratios.share_out` divides that among the tokens. Its method ``clipped`` takes the same
+arguments and returns a bool mask: True where the surrogate removes the gradient. A plain function serves as well; it
+has no clip fraction. At a ratio of 1 all surrogates have the gradient of REINFORCE, :math:`-A \nabla \log \pi`.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from torchrl_rloo.functional.choices import Choice, number
 from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, ratio_of
 
-Surrogate = Callable[..., torch.Tensor]
+Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def clipped_surrogate(
-    log_ratio, advantages, log_probs, old_log_probs, *, epsilon_low=0.2, epsilon_high=0.2, dual_clip=None
-) -> torch.Tensor:
-    r"""PPO's pessimistic objective, with bounds of its own on each side, and a floor under it if asked for.
+class _KeepsGradient(Choice):
+    """Base of surrogates that weigh gradients down but never remove one."""
 
-    .. math:: -\min(\rho A, \; \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A)
+    def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        """Return False everywhere."""
+        return torch.zeros_like(log_ratio * advantages, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class Clip(Choice):
+    r"""PPO's pessimistic objective, with separate bounds below and above 1.
+
+    .. math:: -\min(\rho A, \; \mathrm{clip}(\rho, 1 - l, 1 + h) A)
 
     Equation 7 of Schulman et al. 2017 (arXiv 1707.06347); two bounds as in DAPO (arXiv 2503.14476, equation 10). With
-    ``dual_clip`` :math:`c > 1` a negative advantage's objective is no lower than :math:`c A` (Ye et al. 2020, arXiv
-    1912.09729, equation 5), so that a single huge ratio cannot rule a step.
+    ``dual`` :math:`c` a negative advantage's objective is no lower than :math:`c A` (Ye et al. 2020, arXiv 1912.09729,
+    equation 5), which bounds the effect of a single huge ratio.
 
     Args:
-        log_ratio: ``[B, 1]`` or ``[B, A]``.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        log_probs: not used.
-        old_log_probs: not used.
-        epsilon_low: how far below 1 the ratio may go.
-        epsilon_high: how far above 1 the ratio may go.
-        dual_clip: :math:`c`, or None.
+        low: :math:`l`, distance below 1, in (0, 1].
+        high: :math:`h`, distance above 1; None: the same as ``low``.
+        dual: :math:`c`, above 1; None disables it.
+
+    Example:
+        >>> log_ratio, advantages = torch.tensor([[0.5, 0.1]]), torch.ones(1, 1)
+        >>> Clip(0.2)(log_ratio, advantages, log_ratio, torch.zeros(1, 2))
+        tensor([[-1.2000, -1.1052]])
+        >>> Clip(0.2).clipped(log_ratio, advantages, log_ratio, torch.zeros(1, 2))
+        tensor([[ True, False]])
     """
-    ratio = ratio_of(log_ratio)
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    if dual_clip is not None:
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-    return -objective
+
+    low: float = number(0.2, above=True, high=1)
+    high: float | None = number(None, above=True)
+    dual: float | None = number(None, low=1, above=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high is None:
+            object.__setattr__(self, "high", self.low)
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        ratio = ratio_of(log_ratio)
+        bounded = ratio.clamp(1 - self.low, 1 + self.high)
+        objective = torch.minimum(ratio * advantages, bounded * advantages)
+        if self.dual is not None:
+            objective = torch.where(advantages < 0, torch.maximum(objective, self.dual * advantages), objective)
+        return -objective
+
+    def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        """Return True where the ratio is out of bounds in the direction of the advantage."""
+        ratio = ratio_of(log_ratio)
+        bad = ratio < 1 - self.low if self.dual is None else (ratio < 1 - self.low) | (ratio > self.dual)
+        return torch.where(advantages < 0, bad, (ratio > 1 + self.high) & (advantages > 0))
 
 
-def cispo_surrogate(
-    log_ratio, advantages, log_probs, old_log_probs, *, epsilon_low=1.0, epsilon_high=4.0
-) -> torch.Tensor:
-    r"""REINFORCE with a clipped importance weight, so that no token loses its gradient.
+@dataclass(frozen=True)
+class Unclipped(_KeepsGradient):
+    r"""Importance sampling without a bound: :math:`-\rho A`."""
 
-    .. math:: -\mathrm{sg}(\mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high})) \, A \log \pi(a_t)
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        return -ratio_of(log_ratio) * advantages
 
-    CISPO, equation 4 of the MiniMax-M1 report (arXiv 2506.13585); sg stops the gradient. The lower bound is off by
-    default, as there.
+
+@dataclass(frozen=True)
+class CISPO(_KeepsGradient):
+    r"""REINFORCE with a clipped importance weight: no token loses its gradient.
+
+    .. math:: -\mathrm{sg}(\mathrm{clip}(\rho, 1 - l, 1 + h)) \, A \log \pi(a_t)
+
+    Equation 4 of the MiniMax-M1 report (arXiv 2506.13585); sg stops the gradient. The lower bound is off by default,
+    as there.
 
     Args:
-        log_ratio: ``[B, 1]`` or ``[B, A]``.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        log_probs: ``[B, A]``, carries the gradient.
-        old_log_probs: not used.
-        epsilon_low: how far below 1 the weight may go.
-        epsilon_high: how far above 1 the weight may go.
+        low: :math:`l`, distance below 1, in (0, 1].
+        high: :math:`h`, distance above 1.
     """
-    weight = ratio_of(log_ratio.detach()).clamp(1 - epsilon_low, 1 + epsilon_high)
-    return -weight * advantages * log_probs
+
+    low: float = number(1.0, above=True, high=1)
+    high: float = number(4.0, above=True)
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        weight = ratio_of(log_ratio.detach()).clamp(1 - self.low, 1 + self.high)
+        return -weight * advantages * log_probs
 
 
-def sapo_surrogate(
-    log_ratio, advantages, log_probs, old_log_probs, *, tau_positive=1.0, tau_negative=1.05
-) -> torch.Tensor:
-    r"""A smooth gate in place of the clip: the gradient fades as the ratio leaves 1, faster for negative advantages.
+@dataclass(frozen=True)
+class SAPO(_KeepsGradient):
+    r"""A smooth gate instead of a clip: the gradient fades as the ratio leaves 1, faster for negative advantages.
 
     .. math:: -\frac{4}{\tau} \sigma(\tau (\rho - 1)) A
         \quad \tau = \tau_{pos} \text{ if } A > 0 \text{ else } \tau_{neg}
@@ -80,48 +116,45 @@ def sapo_surrogate(
     SAPO (arXiv 2511.20347).
 
     Args:
-        log_ratio: ``[B, 1]`` or ``[B, A]``.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        log_probs: not used.
-        old_log_probs: not used.
         tau_positive: steepness of the gate for positive advantages.
-        tau_negative: for the others.
+        tau_negative: steepness for the others.
     """
-    tau = _by_sign(advantages, advantages > 0, tau_positive, tau_negative)
-    return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * 4 / tau * advantages
+
+    tau_positive: float = number(1.0, above=True)
+    tau_negative: float = number(1.05, above=True)
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        tau = _by_sign(advantages, advantages > 0, self.tau_positive, self.tau_negative)
+        return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * 4 / tau * advantages
 
 
-def dppo_surrogate(log_ratio, advantages, log_probs, old_log_probs, *, delta=0.15) -> torch.Tensor:
-    r"""A trust region in probability rather than in ratio: rare tokens may move by large factors, common ones may not.
+@dataclass(frozen=True)
+class DPPO(Choice):
+    r"""A trust region in probability instead of ratio: rare tokens may move by large factors, common ones may not.
 
     .. math:: -M \rho A, \quad M = 0 \text{ if } |\pi(a_t) - \pi_{old}(a_t)| > \delta
         \text{ and } (\rho - 1) A > 0 \text{, else } 1
 
-    DPPO with the binary total-variation divergence (arXiv 2602.04879).
+    DPPO with the binary total-variation divergence (arXiv 2602.04879). It is of tokens: use it with ``ratio="token"``.
 
     Args:
-        log_ratio: ``[B, A]``.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        log_probs: ``[B, A]``.
-        old_log_probs: ``[B, A]``.
         delta: largest shift of a sampled token's probability, in (0, 1].
     """
-    shift = log_probs.detach().exp() - old_log_probs.exp()
-    inside = (shift.abs() <= delta) | (shift * advantages <= 0)
-    return -torch.where(inside, ratio_of(log_ratio) * advantages, 0.0)
+
+    delta: float = number(0.15, above=True, high=1)
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        outside = self.clipped(log_ratio, advantages, log_probs, old_log_probs)
+        return -torch.where(outside, 0.0, ratio_of(log_ratio) * advantages)
+
+    def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        """Return True where the probability has moved too far in the direction of the advantage."""
+        shift = log_probs.detach().exp() - old_log_probs.exp()
+        return (shift.abs() > self.delta) & (shift * advantages > 0)
 
 
-def vespo_surrogate(
-    log_ratio,
-    advantages,
-    log_probs,
-    old_log_probs,
-    *,
-    k_positive=2.0,
-    k_negative=3.0,
-    lambda_positive=3.0,
-    lambda_negative=2.0,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class VESPO(_KeepsGradient):
     r"""REINFORCE with a soft weight that falls to 0 on both sides of a ratio near 1.
 
     .. math:: -\mathrm{sg}(\rho^k e^{\lambda (1 - \rho)}) \, A \log \pi(a_t)
@@ -130,37 +163,34 @@ def vespo_surrogate(
     sequences.
 
     Args:
-        log_ratio: ``[B, 1]`` or ``[B, A]``.
-        advantages: ``[B, 1]`` or ``[B, A]``.
-        log_probs: ``[B, A]``, carries the gradient.
-        old_log_probs: not used.
         k_positive: :math:`k` for advantages of at least 0.
-        k_negative: for the others.
+        k_negative: :math:`k` for the others.
         lambda_positive: :math:`\lambda` for advantages of at least 0.
-        lambda_negative: for the others.
+        lambda_negative: :math:`\lambda` for the others.
     """
-    log_weight = log_ratio.detach().clamp(math.log(1e-8), MAX_LOG_RATIO)
-    k = _by_sign(advantages, advantages >= 0, k_positive, k_negative)
-    rate = _by_sign(advantages, advantages >= 0, lambda_positive, lambda_negative)
-    weight = (rate + k * log_weight - rate * log_weight.exp()).exp()
-    return -weight * advantages * log_probs
+
+    k_positive: float = number(2.0)
+    k_negative: float = number(3.0)
+    lambda_positive: float = number(3.0)
+    lambda_negative: float = number(2.0)
+
+    def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
+        log_weight = log_ratio.detach().clamp(math.log(1e-8), MAX_LOG_RATIO)
+        k = _by_sign(advantages, advantages >= 0, self.k_positive, self.k_negative)
+        rate = _by_sign(advantages, advantages >= 0, self.lambda_positive, self.lambda_negative)
+        return -(rate + k * log_weight - rate * log_weight.exp()).exp() * advantages * log_probs
 
 
 def _by_sign(like: torch.Tensor, condition: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
-    """One setting or the other, in the precision of ``like``."""
+    """Return one setting or the other, in the precision of ``like``."""
     return torch.where(condition, like.new_tensor(positive), like.new_tensor(negative))
 
 
-SURROGATES: dict[str, Surrogate] = {
-    "clip": clipped_surrogate,
-    "cispo": cispo_surrogate,
-    "sapo": sapo_surrogate,
-    "dppo": dppo_surrogate,
-    "vespo": vespo_surrogate,
+SURROGATES: dict[str, type] = {
+    "clip": Clip,
+    "unclipped": Unclipped,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "dppo": DPPO,
+    "vespo": VESPO,
 }
-
-
-def settings_of(function: Callable) -> dict[str, object]:
-    """A formula's settings and their defaults: its keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

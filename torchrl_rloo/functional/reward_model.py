@@ -52,7 +52,7 @@ def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def batch_sum_to_zero(part: torch.Tensor, mean: torch.Tensor | float) -> torch.Tensor:
-    r"""A part's share in the squared mean of all rewards of a batch, batch-wise sum-to-zero regularisation.
+    r"""A part's share in the squared mean of all rewards of a batch, batch-wise sum-to-zero regularization.
 
     .. math:: L = \left(\frac{1}{2P} \sum_{i=1}^{P} (r_{w,i} + r_{l,i})\right)^2
 

@@ -1,7 +1,7 @@
 """The distribution that tokens are sampled from: logits to processed log-probs to token ids.
 
 One function, :func:`process_logits`, defines the sampling distribution. The sampler draws from it and the scorer
-evaluates it, so that behaviour and training log-probs are of the same distribution at any setting.
+evaluates it, so that behavior and training log-probs are of the same distribution at any setting.
 """
 
 from __future__ import annotations

@@ -60,12 +60,12 @@ def forget(moments: Moments, decay: float) -> Moments:
     return Moments(moments.count * decay, moments.mean, moments.squares * decay)
 
 
-def normalise_scores(
+def normalize_scores(
     scores: torch.Tensor, moments: Moments, *, center: bool, min_count: float, epsilon: float
 ) -> torch.Tensor:
     r"""Scores of each function divided by the standard deviation of that function's scores.
 
-    .. math:: r'_{ik} = \frac{r_{ik} - c_k}{\sigma_k + \epsilon}, \qquad c_k = \mu_k \text{ if centred, else } 0
+    .. math:: r'_{ik} = \frac{r_{ik} - c_k}{\sigma_k + \epsilon}, \qquad c_k = \mu_k \text{ if centered, else } 0
 
     A column with fewer than ``min_count`` scores stays as it is. One whose scores have all been equal up to rounding
     has no scale, so it is not divided.

@@ -1,4 +1,4 @@
-"""The loss of a value estimate, and how much of the returns it explains."""
+"""Loss of a value estimate, and the share of the returns that it explains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, epsilon: float | None = None
 ) -> torch.Tensor:
-    r"""Half the squared error, pessimistic about estimates that have left their neighbourhood.
+    r"""Return half the squared error, pessimistic about estimates that left their neighborhood.
 
     .. math:: \tfrac{1}{2} \max\left( (V - R)^2, \;
         (\mathrm{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2 \right)
@@ -19,7 +19,7 @@ def clipped_value_loss(
         values: ``[B, A]`` under the current weights; carries the gradient.
         old_values: ``[B, A]`` when the targets were computed.
         targets: ``[B, A]``, returns :math:`R`.
-        epsilon: how far a value may go from the old one; None for no clip.
+        epsilon: largest distance of a value from the old one; None disables the clip.
 
     Returns:
         ``[B, A]``, never negative.
@@ -31,21 +31,18 @@ def clipped_value_loss(
     return 0.5 * error
 
 
-def explained_variance(values: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""Share of the targets' variance that the values explain, :math:`1 - \mathrm{Var}(R - V) / \mathrm{Var}(R)`.
+def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    r"""Return the share of the targets' variance that the values explain, :math:`1 - Var(R - V) / Var(R)`.
 
     Args:
-        values: ``[B, A]``.
-        targets: ``[B, A]``.
-        mask: ``[B, A]`` bool, True on the tokens that count; or how often each one does.
+        values: ``[n]``.
+        targets: ``[n]``.
 
     Returns:
         A scalar: 1 for a perfect estimate (up to a constant), 0 for a constant one, negative for a worse one; NaN where
         the targets do not vary.
     """
-    times = mask.flatten().long()
-    targets, errors = (x.flatten().repeat_interleave(times) for x in (targets, targets - values))
     if not len(targets):
-        return errors.new_tensor(torch.nan)
+        return targets.new_tensor(torch.nan)
     variance = targets.var(correction=0)
-    return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+    return torch.where(variance > 0, 1 - (targets - values).var(correction=0) / variance, torch.nan)

@@ -1,12 +1,10 @@
 """Policies that generate and score, over TorchRL's LLM wrapper contract."""
 
-from torchrl_rloo.modules.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
-from torchrl_rloo.modules.head import Head, find_head, score_positions
-from torchrl_rloo.modules.loading import add_adapter, context_length, load_model
+from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, load_tokenizer
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
-from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_copy, frozen_reference
+from torchrl_rloo.modules.reference import AdapterReference, frozen_copy, frozen_reference
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.modules.scoring import ScoredActions
 from torchrl_rloo.modules.turns import TurnPolicy
@@ -15,10 +13,6 @@ from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
 __all__ = [
     "AdapterReference",
-    "Generated",
-    "GenerationConfig",
-    "Head",
-    "MovingReference",
     "RewardModel",
     "ScoredActions",
     "Scorer",
@@ -29,15 +23,12 @@ __all__ = [
     "add_adapter",
     "context_length",
     "encode_pairs",
-    "end_of_sequence_ids",
-    "find_head",
     "frozen_copy",
     "frozen_reference",
-    "generate",
     "load_model",
+    "load_tokenizer",
     "load_reward_model",
     "record_log_probs",
-    "score_positions",
     "supports_packing",
     "vLLMWrapper",
 ]

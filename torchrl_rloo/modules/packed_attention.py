@@ -1,14 +1,13 @@
 """Attention over a pack: many rows in one sequence, each of which sees itself and the prompt it shares, nothing else.
 
-transformers lets a model's attention be replaced by name. The name is set for one forward pass only, and what may see
-what travels in a context variable: model families differ in the keyword arguments that they hand down, and some drop
-them. No mask of all tokens by all tokens is ever made.
+Transformers can replace a model's attention by name. The name is set for one forward pass only. The plan travels in a
+context variable, since model families differ in the keyword arguments that they pass on. No mask of all tokens by all
+tokens is ever made.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -18,18 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-REMEDY = 'use layout="padded"'
+from torchrl_rloo.engines.attention import attention_of
+
+REMEDY = 'use packing="none"'
 MIN_FILL = 0.8  # rows share one attention call if each is at least this share of the longest; 0.6 to 0.9 is as fast
 
 _NAME = "torchrl_rloo_packed"
 _PLAN: ContextVar[AttentionPlan | None] = ContextVar("attention_plan", default=None)
-_LOCK = threading.RLock()  # two threads that switch the same model in turn would restore each other's setting
-# Handed down by models, without a say in the result of a call that has a plan. Anything else that is set is refused.
+# Passed on by models, without effect on a call that has a plan. Anything else that is set is refused.
 _HARMLESS = frozenset({"position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position"})
 
 
 class Segment(NamedTuple):
-    """A run of consecutive tokens of a pack; each sees those before it in the run, and the whole prefix.
+    """Run of consecutive tokens of a pack; each sees those before it in the run, and the whole prefix.
 
     Attributes:
         start: index of the first token in the pack.
@@ -75,7 +75,7 @@ class _Block:
 
 
 class AttentionPlan:
-    """What each token of a pack may see, prepared once for all layers.
+    """Plan of which tokens of a pack see which, prepared once for all layers.
 
     Args:
         segments: they cover the pack, in order.
@@ -89,7 +89,7 @@ class AttentionPlan:
 
     @cached_property
     def blocks(self) -> tuple[list[_Block], torch.Tensor]:
-        """The attention calls, and ``[N]``: where in their padded outputs, laid end to end, each token's is."""
+        """Return the attention calls, and ``[N]``: each token's place in their concatenated padded outputs."""
         order = sorted(self.segments, key=lambda s: (s.prefix_length, -s.length))
         members: list[list[Segment]] = []
         for s in order:
@@ -128,7 +128,7 @@ def _packed_attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function: ``[1, heads, N, D]`` to ``[1, N, heads, D]``."""
+    """Attend ``[1, heads, N, D]`` to ``[1, N, heads, D]``: the attention function of Transformers."""
     plan = _PLAN.get()
     if plan is None:
         raise RuntimeError(
@@ -154,7 +154,7 @@ def _packed_attention(
 def _attend_blocks(
     plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """``[N, heads, D]`` of each to ``[N, heads, D]``, a few segments of like lengths at a time."""
+    """Attend ``[N, heads, D]`` to ``[N, heads, D]``, a few segments of similar length at a time."""
     blocks, places = plan.blocks
 
     def take(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _attend_blocks(
 def _attend_ragged(
     plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """The same in one call of a kernel for ragged rows, whose last query is aligned with its last key."""
+    """Attend in one call of a kernel for ragged rows, which aligns a row's last query with its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     keys, query_offsets, key_offsets, longest_query, longest_key = plan.ragged
@@ -209,23 +209,21 @@ def _has_ragged_kernel(query: torch.Tensor) -> bool:
 
 
 def _run(config, plan: AttentionPlan, function: Callable, *args):
-    """``function(*args)`` with the model's attention switched to the plan's."""
+    """Call ``function(*args)`` with the model's attention replaced by the plan's."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _packed_attention)  # no mask function of that name: models then make no mask
-    with _LOCK:
-        original, token = config._attn_implementation, _PLAN.set(plan)
-        config._attn_implementation = _NAME
+    with attention_of(config, _NAME):
+        token = _PLAN.set(plan)
         try:
             return function(*args)
         finally:
-            config._attn_implementation = original
             _PLAN.reset(token)
 
 
 @contextmanager
 def _recompute_alike(decoder: nn.Module, config, plan: AttentionPlan) -> Iterator[None]:
-    """Layers under gradient checkpointing run again in the backward pass, and must then attend by the same plan."""
+    """Let layers that gradient checkpointing recomputes attend by the same plan."""
     with ExitStack() as stack:
         for module in decoder.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
@@ -242,16 +240,16 @@ def _checkpoint_alike(checkpoint: Callable, config, plan: AttentionPlan, functio
 def forward_pack(
     decoder: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
-    """Hidden states ``[N, H]`` of a pack.
+    """Compute the hidden states ``[N, H]`` of a pack.
 
-    The decoder's attention is as it was afterwards, whatever happens. Gradient checkpointing as the model itself offers
-    it works; layers that somebody else wraps to be recomputed do not.
+    The decoder's attention is restored afterwards. The model's own gradient checkpointing works, that of wrappers
+    around layers does not.
 
     Args:
         decoder: a transformers decoder, e.g. ``model.get_decoder()``.
         ids: ``[N]`` int64.
         position_ids: ``[N]`` int64, counted within each row.
-        plan: which tokens see which.
+        plan: what each token sees.
 
     Raises:
         NotImplementedError: if the attention is of a kind that a plan cannot describe.

@@ -1,11 +1,11 @@
-"""The training forward without padding: hidden states of action tokens from rows packed into one sequence.
+"""Training forward without padding: hidden states of action tokens from rows packed into one sequence.
 
-The layouts differ in speed and memory, not in the result:
+Packings differ in speed and memory, not in the result:
 
-* ``"packed"``: all rows end to end, so that no position is spent on padding;
-* ``"shared_prefix"``: besides, a prompt that several rows begin with is read once.
+* ``"packed"``: all rows end to end, without padding;
+* ``"shared_prefix"``: a prompt that several rows begin with is also read only once.
 
-What nothing depends on, the last action token of a row and all that follows it, is left out in both.
+Both leave out a row's last action token and what follows it, on which nothing depends.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from torchrl_rloo.data.rows import pad, prompt_groups, prompt_lengths
+from torchrl_rloo.data.rows import PACKINGS, pad, prompt_groups, prompt_lengths
+from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.modules.packed_attention import REMEDY, AttentionPlan, Segment, forward_pack
 
-PACKED_LAYOUTS = ("packed", "shared_prefix")
+PACKED = PACKINGS[1:]
 
-_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # why a decoder cannot be packed, if so
+_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # probed decoders; None: can be packed
 
 
 def action_hidden(
     decoder: nn.Module,
     tokens: Sequence[torch.Tensor],
     action_masks: Sequence[torch.Tensor],
-    layout: Literal["packed", "shared_prefix"],
+    packing: Literal["packed", "shared_prefix"],
 ) -> torch.Tensor:
-    """Hidden states at the positions that predict the action tokens, differentiable.
+    """Compute hidden states at the positions that predict the action tokens, differentiable.
 
-    The same as of rows padded to a rectangle, up to rounding. The decoder is proved to be fit for it on first use.
+    They are those of rows padded to a rectangle, up to rounding. A probe checks the decoder on first use.
 
     Args:
         decoder: ids to hidden states, e.g. ``model.get_decoder()``; its attention is replaced for this pass only.
-        tokens: ids of ``B`` rows, ``[T_i]`` each; copied to the CPU if not there. They may be padded on the right.
+        tokens: ids of ``B`` rows, ``[T_i]`` each, on any device. They may be padded on the right.
         action_masks: True on action tokens, bool ``[T_i]`` each.
-        layout: ``"packed"`` or ``"shared_prefix"``.
+        packing: ``"packed"`` or ``"shared_prefix"``.
 
     Returns:
         ``[N, H]`` for ``N`` action tokens, in row order.
@@ -49,44 +50,46 @@ def action_hidden(
         NotImplementedError: if the decoder cannot be packed; see :func:`supports_packing`.
     """
     check_packing(decoder)
-    return _action_hidden(decoder, tokens, action_masks, layout)
+    return _action_hidden(decoder, tokens, action_masks, packing)
 
 
 def supports_packing(decoder: nn.Module) -> bool:
-    """Whether :func:`action_hidden` is right for a decoder, proved on a few tokens and remembered.
+    """Return whether :func:`action_hidden` is right for a decoder; a probe of a few tokens decides, once.
 
     False for a model in which tokens mix by other means than plain causal attention (state space layers, convolutions,
-    chunked attention, attention sinks, soft-capped attention), or which does not take its attention or its positions
-    from outside.
+    chunked attention, attention sinks, soft-capped attention), or whose attention or positions cannot be set.
+
+    Raises:
+        MemoryError: if the probe runs out of memory; nothing is then remembered. On CUDA ``torch.OutOfMemoryError``.
     """
     return _refusal(decoder) is None
 
 
 def check_packing(decoder: nn.Module) -> None:
-    """Raises a NotImplementedError with the reason where :func:`supports_packing` is False."""
+    """Raise a NotImplementedError with the reason where :func:`supports_packing` is False."""
     if reason := _refusal(decoder):
         raise NotImplementedError(f"{type(decoder).__name__} cannot be packed ({reason}): {REMEDY}")
 
 
 def _refusal(decoder: nn.Module) -> str | None:
     if decoder not in _REFUSALS:
-        modes = [(module, module.training) for module in decoder.modules()]
-        decoder.eval()
         try:
             device = decoder.get_input_embeddings().weight.device
-            with torch.autocast(device.type, enabled=False):  # whose rounding would look like a leak
+            with (
+                evaluation_mode(decoder),
+                torch.autocast(device.type, enabled=False),
+            ):  # whose rounding would look like a leak
                 _REFUSALS[decoder] = _probe(decoder)
-        except Exception as error:  # a model that cannot be called like this may raise anything
-            _REFUSALS[decoder] = f"{type(error).__name__}: {error}"
-        finally:
-            for module, training in modes:
-                module.training = training
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model that cannot be called like this may raise anything; not remembered
+            return f"{type(error).__name__}: {error}"
     return _REFUSALS[decoder]
 
 
 @torch.no_grad()
 def _probe(decoder: nn.Module) -> str | None:
-    """Compares a few packed rows, two with a prompt in common, with each row alone."""
+    """Compare a few packed rows, two with a common prompt, with each row alone."""
     config = decoder.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -97,9 +100,9 @@ def _probe(decoder: nn.Module) -> str | None:
     alone = [decoder(input_ids=r[None].to(embeddings.device), use_cache=False).last_hidden_state[0] for r in rows]
     expected = torch.cat([h[:-1][m[1:].to(h.device)] for h, m in zip(alone, masks, strict=True)]).float()
     tolerance = (2e-2 if embeddings.dtype in (torch.float16, torch.bfloat16) else 1e-4) * float(expected.abs().max())
-    for layout in PACKED_LAYOUTS:
+    for packing in PACKED:
         windows: list[int | None] = []
-        hidden = _action_hidden(decoder, rows, masks, layout, windows).float()
+        hidden = _action_hidden(decoder, rows, masks, packing, windows).float()
         if not torch.allclose(hidden, expected, rtol=0, atol=tolerance):
             return f"packed rows are not the same as rows alone (off by {float((hidden - expected).abs().max()):.2g})"
         if (reason := _window_refusal(config, windows)) is not None:
@@ -108,7 +111,7 @@ def _probe(decoder: nn.Module) -> str | None:
 
 
 def _window_refusal(config, windows: list[int | None]) -> str | None:
-    """The probe is shorter than any window, so whether the attention calls are told of it is to be checked apart."""
+    """Check that attention calls receive the sliding window, which is longer than the probe."""
     if not windows:
         return "its attention cannot be replaced"
     types = getattr(config, "layer_types", None)
@@ -124,8 +127,8 @@ class _Pack(NamedTuple):
     Attributes:
         ids: ``[N]`` tokens.
         position_ids: ``[N]``, counted within each row.
-        predictors: for each action token in row order, the index of the token before it.
-        segments: which tokens see which.
+        predictors: index of the token before each action token, in row order.
+        segments: runs of tokens and what they see.
     """
 
     ids: torch.Tensor
@@ -134,11 +137,11 @@ class _Pack(NamedTuple):
     segments: list[Segment]
 
 
-def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], layout: str, trim: bool) -> _Pack:
+def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str, trim: bool) -> _Pack:
     mask = pad(action_masks, False)
     stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist() if trim else [len(t) for t in tokens]
     prompts, groups = [0] * len(tokens), [[i] for i in range(len(tokens))]
-    if layout == "shared_prefix":
+    if packing == "shared_prefix":
         prompts = prompt_lengths(action_masks)
         groups = prompt_groups(tokens, prompts)
     runs, segments = [], []
@@ -176,12 +179,12 @@ def _action_hidden(
     decoder: nn.Module,
     tokens: Sequence[torch.Tensor],
     action_masks: Sequence[torch.Tensor],
-    layout: str,
+    packing: str,
     windows: list[int | None] | None = None,
 ) -> torch.Tensor:
     tokens, masks = [t.cpu() for t in tokens], [m.cpu() for m in action_masks]
-    _check(tokens, masks, layout)
-    pack = _pack(tokens, masks, layout, trim=not _rope_depends_on_length(decoder.config.get_text_config()))
+    _check(tokens, masks, packing)
+    pack = _pack(tokens, masks, packing, trim=not _rope_depends_on_length(decoder.config.get_text_config()))
     device = decoder.get_input_embeddings().weight.device
     plan = AttentionPlan(pack.segments, device)
     hidden = forward_pack(decoder, pack.ids.to(device), pack.position_ids.to(device), plan)
@@ -191,14 +194,14 @@ def _action_hidden(
 
 
 def _rope_depends_on_length(config) -> bool:
-    """Some rotary embeddings change all frequencies once the longest row of a batch passes a limit: keep it whole."""
+    """Return whether the longest row of a batch sets the rotary frequencies, so that rows must stay whole."""
     scaling = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return "longrope" in scaling or "dynamic" in scaling
 
 
-def _check(tokens: list[torch.Tensor], action_masks: list[torch.Tensor], layout: str) -> None:
-    if layout not in PACKED_LAYOUTS:
-        raise ValueError(f"layout={layout!r} must be one of {PACKED_LAYOUTS}")
+def _check(tokens: list[torch.Tensor], action_masks: list[torch.Tensor], packing: str) -> None:
+    if packing not in PACKED:
+        raise ValueError(f"packing={packing!r} must be one of {PACKED}")
     if not tokens or any(t.ndim != 1 or not len(t) for t in tokens):
         raise ValueError(f"tokens must be rows of at least one id, got shapes {[list(t.shape) for t in tokens]}")
     if [t.shape for t in tokens] != [m.shape for m in action_masks]:

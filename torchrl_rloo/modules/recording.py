@@ -1,4 +1,4 @@
-"""Scores written onto rows, so that a later step can read them without the model that gave them."""
+"""Scores recorded on rows, for later steps that do not have the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Scorer(Protocol):
     """Anything that scores the action tokens of rows: a policy with ``generate=False``, or a reference."""
 
     def score(self, rows: TensorDictBase) -> ScoredActions:
-        """Log-probs and entropies of the rows' action tokens."""
+        """Return log-probs and entropies of the rows' action tokens."""
 
 
 @torch.no_grad()
@@ -30,19 +30,19 @@ def record_log_probs(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> TensorDictBase:
-    """Scores rows without gradient and writes what each action token got, 0 on all other tokens.
+    """Score rows without gradient and write the score of each action token, 0 on other tokens.
 
-    With the training model before its first update of a batch this gives the log-probs that a later update is compared
-    with (``keys.PROXIMAL_LOG_PROBS``); with a reference, those of the KL (``keys.REF_LOG_PROBS``).
+    The training model before its first update of a batch gives the log-probs of the proximal policy
+    (``keys.PROXIMAL_LOG_PROBS``); a reference gives those of the KL (``keys.REF_LOG_PROBS``).
 
     Args:
         scorer: scores the rows.
         rows: batch size ``[B]``, any lengths; a lazy stack is written in place.
-        log_probs: where to write the log-probs, ``[T]`` float32 on each row.
-        entropy: where to write the entropies of the sampled distribution, ``[T]``, e.g. ``keys.PROXIMAL_ENTROPY``; None
-            leaves them out.
-        micro_batch_size: rows scored at once; None for any number.
-        max_tokens: tokens scored at once, as the scorer's layout counts them; None for any number.
+        log_probs: key of the log-probs, ``[T]`` float32 on each row.
+        entropy: key of the entropies of the sampled distribution, ``[T]``, e.g. ``keys.PROXIMAL_ENTROPY``; None for no
+            entropies.
+        micro_batch_size: rows of one forward pass; None for any number.
+        max_tokens: tokens of one forward pass, as the scorer's packing counts them; None for any number.
 
     Returns:
         The rows, in their order.
@@ -50,8 +50,8 @@ def record_log_probs(
     rows = as_lazy(rows)
     for row in rows.unbind(0):
         refuse_segments(row, "record_log_probs")
-    layout = getattr(scorer, "layout", "padded")
-    for part in micro_batches(rows, micro_batch_size, max_tokens=max_tokens, layout=layout) if len(rows) else ():
+    packing = getattr(scorer, "packing", "none")
+    for part in micro_batches(rows, micro_batch_size, max_tokens=max_tokens, packing=packing) if len(rows) else ():
         scored = scorer.score(part)
         for key, values in ((log_probs, scored.log_probs), (entropy, scored.entropy)):
             if key is not None:

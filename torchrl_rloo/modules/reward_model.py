@@ -1,40 +1,37 @@
-"""RewardModel: a sequence classifier of one label that gives each row of tokens a score."""
+"""RewardModel: scores of rows of tokens by a sequence classifier of one label."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import pad, ragged, stack_rows
-from torchrl_rloo.functional.dtypes import parse_dtype
+from torchrl_rloo.modules.checkpointing import checkpointed
 from torchrl_rloo.rewards.classifier import scored_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD_TOKEN = "<|pad|>"
 _OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 class RewardModel(nn.Module):
-    """Scores rows with a Transformers sequence classifier, as the classifier itself does, by its own head.
+    """Scores rows with a Transformers sequence classifier and its own head.
 
-    What is saved with ``model.save_pretrained`` gives the same scores wherever Transformers loads it. Rows are padded
-    on the right; a decoder reads the score at a row's last token that is not the pad token.
+    A model saved with ``model.save_pretrained`` gives the same scores in Transformers. Rows are padded on the right; a
+    decoder reads the score at a row's last token that is not the pad token.
 
     Args:
-        model: an ``AutoModelForSequenceClassification`` of one label, as :func:`load_reward_model` gives it.
+        model: an ``AutoModelForSequenceClassification`` of one label, e.g. of :func:`load_reward_model`.
 
     Raises:
         ValueError: if the model has another number of labels, or no pad token.
@@ -49,36 +46,39 @@ class RewardModel(nn.Module):
         self.model = model
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:
-        """Scores of rows of batch size ``[B]``, with token ids; ``[B]`` float32, with gradient if enabled."""
+        """Score rows of batch size ``[B]`` with token ids; ``[B]`` float32, with gradient if enabled."""
         tokens = ragged(rows, keys.TOKENS)
         lengths = torch.tensor([len(t) for t in tokens])
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         device = self.model.device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
+        with checkpointed(self.model):
+            logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
         return logits[:, 0].float()
 
 
 def load_reward_model(
     name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", **kwargs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classifier of one label in evaluation mode (no dropout), and its tokenizer.
+    """Load a sequence classifier of one label in evaluation mode (no dropout), and its tokenizer.
 
-    A causal language model's head is replaced by one of a single output that starts at zero: the first scores are 0 for
-    every row. Unless its tokenizer has a pad token that is not the end of turn, it gets one, with a new row of the
-    embedding if need be: the classifier would overlook a turn's end otherwise. A classifier stays as it is.
+    A causal language model gets a head of one output that starts at zero, so all first scores are 0. It also gets a pad
+    token that is not the end of turn, unless it has one: the classifier would overlook a turn's end. A classifier is
+    left as it is.
 
     Args:
         name: a hub id or a local directory, of a causal language model or a classifier.
         dtype: ``"float32"``, ``"bfloat16"``, ...
         device: where to put the model.
-        **kwargs: passed to ``AutoModelForSequenceClassification.from_pretrained``; those that say where a model is
-            (``revision=``, ``trust_remote_code=``, ...) to its tokenizer and configuration too.
+        **kwargs: passed to ``AutoModelForSequenceClassification.from_pretrained``; those that locate a model
+            (``revision=``, ``trust_remote_code=``, ...) also to its tokenizer and configuration.
 
     Raises:
         ValueError: for an unknown dtype, or a classifier of several labels.
         OSError: if there is no such model.
     """
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # takes 2 s
+
     torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in _OF_THE_HUB if k in kwargs}
     config = AutoConfig.from_pretrained(name, **where)
     trained = any("SequenceClassification" in architecture for architecture in config.architectures or ())
@@ -96,7 +96,7 @@ def load_reward_model(
 
 
 def _zero_head(model: PreTrainedModel, missing: Iterable[str]) -> None:
-    """Of the parameters that the checkpoint did not have, those of the single output."""
+    """Zero the new parameters of the single output."""
     parameters = dict(model.named_parameters())
     for name in set(missing) & parameters.keys():
         if parameters[name].shape[0] == 1:
@@ -115,12 +115,11 @@ def _set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 def encode_pairs(examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> TensorDictBase:
-    """Pairs as rows to train a reward model on.
+    """Encode pairs as rows to train a reward model on.
 
-    Unlike those of :func:`~torchrl_rloo.data.encode_preferences` they hold all that the chat template makes of the
-    conversation, what follows the last turn's end included, and no more than the text of plain text: what
-    :class:`~torchrl_rloo.rewards.classifier.SequenceClassifier` reads, too. An example's ``"margin"``, if it has one,
-    is that of its row.
+    Unlike :func:`~torchrl_rloo.data.encode_preferences`, rows hold the whole output of the chat template, including
+    what follows the last turn's end, and plain text as it is: the input of
+    :class:`~torchrl_rloo.rewards.classifier.SequenceClassifier`. A row gets its example's ``"margin"``, if any.
 
     Args:
         examples: pairs of :func:`~torchrl_rloo.data.load_preferences`, or of the same form.

@@ -1,4 +1,4 @@
-"""What scoring rows needs beside the head: the supports that rows carry, and the router loss of mixtures of experts."""
+"""Parts of scoring: the supports that rows carry, and the router loss of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class ScoredActions(NamedTuple):
 
     Attributes:
         log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's own action tokens; carries the gradient.
-        entropy: ``[B, A]`` float32 in nats, of the distribution scored, with a gradient of its own; None if not asked
-            for.
-        actions: where the action tokens lie.
-        router_loss: scalar, how unevenly a mixture of experts was used by the rows' tokens; None if not asked for.
+        entropy: ``[B, A]`` float32 in nats, of the distribution scored, with gradient; None if not asked for.
+        actions: positions of the action tokens.
+        router_loss: scalar, load-balancing loss of a mixture of experts; None if not asked for.
     """
 
     log_probs: torch.Tensor
@@ -32,10 +31,10 @@ class ScoredActions(NamedTuple):
 
 
 def row_support(row: TensorDictBase) -> Support | None:
-    """What a row's truncation left of its action tokens so far; None if nothing was recorded.
+    """Return the recorded supports of a row's action tokens; None if it carries none.
 
     Raises:
-        ValueError: if it is not of the row's action tokens.
+        ValueError: if they do not fit the row's action tokens.
     """
     ids, sizes = row.get(keys.SUPPORT_IDS, None), row.get(keys.SUPPORT_SIZES, None)
     if ids is None or sizes is None:
@@ -51,15 +50,15 @@ def row_support(row: TensorDictBase) -> Support | None:
 
 
 def extend_support(row: TensorDictBase, actions_before: int, support: Support) -> None:
-    """Appends what the truncation left of a new turn to what the row carries of its earlier ones, in place.
+    """Append the supports of a new turn to those of a row's earlier turns, in place.
 
     Args:
         row: one row.
-        actions_before: its action tokens so far; with none, whatever it carries is of another conversation.
+        actions_before: its earlier action tokens; with 0, the row's supports are of another conversation and dropped.
         support: of the new turn.
 
     Raises:
-        ValueError: if the row has earlier action tokens of which nothing was recorded.
+        ValueError: if the row has earlier action tokens without supports.
     """
     before = row_support(row) if actions_before else None
     if before is None and actions_before:
@@ -74,17 +73,17 @@ def extend_support(row: TensorDictBase, actions_before: int, support: Support) -
 
 
 def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None:
-    """The supports of all rows' action tokens in row order, on the device of ``actions``; None if no row has one.
+    """Return the supports of all action tokens in row order, on the device of ``actions``; None if no row has one.
 
     Raises:
-        ValueError: if some rows have one and some have none, or if a sampled token is not in its own support.
+        ValueError: if only some rows have one, or if a sampled token is not in its own support.
     """
     supports = [row_support(row) for row in rows.unbind(0)]
     if without := [i for i, support in enumerate(supports) if support is None]:
         if len(without) == len(supports):
             return None
         raise ValueError(
-            f"rows {without[:5]} carry no {keys.SUPPORT_IDS} but others do: score the two kinds in batches of their own"
+            f"rows {without[:5]} carry no {keys.SUPPORT_IDS} but others do: score the two kinds in separate batches"
         )
     device = actions.tokens.device
     ids, sizes = (torch.cat(part).to(device) for part in zip(*supports, strict=True))
@@ -98,7 +97,7 @@ def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None
 
 
 def check_has_router(model: torch.nn.Module) -> None:
-    """Raises a ValueError if the model is no mixture of experts with a load-balancing loss."""
+    """Raise a ValueError if the model is not a mixture of experts with a load-balancing loss."""
     model = _without_adapters(model)
     if not hasattr(_modelling(model), "load_balancing_loss_func") or not getattr(model, "num_experts", None):
         raise ValueError(
@@ -110,7 +109,7 @@ def check_has_router(model: torch.nn.Module) -> None:
 def load_balancing_loss(
     model: torch.nn.Module, router_logits: tuple[torch.Tensor, ...], lengths: Sequence[int], width: int
 ) -> torch.Tensor:
-    """The load-balancing loss of the model's own family (Fedus et al. 2021, arXiv 2101.03961), over real tokens only.
+    """Compute the model family's own load-balancing loss (Fedus et al. 2021, arXiv 2101.03961) over real tokens.
 
     Args:
         model: the causal language model.
@@ -119,7 +118,7 @@ def load_balancing_loss(
         width: ``T``.
 
     Returns:
-        A scalar, the number of experts chosen for each token if all are used evenly.
+        A scalar; with evenly used experts, the number of experts per token.
     """
     model, device = _without_adapters(model), router_logits[0].device
     real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
@@ -132,5 +131,5 @@ def _without_adapters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _modelling(model: torch.nn.Module):
-    """The module that defines the model's class."""
+    """Return the Python module that defines the model's class."""
     return sys.modules[type(model).__module__]

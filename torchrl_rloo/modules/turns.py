@@ -1,6 +1,6 @@
-"""TurnPolicy: what every policy of the toolkit does around its sampler.
+"""TurnPolicy: the part of a policy around its sampler, from prompts to turns written on rows.
 
-Prompts in, from ids, text or messages; turns out, onto the rows. Ids that a row brings along are never encoded again.
+Ids that a row carries are never encoded again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
-from torchrl_rloo.data.rows import as_lazy, collection, stack_rows
+from torchrl_rloo.data.rows import as_lazy, collection, put, stack_rows
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
+from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
-from torchrl_rloo.modules.generation import Generated, GenerationConfig
 from torchrl_rloo.modules.scoring import extend_support
 
 
 class TurnPolicy(LLMWrapperBase):
-    """Continues each row by one turn. A subclass says how turns are sampled, in :meth:`_sample`.
+    """Continues each row by one turn; a subclass samples turns in :meth:`_sample`.
 
     Args:
         tokenizer: encodes prompts without ids and decodes turns.
-        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: where a prompt without ids comes from.
-        generate_kwargs: see :class:`~torchrl_rloo.modules.generation.GenerationConfig`; unknown names are refused.
+        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: source of prompts without ids.
+        generate_kwargs: see :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names are refused.
         num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
-        stop_ids: ids that end a turn by the model's and the tokenizer's account, unless ``ignore_eos`` is set.
+        stop_ids: ids of model and tokenizer that end a turn, unless ``ignore_eos`` is set.
     """
 
     generate = True
+    # Names and form of the output, for TorchRL's transforms
+    tokens_key, masks_key, log_probs_key, text_key, history_key = "tokens", "masks", "log_probs", "text", "history"
+    layout, pad_output = torch.strided, False
 
     def __init__(
         self,
@@ -57,7 +60,6 @@ class TurnPolicy(LLMWrapperBase):
         self.generator = None
         if self.config.seed is not None:
             self.generator = torch.Generator().manual_seed(self.config.seed)
-        self.pad_output = False
         self._min_batch_size = self._max_batch_size = None
         self.in_keys = [keys.PROMPT_TOKENS if input_mode == "tokens" else (input_mode, "prompt")]
         self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED]
@@ -66,24 +68,24 @@ class TurnPolicy(LLMWrapperBase):
 
     @property
     def distribution(self) -> SamplingDistribution:
-        """The distribution that is sampled, and that log-probs are of."""
+        """Return the sampled distribution, which log-probs are of."""
         return self.config.distribution
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
-        """State of the policy's own random stream; empty when it draws from torch's global one."""
+        """Return the state of the policy's random stream; empty if it draws from torch's global one."""
         return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_sampler_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores :meth:`sampler_state`."""
+        """Restore :meth:`sampler_state`."""
         if self.generator is not None:
             self.generator.set_state(state["generator"])
 
     def forward(self, tensordict: TensorDictBase, *, tensordict_out: TensorDictBase | None = None) -> TensorDictBase:
-        """Samples a turn for each row, and returns the rows with the outputs set (as a lazy stack: rows are ragged).
+        """Sample a turn for each row, and return the rows with the outputs set, as a lazy stack.
 
         Args:
             tensordict: rows, batch size ``[B]``.
-            tensordict_out: where to write; default the rows themselves. With ``num_samples`` the output is always new.
+            tensordict_out: rows to write to; None for ``tensordict``. With ``num_samples`` the output is always new.
         """
         rows = self._rows(tensordict)
         prompts = self._prompts(rows)
@@ -105,10 +107,10 @@ class TurnPolicy(LLMWrapperBase):
 
     @abstractmethod
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        """One turn after each of the ``B`` prompts, ids ``[P_i]`` on the CPU."""
+        """Sample a turn after each of ``B`` prompts, ids ``[P_i]`` on the CPU."""
 
     def _limits(self, rows: TensorDictBase) -> torch.Tensor:
-        """``[B]``: the most tokens that each row's turn may have."""
+        """Return the token limit of each row's turn, ``[B]``."""
         return torch.tensor([self._limit(row) for row in rows.unbind(0)])
 
     def _limit(self, row: TensorDictBase) -> int:
@@ -120,7 +122,7 @@ class TurnPolicy(LLMWrapperBase):
         return min(self.config.max_new_tokens, int(own))
 
     def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
-        """Ids to continue: those the row brings, else the encoded text or conversation."""
+        """Return the ids to continue: the row's own, else its encoded text or conversation."""
         prompts = [self._prompt(row) for row in rows.unbind(0)]
         if empty := [i for i, p in enumerate(prompts) if p.numel() == 0]:
             raise ValueError(
@@ -144,25 +146,22 @@ class TurnPolicy(LLMWrapperBase):
 
     def _write_row(self, row: TensorDictBase, prompt: torch.Tensor, turn: Generated) -> TensorDictBase:
         sampled, n = torch.ones_like(turn.tokens, dtype=torch.bool), len(prompt)
-        mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
-        if mask is None or log_probs is None or len(mask) != n:
-            mask, log_probs = torch.zeros(n, dtype=torch.bool), torch.zeros(n)
-        mask, log_probs = mask.cpu(), log_probs.cpu()
+        mask, log_probs = _earlier_turns(row, n)
         if turn.support is not None:
             extend_support(row, int(mask.sum()), turn.support)
         if turn.versions is not None:
             _extend_versions(row, int(mask.sum()), turn.versions)
         full = torch.cat([prompt, turn.tokens])
-        row.set("tokens", collection(Tokens, prompt=prompt, response=turn.tokens, full=full))
-        row.set(
-            "masks",
-            collection(
-                Masks,
-                all_attention_mask=torch.ones_like(full, dtype=torch.bool),
-                all_assistant_mask=torch.cat([mask, sampled]),
-            ),
-        )
-        row.set("log_probs", collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])))
+        masks = {
+            "all_attention_mask": torch.ones_like(full, dtype=torch.bool),
+            "all_assistant_mask": torch.cat([mask, sampled]),
+        }
+        turns = {
+            "tokens": collection(Tokens, prompt=prompt, response=turn.tokens, full=full),
+            "masks": collection(Masks, **masks),
+            "log_probs": collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])),
+        }
+        put(row, turns)
         row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
         if self.input_mode == "text":
             prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
@@ -172,7 +171,7 @@ class TurnPolicy(LLMWrapperBase):
         return row
 
     def set_unsampled(self, row: TensorDictBase) -> TensorDictBase:
-        """Gives a row that ended before its first turn what turns would have brought, empty, as other rows have it."""
+        """Set empty outputs on a row that ended before its first turn, so that it stacks with other rows."""
         if keys.ACTION_VERSIONS in self.out_keys and keys.ACTION_VERSIONS not in row.keys():
             row.set(keys.ACTION_VERSIONS, torch.zeros(0, dtype=torch.long))
         if keys.SUPPORT_IDS[0] in self.out_keys and keys.SUPPORT_IDS[0] not in row.keys():
@@ -190,9 +189,23 @@ class TurnPolicy(LLMWrapperBase):
 
 
 def actions_before(row: TensorDictBase) -> int:
-    """How many action tokens a row has from earlier turns."""
-    mask, earlier = row.get(keys.ACTION_MASK, None), row.get(keys.EARLIER, None)
+    """Count the action tokens of a row's earlier turns."""
+    mask, earlier = row.get(keys.ACTION_MASK, None), row.get(keys.PREVIOUS_SEGMENTS, None)
     return (0 if mask is None else int(mask.sum())) + (0 if earlier is None else int(earlier["mask"].sum()))
+
+
+def _earlier_turns(row: TensorDictBase, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the action mask and the log-probs of a prompt of ``length`` ids; zeros for a row that brings neither."""
+    mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+    if mask is None and log_probs is None:
+        return torch.zeros(length, dtype=torch.bool), torch.zeros(length)
+    for key, values in ((keys.ACTION_MASK, mask), (keys.LOG_PROBS, log_probs)):
+        if values is None or len(values) != length:
+            raise ValueError(
+                f"a prompt of {length} ids has {'no' if values is None else len(values)} values of {key}: extend the "
+                "masks and log_probs of earlier turns with the ids, or delete both"
+            )
+    return mask.cpu(), log_probs.cpu()
 
 
 def _extend_versions(row: TensorDictBase, before: int, versions: torch.Tensor) -> None:
@@ -205,7 +218,7 @@ def _extend_versions(row: TensorDictBase, before: int, versions: torch.Tensor) -
 
 
 def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
-    """A copy of a row for one of its samples, with a stream of its own if the row has a seed."""
+    """Copy a row for one of its samples, with its own stream if the row has a seed."""
     row = row.copy()
     if (seed := row.get(keys.SEED, None)) is not None:
         row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))

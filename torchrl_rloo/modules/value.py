@@ -1,4 +1,4 @@
-"""ValueHead: what a trajectory is worth, estimated before each of its action tokens."""
+"""ValueHead: estimates of a trajectory's return before each of its action tokens."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, as_lazy, place_actions
+from torchrl_rloo.modules.checkpointing import checkpointed
 
 
 class ValueHead(nn.Module):
-    """The critic of PPO: a Hugging Face decoder with a linear head of one output.
+    """Critic of PPO: a Hugging Face decoder with a linear head of one output.
 
-    The estimate for an action token is read where its log-prob is, at the position before it, so it knows nothing of
-    the token. The head is float32 and starts at zero, so the first estimates are 0 for every row.
+    The estimate for an action token is read at the position before it, so it does not depend on the token. The head is
+    float32 and starts at zero, so all first estimates are 0.
 
     Args:
         model: a causal language model with ``get_decoder()``.
-        share_trunk: estimate from the model's own decoder instead of a copy of it. The value loss then trains it, too,
-            but only the head's parameters are this module's: the decoder's remain the policy's.
+        share_trunk: use the model's own decoder instead of a copy. The value loss then trains it as well, but only the
+            head's parameters belong to this module.
 
     Raises:
-        TypeError: if the model has no decoder to be found.
+        TypeError: if ``get_decoder()`` finds no decoder.
     """
 
     def __init__(self, model: nn.Module, *, share_trunk: bool = False):
@@ -42,15 +43,16 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.projection.bias)
 
     def values(self, rows: TensorDictBase) -> tuple[torch.Tensor, ActionTokens]:
-        """Estimates before each action token, with gradient if enabled.
+        """Estimate the return before each action token, with gradient if enabled.
 
         Args:
             rows: batch size ``[B]``, with token ids and action masks.
 
         Returns:
-            ``values [B, A]`` float32, 0 beyond a row's own action tokens, and where the action tokens lie.
+            ``values [B, A]`` float32, 0 beyond a row's own action tokens, and the positions of action tokens.
         """
         actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(as_lazy(rows))))
-        hidden = self.trunk(input_ids=actions.tokens, use_cache=False).last_hidden_state
+        with checkpointed(self.trunk):
+            hidden = self.trunk(input_ids=actions.tokens, use_cache=False).last_hidden_state
         before = hidden[:, :-1][actions.action_mask[:, 1:]]
         return place_actions(self.projection(before.float())[:, 0], actions), actions

@@ -1,7 +1,7 @@
 """vLLMWrapper: a policy that samples with an engine, under the same contract as TransformersWrapper.
 
-Replaces TorchRL's class of the name: that one is tied to vLLM's own objects, scores by asking vLLM for the log-probs of
-whole prompts, takes neither seeds nor limits of rows, and cannot say which weights sampled a token.
+It replaces TorchRL's class of the same name, which requires vLLM's own objects, scores with log-probs of whole prompts
+from vLLM, ignores seeds and limits of rows, and does not report the weights that sampled a token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.modules.engines.base import Engine, EngineDeadError, Request, Sample
-from torchrl_rloo.modules.generation import Generated, end_of_sequence_ids
+from torchrl_rloo.engines.base import Engine, EngineDeadError, Request, Sample
+from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
 
@@ -24,28 +24,31 @@ _logger = logging.getLogger(__name__)
 
 
 class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
-    """Generates turns with an :class:`~torchrl_rloo.modules.engines.Engine`: vLLM here or elsewhere, or any other.
+    """Generates turns with any :class:`~torchrl_rloo.engines.Engine`; the name is TorchRL's.
 
-    It reads and writes what :class:`TransformersWrapper` does, and ``"action_versions"``: the policy version that
-    sampled each action token. Log-probs are of the distribution sampled. Rows that begin alike share the engine's work
-    on their prompt. A turn that a pause cut off is continued when the engine goes on.
+    It reads and writes the keys of :class:`TransformersWrapper`, and ``"action_versions"``: the policy version that
+    sampled each action token. Log-probs are of the sampled distribution. Rows with a common prefix share the engine's
+    work on it. A turn that a pause aborted is continued after the pause.
+
+    TorchRL's arguments: ``model`` is ``engine``; ``generate_kwargs``, ``num_samples`` and ``input_mode`` are as in
+    :class:`TransformersWrapper`. It never scores: ``get_new_version(generate=False, model=...)`` makes a scorer.
 
     Args:
-        engine: what samples. The wrapper does not close it.
+        engine: samples the turns. The wrapper does not close it.
         tokenizer: the model's tokenizer.
-        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: where a prompt without ids comes from.
-        generate_kwargs: see :class:`~torchrl_rloo.modules.generation.GenerationConfig`; unknown names are refused.
+        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: source of prompts without ids.
+        generate_kwargs: see :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names are refused.
         num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
-        recover: called if the engine dies; it brings the engine back with its present weights, e.g.
-            ``vLLMUpdater.restart``. The turns are then sampled again from the same seeds. None passes the error on.
+        recover: restarts a dead engine with its current weights, e.g. ``EngineUpdater.restart``. The turns are then
+            sampled again from the same seeds. None raises the engine's error.
 
-    A row's own ``"seed"`` and ``"max_new_tokens"`` hold as they do for TransformersWrapper. Every request has a seed,
-    drawn from the policy's stream, so that a turn does not depend on what else the engine samples meanwhile.
+    A row's own ``"seed"`` and ``"max_new_tokens"`` apply as in TransformersWrapper. Every request has a seed, from the
+    row or drawn from the policy's stream, so that a turn does not depend on the engine's other requests.
 
     Example:
         >>> from tensordict import TensorDict
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
-        >>> from torchrl_rloo.modules.engines import TransformersEngine
+        >>> from torchrl_rloo.engines import TransformersEngine
         >>> tokenizer = build_tokenizer()
         >>> engine = TransformersEngine(build_model(tokenizer, seed=0))
         >>> policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0})
@@ -65,6 +68,11 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         num_samples: int | None = None,
         recover: Callable[[], None] | None = None,
     ):
+        if not isinstance(engine, Engine):
+            raise TypeError(
+                f"engine={type(engine).__name__} must be a torchrl_rloo.engines.Engine: use VLLMEngine, "
+                "VLLMServer or another of them"
+            )
         super().__init__(
             tokenizer=tokenizer,
             input_mode=input_mode,
@@ -76,10 +84,10 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         self.out_keys.append(keys.ACTION_VERSIONS)
 
     def get_new_version(self, **kwargs) -> TurnPolicy:
-        """The same engine and tokenizer with other settings.
+        """Return a policy of the same engine and tokenizer with other settings.
 
-        ``generate=False`` with ``model=``, the training model, gives a :class:`TransformersWrapper` that scores under
-        the distribution sampled here: an engine's log-probs are only ever those of what it sampled.
+        ``generate=False`` with ``model=``, the training model, returns a :class:`TransformersWrapper` that scores under
+        the same distribution; engines return log-probs of their own samples only.
         """
         own = {"tokenizer": self.tokenizer, "input_mode": self.input_mode, "generate_kwargs": self.generate_kwargs}
         if not kwargs.get("generate", True):
@@ -94,14 +102,14 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return [_generated(sample) for sample in self._generate(self._requests(rows, prompts))]
 
     async def turn(self, row: TensorDictBase, sample: Callable[[Request], Awaitable[Sample]]) -> TensorDictBase:
-        """Continues one row by one turn, as calling the policy does with rows.
+        """Continue one row by one turn.
 
         Args:
-            row: without batch dimensions, with a seed of its own.
-            sample: what samples a request. A turn that it says was cut off is continued by another call.
+            row: without batch dimensions, with its own seed.
+            sample: samples a request. An aborted turn is continued by another call.
 
         Returns:
-            The row, with the outputs set once all of them are there.
+            The row, with all outputs set at the end.
         """
         prompt = self._prompt(row)
         request = self._request(row, prompt, self._own_seed(row))
@@ -111,7 +119,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return self._write_row(row, prompt, _generated(sampled))
 
     def _requests(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Request]:
-        """Requests with a seed each: of the row's own at its present turn, or from the policy's stream."""
+        """Return one request per row, seeded by the row's seed and turn, or from the policy's stream."""
         seeds = [self._own_seed(row) for row in rows.unbind(0)]
         if None in seeds:
             seeds = torch.randint(2**62, (len(seeds),), generator=self.generator).tolist()
@@ -133,7 +141,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return None if seed is None else _mix(int(seed), actions_before(row))
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
-        """Samples to the end, also what a pause cut off."""
+        """Sample, and continue aborted turns to their end."""
         samples = self._attempt(requests)
         while cut := [i for i, (r, s) in enumerate(zip(requests, samples, strict=True)) if _is_cut(r, s)]:
             rests = self._attempt([_rest(requests[i], samples[i]) for i in cut])
@@ -142,18 +150,18 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return samples
 
     def _attempt(self, requests: list[Request]) -> list[Sample]:
-        """Samples what the engine is asked; a dead one is brought back once."""
+        """Sample requests; restart a dead engine once."""
         try:
             return self.engine.generate(requests)
         except EngineDeadError as error:
             if self.recover is None:
                 raise
-            _logger.warning("the engine died and is brought back: %s", error)
+            _logger.warning("restarting a dead engine: %s", error)
             self.recover()
             return self.engine.generate(requests)
 
     def _joined(self, first: Sample, rest: Sample) -> Sample:
-        """A continued turn, up to a stop string that began before the cut: no engine has seen the whole of it."""
+        """Join a continued turn, and end it at a stop string across the cut, which the engine could not see."""
         tokens, log_probs = first.tokens + rest.tokens, first.log_probs + rest.log_probs
         sample = Sample(tokens, log_probs, rest.finish, first.versions + rest.versions)
         cut, strings = len(first.tokens), self.config.stop_strings
@@ -170,7 +178,7 @@ def _is_cut(request: Request, sample: Sample) -> bool:
 
 
 def _rest(request: Request, sample: Sample) -> Request:
-    """What remains to be sampled of a request."""
+    """Return the request for the rest of an aborted turn."""
     done = len(sample.tokens)
     return replace(
         request,
@@ -181,8 +189,8 @@ def _rest(request: Request, sample: Sample) -> Request:
 
 
 def _mix(seed: int, position: int) -> int:
-    """A seed for what follows ``position`` tokens of a stream; at 0 the stream's own."""
-    step = 0x2545F4914F6CDD1D  # not the step from sample to sample of a row, else two of them could share a seed
+    """Derive the seed of what follows ``position`` tokens; position 0 keeps the seed."""
+    step = 0x2545F4914F6CDD1D  # differs from the step between samples of a row, so that no two share a seed
     return (seed + position * step) % 2**62
 
 

@@ -1,29 +1,33 @@
 """Losses: TensorDict shells around ``torchrl_rloo.functional``."""
 
-from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
-from torchrl_rloo.objectives.counts import LossCounts
-from torchrl_rloo.objectives.output import RLOOLossOutput, merge_outputs
-from torchrl_rloo.objectives.preference import PreferenceLoss, merge_preferences
-from torchrl_rloo.objectives.presets import PRESETS, Preset
-from torchrl_rloo.objectives.reward_model import RewardModelLoss, RewardModelLossOutput, merge_reward_outputs
+from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.normalizers import Normalizers
+from torchrl_rloo.objectives.output import LossOutput, RLOOLossOutput, merge_outputs
+from torchrl_rloo.objectives.preference import PreferenceLoss, PreferenceLossOutput
+from torchrl_rloo.objectives.presets import PRESETS, Preset, make_method
+from torchrl_rloo.objectives.reward_model import RewardModelLoss, RewardModelLossOutput
 from torchrl_rloo.objectives.rloo import RLOOLoss
-from torchrl_rloo.objectives.sft import SFTLoss
-from torchrl_rloo.objectives.value import ValueLoss
+from torchrl_rloo.objectives.sft import SFTLoss, SFTLossOutput
+from torchrl_rloo.objectives.value import ValueLoss, ValueLossOutput
 
 __all__ = [
+    "KL",
     "PRESETS",
-    "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
-    "LossCounts",
+    "LossOutput",
+    "Normalizers",
     "PreferenceLoss",
+    "PreferenceLossOutput",
     "Preset",
     "RLOOLoss",
     "RLOOLossOutput",
     "RewardModelLoss",
     "RewardModelLossOutput",
     "SFTLoss",
+    "SFTLossOutput",
     "ValueLoss",
+    "ValueLossOutput",
+    "make_method",
     "merge_outputs",
-    "merge_preferences",
-    "merge_reward_outputs",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,25 +14,26 @@ from torchrl.objectives import LossModule
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.preferences import CHOSEN, LABEL, REJECTED, mismatched_rows
 from torchrl_rloo.data.rows import concatenate, gather_actions, ragged
-from torchrl_rloo.functional import settings_of
-from torchrl_rloo.functional.distributed import reduce_over_ranks
-from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES, kto_reference_point
+from torchrl_rloo.functional import resolve
+from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES, PreferenceObjective, kto_reference_point
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer
 from torchrl_rloo.objectives.choices import check_actor
-from torchrl_rloo.objectives.counts import multiplicity, row_weights
+from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights
+from torchrl_rloo.objectives.output import LossOutput, concatenated
+from torchrl_rloo.objectives.ranks import mean_over_ranks, reduce_over_ranks
 
 RECORDED = "recorded"
 
 
-class PreferenceLossOutput(TensorClass["nocast"]):
-    """What :class:`PreferenceLoss` returns: the loss, and values of single completions (without gradient).
+class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
+    """Loss of :class:`PreferenceLoss`, and values of single completions (without gradient).
 
     For pairs ``C = R = P``; for labelled rows ``C`` are the desirable and ``R`` the undesirable ones. Log-probs are
-    summed or averaged over a completion's tokens as the objective has it. Metrics: :func:`merge_preferences`.
+    summed or averaged over a completion's tokens, as the objective does.
 
     Attributes:
-        loss_objective: scalar to minimise.
+        loss_preference: scalar to minimize.
         chosen_rewards: ``[C]``, ``beta`` times the log-ratio to the reference, or times the log-prob without one; an
             objective without ``beta`` counts as 1.
         rejected_rewards: ``[R]``.
@@ -43,7 +44,7 @@ class PreferenceLossOutput(TensorClass["nocast"]):
         reference_point: scalar, KTO's ``z_0`` in nats; NaN for pairs.
     """
 
-    loss_objective: torch.Tensor
+    loss_preference: torch.Tensor
     chosen_rewards: torch.Tensor
     rejected_rewards: torch.Tensor
     chosen_log_probs: torch.Tensor
@@ -51,44 +52,46 @@ class PreferenceLossOutput(TensorClass["nocast"]):
     correct: torch.Tensor
     reference_point: torch.Tensor
 
+    def is_empty(self) -> bool:
+        """Return whether the output is of no rows."""
+        return not len(self.correct)
 
-@dataclass(frozen=True)
-class PreferenceCounts:
-    """What the micro-batches of an optimizer step share.
+    @classmethod
+    def merge(cls, outputs: Sequence[PreferenceLossOutput], num_updates: int) -> dict[str, float]:
+        """Return means over the completions; NaN where there is no such completion.
 
-    Attributes:
-        num_rows: pairs or labelled rows of the step, with multiplicity.
-        reference_point: KTO's ``z_0`` of the step; None for pairs.
-    """
-
-    num_rows: float
-    reference_point: torch.Tensor | None = None
+        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference), ``rewards/accuracy``,
+        ``log_probs/chosen``, ``log_probs/rejected``; for KTO ``kl/reference_point``.
+        """
+        fields = {"rewards/chosen": "chosen_rewards", "rewards/rejected": "rejected_rewards"}
+        fields |= {"log_probs/chosen": "chosen_log_probs", "log_probs/rejected": "rejected_log_probs"}
+        metrics = {name: float(concatenated(outputs, f).mean()) for name, f in fields.items()}
+        metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        metrics["rewards/accuracy"] = float(concatenated(outputs, "correct").mean())
+        if not math.isnan(point := float(outputs[0].reference_point)):
+            metrics["kl/reference_point"] = point
+        return metrics
 
 
 class PreferenceLoss(LossModule):
     """Offline preference objectives: DPO, IPO, ORPO, SimPO on pairs, KTO on labelled completions.
 
-    The loss is the mean of the objective's formula (``functional.preference``) over the rows. A pair has sub-rows
-    ``"chosen"`` and ``"rejected"``, scored in one forward pass; a labelled row has ``"label"``. See
+    The loss is the mean of the objective's formula (:mod:`torchrl_rloo.functional.preference`) over the rows. A pair
+    has sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass; a labelled row has ``"label"``. See
     :func:`~torchrl_rloo.data.preferences.encode_preferences`. A row's ``sample_weight`` and ``multiplicity``, where
-    present, multiply its loss.
+    present, multiply its loss. Returns a :class:`PreferenceLossOutput`.
 
     Args:
         actor_network: scores rows; :meth:`TransformersWrapper.score`.
-        objective: a name in ``PREFERENCE_OBJECTIVES``.
+        objective: a choice from ``PREFERENCE_OBJECTIVES``: a name, a mapping such as ``{"name": "dpo", "beta": 0.2}``,
+            or an object such as ``DPO(beta=0.2)``.
         reference: for the objectives that have one: a scorer (``frozen_reference(policy)``, ``AdapterReference``), or
             ``"recorded"`` for rows whose sub-rows hold ``keys.REF_LOG_PROBS``, as
             ``record_log_probs(reference, rows["chosen"], log_probs=keys.REF_LOG_PROBS)`` writes them. KTO needs a
             scorer, since its reference point is of completions that no row has.
-        **coefficients: of the objective's formula (``beta``, ``label_smoothing``, ``gamma``, ...), numbers or objects
-            with ``__float__`` that are read at each use; default those of the formula.
-
-    ``forward(rows, counts=None)`` divides by ``counts``, by default those of the rows given. When a batch is split into
-    micro-batches, pass ``loss.count(whole_batch)`` with each: the summed gradient is then that of the whole.
 
     Raises:
-        ValueError: for an unknown objective, a coefficient out of range, a reference that is missing or has no use.
-        TypeError: for a coefficient that the objective does not have.
+        ValueError: for an unknown objective or field, a value out of range, a reference that is missing or not used.
         KeyError: at ``forward`` for rows without recorded log-probs of the reference.
     """
 
@@ -97,80 +100,63 @@ class PreferenceLoss(LossModule):
     def __init__(
         self,
         actor_network: TransformersWrapper,
-        objective: str = "dpo",
+        objective: str | Mapping[str, Any] | PreferenceObjective = "dpo",
         *,
         reference: Scorer | Literal["recorded"] | None = None,
-        **coefficients: Any,
     ):
         super().__init__()
         check_actor(actor_network)
-        if objective not in PREFERENCE_OBJECTIVES:
-            raise ValueError(f"objective={objective!r} must be one of {list(PREFERENCE_OBJECTIVES)}")
-        self.objective = PREFERENCE_OBJECTIVES[objective]
-        known = settings_of(self.objective.function)
-        if unknown := sorted(set(coefficients) - set(known)):
-            raise TypeError(f"objective={objective!r} has no coefficients {unknown}; it has {sorted(known)}")
-        self.coefficients = known | coefficients
-        for name, value in self.coefficients.items():
-            low, high = _BOUNDS.get(name, (0.0, math.inf))
-            if not (low <= float(value) < high) or (name == "beta" and float(value) == 0):
-                raise ValueError(
-                    f"{name}={value} must be {'above' if name == 'beta' else 'at least'} 0 and below {high}"
-                )
-        _check_reference(actor_network, objective, reference)
+        self.objective = resolve("objective", objective, PREFERENCE_OBJECTIVES)
+        _check_reference(actor_network, self.objective, reference)
         self.actor_network = actor_network
-        self.__dict__["reference"] = (
-            reference  # not registered: its weights are neither trained nor saved with the loss
-        )
+        self.__dict__["reference"] = reference  # not a submodule: its weights are neither trained nor saved
         self.in_keys = [CHOSEN, REJECTED] if self.objective.paired else [keys.TOKENS, keys.ACTION_MASK, LABEL]
         self.out_keys = list(PreferenceLossOutput.__annotations__)
 
-    def count(self, rows: TensorDictBase, process_group=None) -> PreferenceCounts:
-        """What the micro-batches of an optimizer step share, from all its rows; for KTO these are at least 2.
+    def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
+        """Compute the normalizers of an optimizer step from all its rows; KTO needs at least 2.
 
         Args:
             rows: all rows of the step on this rank.
-            process_group: the ranks whose gradients are averaged for this step; None counts this rank alone.
+            process_group: ranks whose gradients are averaged for this step; None for this rank.
         """
-        ranks = 1 if process_group is None else torch.distributed.get_world_size(process_group)
-        num_rows = float(reduce_over_ranks(multiplicity(rows).sum(), process_group)) / ranks
+        normalizers = Normalizers(float(mean_over_ranks(multiplicity(rows).sum(), process_group)))
         if self.objective.paired:
-            return PreferenceCounts(num_rows)
+            return normalizers
         with torch.no_grad():
             _, mismatched = self._score(mismatched_rows(rows))
         total = torch.stack([mismatched.sum(), mismatched.new_tensor(float(len(mismatched)))])
         total, number = reduce_over_ranks(total, process_group)
-        return PreferenceCounts(num_rows, kto_reference_point((total / number)[None]))
+        return replace(normalizers, reference_point=float(kto_reference_point((total / number)[None])))
 
-    def forward(self, tensordict: TensorDictBase, counts: PreferenceCounts | None = None) -> PreferenceLossOutput:
-        """The loss of rows of batch size ``[P]``; see the class."""
-        counts = self.count(tensordict) if counts is None else counts
-        coefficients = {name: float(value) for name, value in self.coefficients.items()}
+    def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> PreferenceLossOutput:
+        """Compute the loss of rows of batch size ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         if self.objective.paired:
             log_probs, scores = self._score(concatenate([tensordict[CHOSEN], tensordict[REJECTED]]))
             chosen, rejected = torch.arange(len(scores), device=scores.device).chunk(2)
-            losses = self.objective.function(scores[chosen], scores[rejected], **coefficients)
-            correct, point = scores[chosen] > scores[rejected], scores.new_tensor(math.nan)
+            losses = self.objective(scores[chosen], scores[rejected])
+            correct, point = scores[chosen] > scores[rejected], math.nan
         else:
             log_probs, scores = self._score(tensordict)
-            desirable, point = tensordict[LABEL].reshape(-1).to(scores.device), counts.reference_point
+            desirable, point = tensordict[LABEL].reshape(-1).to(scores.device), normalizers.reference_point
             chosen, rejected = desirable.nonzero()[:, 0], (~desirable).nonzero()[:, 0]
-            losses = self.objective.function(scores, desirable, point, **coefficients)
+            losses = self.objective(scores, desirable, point)
             correct = (scores > point) == desirable
         weights = row_weights(tensordict).to(losses.device)
-        rewards, log_probs = coefficients.get("beta", 1.0) * scores.detach(), log_probs.detach()
+        rewards, log_probs = getattr(self.objective, "beta", 1.0) * scores.detach(), log_probs.detach()
         return PreferenceLossOutput(
-            loss_objective=(losses * weights).sum() / counts.num_rows,
+            loss_preference=(losses * weights).sum() / normalizers.num_rows,
             chosen_rewards=rewards[chosen],
             rejected_rewards=rewards[rejected],
             chosen_log_probs=log_probs[chosen],
             rejected_log_probs=log_probs[rejected],
             correct=correct.float(),
-            reference_point=point,
+            reference_point=scores.new_tensor(point),
         )
 
     def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each completion the log-prob, and what the objective is a function of; both ``[B]``."""
+        """Return each completion's log-prob, and the value that the objective takes; both ``[B]``."""
         scored = self.actor_network.score(rows)
         log_probs, mask = scored.log_probs, scored.actions.mask
         lengths = mask.sum(-1).clamp(min=1) if self.objective.mean else 1
@@ -193,29 +179,16 @@ class PreferenceLoss(LossModule):
         return whole(log_probs), whole(log_probs - ref)
 
 
-_BOUNDS = {"label_smoothing": (0.0, 0.5)}
-
-
-def _check_reference(actor_network, objective: str, reference) -> None:
-    has_one, paired = PREFERENCE_OBJECTIVES[objective].reference, PREFERENCE_OBJECTIVES[objective].paired
-    if reference is None:
-        if has_one:
-            raise ValueError(
-                f"objective={objective!r} measures the policy against a reference: set reference to a scorer such as "
-                "frozen_reference(policy)" + (" or to 'recorded'" if paired else "")
-            )
+def _check_reference(actor_network: Any, objective: PreferenceObjective, reference: Any) -> None:
+    """Refuse a reference that is missing, not used, or not comparable with the policy."""
+    needed = "a scorer such as frozen_reference(policy)" + (" or 'recorded'" if objective.paired else "")
+    if (reference is None) == objective.reference:
+        must = f"requires a reference: set it to {needed}" if reference is None else "does not use it: leave it out"
+        raise ValueError(f"reference={reference!r:.80}: objective={objective} {must}")
+    if reference is None or (reference == RECORDED and objective.paired):
         return
-    if not has_one:
-        raise ValueError(
-            f"objective={objective!r} has no reference, so reference={reference!r:.80} has no use: leave it out"
-        )
     if isinstance(reference, str):
-        if reference != RECORDED or not paired:
-            needed = (
-                "a scorer or 'recorded'" if paired else "a scorer: its reference point is of completions no row has"
-            )
-            raise ValueError(f"reference={reference!r} with objective={objective!r} must be {needed}")
-        return
+        raise ValueError(f"reference={reference!r}: objective={objective} requires {needed}")
     if not callable(getattr(reference, "score", None)) or getattr(reference, "generate", False):
         raise ValueError(f"reference must have score(rows) and not generate, got {type(reference).__name__}")
     if isinstance(reference, TransformersWrapper) and reference.model is getattr(actor_network, "model", None):
@@ -225,25 +198,3 @@ def _check_reference(actor_network, objective: str, reference) -> None:
     ours, theirs = (getattr(scorer, "distribution", None) for scorer in (actor_network, reference))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(f"reference scores under {theirs}, actor_network under {ours}: give both the same")
-
-
-def merge_preferences(outputs: Sequence[PreferenceLossOutput]) -> dict[str, float]:
-    """Metrics of an optimizer step from the outputs of its micro-batches, the same as if it had been one.
-
-    Returns:
-        ``loss``, and means over the completions: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their
-        difference), ``rewards/accuracy``, ``log_probs/chosen``, ``log_probs/rejected``; for KTO ``kl/reference_point``.
-        NaN where there is no such completion.
-    """
-
-    def mean(field: str) -> float:
-        return float(torch.cat([getattr(o, field) for o in outputs]).double().mean())
-
-    metrics = {"loss": float(sum(o.loss_objective.detach() for o in outputs))}
-    metrics |= {"rewards/chosen": mean("chosen_rewards"), "rewards/rejected": mean("rejected_rewards")}
-    metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    metrics["rewards/accuracy"] = mean("correct")
-    metrics |= {"log_probs/chosen": mean("chosen_log_probs"), "log_probs/rejected": mean("rejected_log_probs")}
-    if not math.isnan(point := float(outputs[0].reference_point)):
-        metrics["kl/reference_point"] = point
-    return metrics

@@ -2,115 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.rloo import RLOOLoss
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of the advantage, the KL and the loss of a published method.
+    """Settings of the advantage, the KL and the loss of a method.
 
     Attributes:
-        paper: where it stands.
-        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage`, or of :class:`~torchrl_rloo.replay.GAE` for a
-            method with a critic.
-        loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss`.
-        kl_in_reward: coefficient of :class:`~torchrl_rloo.envs.transforms.KLRewardTransform`, before the baseline.
+        paper: source.
+        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage` other than the KL, or of
+            :class:`~torchrl_rloo.replay.TokenGAE` for a method with a critic.
+        loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` other than the KL.
+        kl: KL to the reference; None for none.
         critic: whether the method learns a value function.
-        to_set: arguments without a value of their own, each with what it is to be.
 
     Example:
-        >>> preset = PRESETS["grpo"]
-        >>> preset.advantage["estimator"], preset.loss["ratio"], preset.loss["kl_to_ref_coeff"]
-        ('grpo', 'token', 0.04)
-        >>> preset.with_kl(0.0).loss["kl_to_ref_coeff"]
-        0.0
+        >>> method = make_method("grpo", num_generations=8, kl="default")
+        >>> method.loss_arguments["ratio"], method.loss_arguments["kl_to_ref_coeff"]
+        ('token', 0.04)
     """
 
     paper: str
     advantage: Mapping[str, Any]
     loss: Mapping[str, Any]
-    kl_in_reward: float = 0.0
+    kl: KL | None = None
     critic: bool = False
-    to_set: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kl_placement(self) -> str | None:
-        """Where the KL to the reference enters: an attribute's name and, if it is a mapping, the key; None without."""
-        for part in ("advantage", "loss"):
-            for name in ("token_kl_coeff", "kl_coeff", "kl_to_ref_coeff"):
-                if name in getattr(self, part):
-                    return f"{part}.{name}"
-        return "kl_in_reward" if self.kl_in_reward else None
+    def loss_arguments(self) -> dict[str, Any]:
+        """All arguments of ``RLOOLoss``, a KL in the loss among them."""
+        if self.kl is None or self.kl.where != "loss":
+            return dict(self.loss)
+        return {**self.loss, "kl_to_ref_coeff": self.kl.coeff, "kl_estimator": self.kl.estimator}
 
     @property
-    def kl_coeff(self) -> float:
-        """The method's own KL coefficient; 0 if it has no KL."""
-        part, _, name = (self.kl_placement or "kl_in_reward").partition(".")
-        return getattr(self, part)[name] if name else getattr(self, part)
+    def advantage_arguments(self) -> dict[str, Any]:
+        """All arguments of ``MCAdvantage`` (or ``TokenGAE``), a KL per token among them."""
+        own = {"kl": self.kl} if self.kl is not None and self.kl.where == "token" else {}
+        return {**self.advantage, **own}
 
-    def with_kl(self, coeff: Any) -> Preset:
-        """The same method with another KL coefficient, where the method has its KL; before the baseline if it has none.
+    @property
+    def reward_kl_arguments(self) -> dict[str, Any]:
+        """Arguments of ``KLRewardTransform``; the coefficient is 0, to record log-probs only, for a KL elsewhere."""
+        if self.kl is None or self.kl.where != "reward":
+            return {"kl_to_ref_coeff": 0.0}
+        return {"kl_to_ref_coeff": self.kl.coeff, "estimator": self.kl.estimator}
 
-        Args:
-            coeff: a number, or an object with ``__float__`` such as an adaptive coefficient.
-        """
-        part, _, name = (self.kl_placement or "kl_in_reward").partition(".")
-        if not name:
-            return replace(self, kl_in_reward=coeff)
-        settings = {**getattr(self, part), name: coeff}
-        if coeff == 0:
-            settings.pop("kl_clip", None)  # bounds what is not there, which MCAdvantage refuses
-        return replace(self, **{part: settings})
-
-
-_WHITEN_GROUPS = {"whiten_groups": "MCAdvantage: groups of one whole batch, e.g. prompts per step"}
 
 PRESETS: dict[str, Preset] = {
     "rloo": Preset(
         paper="Ahmadian et al. 2024, arXiv 2402.14740",
         advantage={"estimator": "rloo"},
-        kl_in_reward=0.03,
+        kl=KL("reward", 0.03),
         loss={"ratio": "none", "aggregation": "sequence_sum"},
     ),
     "rloo_trl": Preset(
         paper="TRL 1.16, RLOOTrainer",
         advantage={"estimator": "rloo"},
-        kl_in_reward=0.05,
-        loss={"ratio": "sequence", "clip_epsilon": 0.2, "aggregation": "sequence_sum"},
+        kl=KL("reward", 0.05),
+        loss={"ratio": "sequence", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "sequence_sum"},
     ),
     "rloo_openrlhf": Preset(
         paper="OpenRLHF, --advantage_estimator rloo (arXiv 2405.11143)",
-        advantage={"estimator": "rloo", "token_kl_coeff": 0.01, "kl_estimator": "k1", "kl_clip": 10.0},
-        loss={"ratio": "token", "clip_epsilon": 0.2, "aggregation": "token_mean"},
+        advantage={"estimator": "rloo"},
+        kl=KL("token", 0.01, clip=10.0),
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
     ),
     "grpo": Preset(
         paper="Shao et al. 2024, arXiv 2402.03300",
         advantage={"estimator": "grpo"},
-        loss={
-            "ratio": "token",
-            "clip_epsilon": 0.2,
-            "aggregation": "sequence_mean",
-            "kl_to_ref_coeff": 0.04,
-            "kl_estimator": "k3",
-        },
+        kl=KL("loss", 0.04, "k3"),
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "sequence_mean"},
     ),
     "dr_grpo": Preset(
         paper="Liu et al. 2025, arXiv 2503.20783",
         advantage={"estimator": "dr_grpo"},
-        loss={"ratio": "token", "clip_epsilon": 0.2, "aggregation": "constant"},
-        to_set={"aggregation_constant": "RLOOLoss: a fixed length in tokens, e.g. max_new_tokens"},
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "constant"},
     ),
     "dapo": Preset(
         paper="Yu et al. 2025, arXiv 2503.14476",
         advantage={"estimator": "grpo"},
-        loss={"ratio": "token", "clip_epsilon": (0.2, 0.28), "aggregation": "token_mean"},
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2, "high": 0.28}, "aggregation": "token_mean"},
     ),
     "gspo": Preset(
         paper="Zheng et al. 2025, arXiv 2507.18071",
         advantage={"estimator": "grpo"},
-        loss={"ratio": "sequence_mean", "clip_epsilon": (3e-4, 4e-4), "aggregation": "sequence_mean"},
+        loss={
+            "ratio": "sequence_mean",
+            "surrogate": {"name": "clip", "low": 3e-4, "high": 4e-4},
+            "aggregation": "sequence_mean",
+        },
     ),
     "cispo": Preset(
         paper="MiniMax 2025, arXiv 2506.13585",
@@ -119,27 +108,159 @@ PRESETS: dict[str, Preset] = {
     ),
     "reinforce_pp": Preset(
         paper="Hu et al. 2025, arXiv 2501.03262",
-        advantage={"estimator": "reinforce_pp", "token_kl_coeff": 0.01, "kl_estimator": "k1"},
-        loss={"ratio": "token", "clip_epsilon": 0.2, "aggregation": "token_mean"},
-        to_set=_WHITEN_GROUPS,
+        advantage={"estimator": "reinforce", "normalize": "whiten"},
+        kl=KL("token", 0.01),
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
     ),
     "reinforce_pp_baseline": Preset(
         paper="Hu et al. 2025, arXiv 2501.03262",
-        advantage={"estimator": "reinforce_pp_baseline"},
-        loss={
-            "ratio": "token",
-            "clip_epsilon": 0.2,
-            "aggregation": "token_mean",
-            "kl_to_ref_coeff": 0.01,
-            "kl_estimator": "k2",
-        },
-        to_set=_WHITEN_GROUPS,
+        advantage={"estimator": "dr_grpo", "normalize": "whiten"},
+        kl=KL("loss", 0.01, "k2"),
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
     ),
     "ppo": Preset(
         paper="Schulman et al. 2017, arXiv 1707.06347; per-token KL: Ouyang et al. 2022, arXiv 2203.02155",
-        advantage={"discount": 1.0, "lam": 0.95, "kl_coeff": 0.02, "kl_estimator": "k1", "whiten": True},
-        loss={"ratio": "token", "clip_epsilon": 0.2, "aggregation": "token_mean"},
+        advantage={"discount": 1.0, "lam": 0.95, "whiten": True},
+        kl=KL("token", 0.02),
+        loss={"ratio": "token", "surrogate": {"name": "clip", "low": 0.2}, "aggregation": "token_mean"},
         critic=True,
-        to_set={"value_head": "GAE and ValueLoss: a ValueHead, trained beside the policy"},
     ),
 }
+
+_KL_KEYS = {
+    "kl": "kl",
+    "kl_to_ref_coeff": "kl.coeff",
+    "token_kl_coeff": "kl.coeff",
+    "kl_coeff": "kl.coeff",
+    "kl_estimator": "kl.estimator",
+    "kl_clip": "kl.clip",
+    "kl_target": "kl.target",
+}
+_LOSS_KEYS = tuple(inspect.signature(RLOOLoss.__init__).parameters)[2:]
+_ADVANTAGE_KEYS = ("estimator", "credit", "normalize", "process_group", "max_pending_groups")
+
+
+def make_method(
+    name: str,
+    *,
+    loss: Mapping[str, Any] = {},
+    advantage: Mapping[str, Any] = {},
+    kl: KL | Mapping[str, Any] | Literal["default"] | None = None,
+    max_new_tokens: int | None = None,
+    prompts_per_step: int | None = None,
+    num_generations: int | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Preset:
+    """Build a published method with settings that differ from its own.
+
+    Args:
+        name: a name in :data:`PRESETS`.
+        loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` that replace the method's. A mapping without a
+            name (``{"surrogate": {"low": 0.1}}``) changes fields of the method's own choice.
+        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage`, likewise.
+        kl: KL to the reference. None: no KL. ``"default"``: the method's own. A mapping changes fields of the method's
+            own KL; one that it moves to another place keeps its coefficient alone, and for a method without a KL it is
+            placed in the reward. A :class:`~torchrl_rloo.objectives.KL` is taken as it is.
+        max_new_tokens: length that ``aggregation="constant"`` divides by, unless set.
+        prompts_per_step: groups of one batch that advantages are normalized over, unless set.
+        num_generations: members of a group; None: each row's own ``"group_size"``.
+        reward_weights: weights of ``credit="normalize_then_sum"``, unless set.
+
+    Returns:
+        The method; ``loss_arguments``, ``advantage_arguments`` and ``reward_kl_arguments`` go to the parts.
+
+    Raises:
+        ValueError: for an unknown name or key, a KL set elsewhere than in ``kl``, a method with a critic, or a number
+            that is needed and not given.
+
+    Example:
+        >>> method = make_method("rloo", kl={"coeff": 0.1}, loss={"entropy_coeff": 0.01})
+        >>> method.kl.where, method.reward_kl_arguments, method.loss["entropy_coeff"]
+        ('reward', {'kl_to_ref_coeff': 0.1, 'estimator': 'k1'}, 0.01)
+    """
+    if name not in PRESETS:
+        known = [k for k, preset in PRESETS.items() if not preset.critic]
+        raise ValueError(f"algorithm={name!r} is unknown{did_you_mean(name, known)}; valid: {known}")
+    preset = PRESETS[name]
+    if preset.critic:
+        raise ValueError(f"algorithm={name!r} needs a critic, which is not trained here: see tutorials/ppo.py")
+    _check_keys("loss", loss, _LOSS_KEYS, "loss")
+    _check_keys("advantage", advantage, _ADVANTAGE_KEYS, "token")
+    loss, advantage = _merged(preset.loss, loss), _merged(preset.advantage, advantage)
+
+    # Numbers that a method leaves to the run
+    if _name(loss["aggregation"]) == "constant":
+        loss["aggregation"] = _filled("loss.aggregation", loss["aggregation"], length=max_new_tokens)
+    if _name(advantage.get("credit")) == "normalize_then_sum":
+        advantage["credit"] = _filled("advantage.credit", advantage["credit"], weights=reward_weights)
+        advantage.setdefault("normalize", "whiten")  # the last step of GDPO
+    if advantage.get("normalize") is not None:
+        advantage["normalize"] = _filled("advantage.normalize", advantage["normalize"], groups=prompts_per_step)
+        groups = _field(advantage["normalize"], "groups")
+        if prompts_per_step is not None and groups > prompts_per_step:
+            raise ValueError(
+                f"advantage.normalize: groups={groups} is more than prompts_per_step={prompts_per_step}, so no batch "
+                f"would be complete: set it to {prompts_per_step} or less"
+            )
+    if num_generations is not None:
+        advantage["num_generations"] = num_generations
+    return replace(preset, loss=loss, advantage=advantage, kl=_merged_kl(preset.kl, kl))
+
+
+def _check_keys(argument: str, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse keys of the KL, which has one place, and unknown keys."""
+    for key in given:
+        if key in _KL_KEYS:
+            raise ValueError(f"{argument}.{key} is set in kl: use {_KL_KEYS[key]}=... (with kl.where={where})")
+        if key not in known:
+            valid = [k for k in known if k not in _KL_KEYS]
+            raise ValueError(f"{argument}.{key} is unknown{did_you_mean(key, valid)}; valid: {valid}")
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with those given; a mapping without a name changes fields of the choice it replaces."""
+    result = {**own, **given}
+    for key, value in given.items():
+        if isinstance(value, Mapping) and "name" not in value and key in own:
+            result[key] = {**_as_mapping(own[key]), **value}
+    return result
+
+
+def _as_mapping(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": spec} if isinstance(spec, str) else dict(spec)
+
+
+def _name(spec: Any) -> str | None:
+    return _as_mapping(spec).get("name") if isinstance(spec, str | Mapping) else None
+
+
+def _field(spec: Any, name: str) -> Any:
+    return spec[name] if isinstance(spec, Mapping) else getattr(spec, name)
+
+
+def _filled(argument: str, spec: Any, **field: Any) -> Any:
+    """Return a choice with a field that the run gives, unless it is set."""
+    (name, value), *_ = field.items()
+    if not isinstance(spec, str | Mapping) or name in _as_mapping(spec):
+        return spec
+    if value is None:
+        raise ValueError(f"{argument}={_name(spec)!r} requires {name}: set {argument}.{name}")
+    return _as_mapping(spec) | {name: value}
+
+
+def _merged_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL | None:
+    """Return the KL of a method with fields that differ from its own; None if it is off."""
+    if isinstance(given, str) and given != "default":
+        raise ValueError(f"kl={given!r} must be None, 'default', a mapping or a KL")
+    if given is None or isinstance(given, str):
+        return own if given else None
+    if isinstance(given, Mapping):
+        known = [f.name for f in fields(KL)]
+        for key in given:
+            if key not in known:
+                raise ValueError(f"kl.{key} is unknown{did_you_mean(key, known)}; valid: {known}")
+        base = asdict(own or KL())
+        if given.get("where", base["where"]) != base["where"]:
+            base = {"coeff": base["coeff"]} if given["where"] is not None else {}
+        given = KL(**base | given)
+    return given if given.is_on else None

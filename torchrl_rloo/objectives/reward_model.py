@@ -1,10 +1,9 @@
-"""RewardModelLoss: a model that scores completions learns which of two is the better one."""
+"""RewardModelLoss: training of a model that scores completions, on pairs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -12,17 +11,16 @@ from torchrl.objectives import LossModule
 
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import concatenate
-from torchrl_rloo.functional.distributed import reduce_over_ranks
 from torchrl_rloo.functional.reward_model import batch_sum_to_zero, bradley_terry, centering
 from torchrl_rloo.functional.statistics import nanstd
 from torchrl_rloo.modules.reward_model import RewardModel
-from torchrl_rloo.objectives.counts import row_weights, zero_loss
+from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights, zero_loss
+from torchrl_rloo.objectives.output import LossOutput, concatenated
+from torchrl_rloo.objectives.ranks import mean_over_ranks
 
 
-class RewardModelLossOutput(TensorClass["nocast"]):
-    """What :class:`RewardModelLoss` returns: its terms, and the scores (without gradient).
-
-    Metrics: :func:`merge_reward_outputs`.
+class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):
+    """Terms of :class:`RewardModelLoss`, and the scores (without gradient).
 
     Attributes:
         loss_objective: scalar, the Bradley-Terry negative log-likelihood in nats.
@@ -38,49 +36,48 @@ class RewardModelLossOutput(TensorClass["nocast"]):
     chosen_rewards: torch.Tensor
     rejected_rewards: torch.Tensor
 
-    @property
-    def loss(self) -> torch.Tensor:
-        """The scalar to minimise: the sum of the terms."""
-        return sum(term for name in _TERMS if (term := getattr(self, name)) is not None)
+    def is_empty(self) -> bool:
+        """Return whether the output is of no pairs."""
+        return not len(self.chosen_rewards)
 
+    @classmethod
+    def merge(cls, outputs: Sequence[RewardModelLossOutput], num_updates: int) -> dict[str, float]:
+        """Return means and unbiased standard deviations of the scores.
 
-_TERMS = tuple(name for name in RewardModelLossOutput.__annotations__ if name.startswith("loss_"))
-
-
-@dataclass(frozen=True)
-class RewardModelCounts:
-    """What the micro-batches of an optimizer step share.
-
-    Attributes:
-        num_rows: pairs of the step, with their weights.
-        mean_reward: mean score of all completions of the step, with their weights; None where no term needs it.
-    """
-
-    num_rows: float
-    mean_reward: float | None = None
+        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference), ``rewards/accuracy`` (a pair of
+        equal rewards counts half), ``rewards/chosen_std`` and ``rewards/rejected_std``.
+        """
+        chosen, rejected = concatenated(outputs, "chosen_rewards"), concatenated(outputs, "rejected_rewards")
+        margins = chosen - rejected
+        return {
+            "rewards/chosen": float(chosen.mean()),
+            "rewards/rejected": float(rejected.mean()),
+            "rewards/margin": float(margins.mean()),
+            "rewards/accuracy": float(((margins > 0).double() + 0.5 * (margins == 0)).mean()),
+            "rewards/chosen_std": float(nanstd(chosen)),
+            "rewards/rejected_std": float(nanstd(rejected)),
+        }
 
 
 class RewardModelLoss(LossModule):
     r"""Bradley-Terry likelihood of pairs, with margins and two terms that keep rewards near 0.
 
-    .. math:: \frac{1}{\sum_i u_i} \sum_i u_i \left[ L_{BT}(r_{w,i}, r_{l,i}, m_i) + c \, (r_{w,i} + r_{l,i})^2 \right]
-        + s \, \bar r^2
+    .. math:: \frac1N \sum_i u_i \left[ L_{BT}(r_{w,i}, r_{l,i}, m_i) + c \, (r_{w,i} + r_{l,i})^2 \right]
+        + s \, \bar r^2, \qquad \bar r = \frac1{2N} \sum_i u_i (r_{w,i} + r_{l,i})
 
-    See ``functional.reward_model`` for the terms and their sources; :math:`\bar r` is the mean reward of the whole
-    batch. A pair has sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and perhaps a float
-    ``"margin"`` :math:`m_i`: rows of :func:`~torchrl_rloo.modules.reward_model.encode_pairs` or
-    :func:`~torchrl_rloo.data.encode_preferences`. A pair's ``sample_weight`` times its ``multiplicity``, where present,
-    is its weight :math:`u_i`.
+    over the ``N`` pairs of a step. See :mod:`torchrl_rloo.functional.reward_model` for the terms and their sources. A
+    pair has sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and perhaps a float ``"margin"``
+    :math:`m_i`: rows of :func:`~torchrl_rloo.modules.reward_model.encode_pairs` or
+    :func:`~torchrl_rloo.data.encode_preferences`. A pair's ``sample_weight`` and ``multiplicity``, where present,
+    multiply its loss (:math:`u_i`). Returns a :class:`RewardModelLossOutput`.
 
     Args:
         reward_model: scores rows.
         centering_coeff: :math:`c`; the paper's is 0.01.
         batch_sum_coeff: :math:`s`.
-        label_smoothing: share of the labels taken to be the wrong way round.
-
-    ``forward(rows, counts=None)`` divides by ``counts``, by default those of the rows given. When a batch is split into
-    micro-batches, pass ``loss.count(whole_batch)`` with each: the summed gradient is then that of the whole. With
-    ``batch_sum_coeff`` that costs a forward pass more, since the batch's mean has to be known first.
+        label_smoothing: assumed share of swapped labels.
+        micro_batch_size: pairs that :meth:`normalizers` scores at once for ``batch_sum_coeff``, which costs one more
+            forward pass; None for all.
 
     Raises:
         ValueError: for a coefficient out of range, or a reward model that cannot score.
@@ -95,6 +92,7 @@ class RewardModelLoss(LossModule):
         centering_coeff: float = 0.0,
         batch_sum_coeff: float = 0.0,
         label_smoothing: float = 0.0,
+        micro_batch_size: int | None = None,
     ):
         super().__init__()
         if not callable(getattr(reward_model, "score", None)):
@@ -106,38 +104,34 @@ class RewardModelLoss(LossModule):
             raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5")
         self.reward_model, self.label_smoothing = reward_model, label_smoothing
         self.centering_coeff, self.batch_sum_coeff = centering_coeff, batch_sum_coeff
+        self.micro_batch_size = micro_batch_size
         self.in_keys = [CHOSEN, REJECTED]
         self.out_keys = list(RewardModelLossOutput.__annotations__)
 
-    def count(
-        self, rows: TensorDictBase, process_group=None, *, micro_batch_size: int | None = None
-    ) -> RewardModelCounts:
-        """What the micro-batches of an optimizer step share, from all its pairs.
+    def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
+        """Compute the normalizers of an optimizer step from all its pairs.
 
         Args:
             rows: all pairs of the step on this rank.
-            process_group: the ranks whose gradients are averaged for this step; None counts this rank alone.
-            micro_batch_size: pairs that are scored at once; None: all.
+            process_group: ranks whose gradients are averaged for this step; None for this rank.
         """
-        weights = row_weights(rows).double()
-        total = torch.stack([weights.sum(), weights.new_zeros(())])
+        total = torch.stack([multiplicity(rows).double().sum(), torch.zeros((), dtype=torch.float64)])
         if self.batch_sum_coeff and len(rows):
             with torch.no_grad():
-                parts = rows.split(micro_batch_size or len(rows))
+                parts = rows.split(self.micro_batch_size or len(rows))
                 sums = torch.cat([torch.stack(self._score(part)).sum(0).double().cpu() for part in parts])
-            total[1] = weights.cpu() @ sums
-        ranks = 1 if process_group is None else torch.distributed.get_world_size(process_group)
-        number, reward = reduce_over_ranks(total.cpu(), process_group).tolist()
-        return RewardModelCounts(number / ranks, reward / (2 * number) if self.batch_sum_coeff else None)
+            total[1] = row_weights(rows).double().cpu() @ sums
+        number, reward = mean_over_ranks(total.cpu(), process_group).tolist()
+        return Normalizers(number, mean_reward=reward / (2 * number) if self.batch_sum_coeff else None)
 
-    def forward(self, tensordict: TensorDictBase, counts: RewardModelCounts | None = None) -> RewardModelLossOutput:
-        """The loss of pairs of batch size ``[P]``; see the class."""
+    def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RewardModelLossOutput:
+        """Compute the loss of pairs of batch size ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
             zero, none = zero_loss(self.reward_model), torch.zeros(0)
             return RewardModelLossOutput(zero, None, None, none, none.clone())
         chosen, rejected = self._score(tensordict)
         weights = row_weights(tensordict).to(chosen)
-        num_rows = float(weights.sum()) if counts is None else counts.num_rows
+        num_rows = float(multiplicity(tensordict).sum()) if normalizers is None else normalizers.num_rows
         margin = tensordict.get(MARGIN, None)
         margin = 0.0 if margin is None else margin.reshape(-1).to(chosen)
         losses = bradley_terry(chosen, rejected, margin, label_smoothing=self.label_smoothing)
@@ -146,7 +140,9 @@ class RewardModelLoss(LossModule):
             centered = self.centering_coeff * (centering(chosen, rejected) * weights).sum() / num_rows
         if self.batch_sum_coeff:
             part = ((chosen + rejected) * weights).sum() / (2 * num_rows)
-            summed = self.batch_sum_coeff * batch_sum_to_zero(part, part if counts is None else counts.mean_reward)
+            summed = self.batch_sum_coeff * batch_sum_to_zero(
+                part, part if normalizers is None else normalizers.mean_reward
+            )
         return RewardModelLossOutput(
             loss_objective=(losses * weights).sum() / num_rows,
             loss_centering=centered,
@@ -156,31 +152,5 @@ class RewardModelLoss(LossModule):
         )
 
     def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the better and of the worse completions, both ``[P]``."""
+        """Return the scores of the better and of the worse completions, both ``[P]``."""
         return self.reward_model.score(concatenate([rows[CHOSEN], rows[REJECTED]])).chunk(2)
-
-
-def merge_reward_outputs(outputs: Sequence[RewardModelLossOutput]) -> dict[str, float]:
-    """Metrics of an optimizer step from the outputs of its micro-batches, the same as if it had been one.
-
-    Returns:
-        ``loss`` and its terms beside the likelihood, ``loss_centering`` and ``loss_batch_sum``, where in use; means
-        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference) and ``rewards/accuracy`` (a pair
-        of equal rewards counts half); unbiased standard deviations ``rewards/chosen_std`` and ``rewards/rejected_std``.
-    """
-    chosen, rejected = (
-        torch.cat([getattr(o, name) for o in outputs]).double() for name in ("chosen_rewards", "rejected_rewards")
-    )
-    metrics = {"loss": float(sum(o.loss.detach() for o in outputs))}
-    for name in _TERMS[1:]:
-        if terms := [float(term) for o in outputs if (term := getattr(o, name)) is not None]:
-            metrics[name] = sum(terms)
-    margins = chosen - rejected
-    return metrics | {
-        "rewards/chosen": float(chosen.mean()),
-        "rewards/rejected": float(rejected.mean()),
-        "rewards/margin": float(margins.mean()),
-        "rewards/accuracy": float(((margins > 0).double() + 0.5 * (margins == 0)).mean()),
-        "rewards/chosen_std": float(nanstd(chosen)),
-        "rewards/rejected_std": float(nanstd(rejected)),
-    }

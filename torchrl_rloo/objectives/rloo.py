@@ -1,14 +1,14 @@
-"""RLOOLoss: policy-gradient objectives over rows with advantages, as a choice of independent parts."""
+"""RLOOLoss: policy-gradient losses over rows with advantages, as a choice of independent parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, SupportsFloat
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
@@ -29,54 +29,60 @@ from torchrl_rloo.functional import (
     kl_loss_terms,
     masked_mean,
     off_policy_mask,
+    resolve,
     share_out,
 )
+from torchrl_rloo.functional.ratios import sequence_log_ratio
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
-from torchrl_rloo.objectives.choices import bound, check_actor, check_combination, epsilons, is_on, named
-from torchrl_rloo.objectives.counts import (
-    LossCounts,
-    count_rows,
+from torchrl_rloo.objectives.choices import check_actor, check_parts, is_on
+from torchrl_rloo.objectives.normalizers import (
+    Normalizers,
     entropy_threshold,
     multiplicity,
+    row_normalizers,
     row_weights,
     zero_loss,
 )
-from torchrl_rloo.objectives.output import LOSS_TERMS, RLOOLossOutput
+from torchrl_rloo.objectives.output import RLOOLossOutput
 
-Coefficient = float | Any  # a number, or an object with __float__ such as an adaptive coefficient
+Spec = str | Mapping[str, Any]
 
 
 class RLOOLoss(LossModule):
-    r"""REINFORCE leave-one-out and its family: a ratio, a surrogate, a correction, an aggregation, and further terms.
+    r"""Policy-gradient loss of REINFORCE leave-one-out and its family.
+
+    Replaces TorchRL's ``GRPOLoss``. ``clip_epsilon=0.2`` is ``surrogate=Clip(0.2)`` here, ``clip_epsilon=(0.2, 0.28)``
+    is ``Clip(0.2, 0.28)``; ``kl_to_ref_coeff``, ``kl_to_inference_coeff`` and ``entropy_coeff`` are the same, and
+    entropy is off by default (``entropy_bonus=True`` there). ``aggregation="token_mean"`` is the default there,
+    ``"sequence_sum"`` here; the ratio there is ``ratio="token"``. ``set_keys`` takes ``advantage=``; the other keys are
+    fixed (:mod:`torchrl_rloo.data.keys`).
 
     .. math:: L = \mathrm{aggregate}_{it}\big[ w_{it} \, f(\rho_{it}, A_{it}) + \beta \, \mathrm{KL}_{it}
         - \eta \, H_{it} \big]
 
     over the rows ``i`` and their action tokens ``t``. The defaults are RLOO as one action per sequence (Ahmadian et al.
     2024, arXiv 2402.14740) with PPO's clip for batches that are used more than once:
-    :math:`\frac{1}{N} \sum_i -\min(\rho_i A_i, \mathrm{clip}(\rho_i, 1 - \epsilon_l, 1 + \epsilon_h) A_i)` with
+    :math:`\frac{1}{N} \sum_i -\min(\rho_i A_i, \mathrm{clip}(\rho_i, 1 - l, 1 + h) A_i)` with
     :math:`\rho_i = \exp \sum_t (\log \pi_\theta(a_{it}) - \log \mu(a_{it}))`. Published methods are combinations of
     these parts: :data:`~torchrl_rloo.objectives.PRESETS`.
+
+    Reads ``TOKENS``, ``ACTION_MASK``, ``LOG_PROBS`` and ``ADVANTAGE`` of each row, ``sample_weight`` and
+    ``multiplicity`` (factors of the row's loss) where present, and what its settings ask for: ``TRUNCATED``,
+    ``PROXIMAL_LOG_PROBS``, ``PROXIMAL_ENTROPY``, ``REF_LOG_PROBS`` (see ``in_keys``). Returns an
+    :class:`~torchrl_rloo.objectives.RLOOLossOutput`: minimize its ``loss``.
 
     Args:
         actor_network: scores rows; :meth:`TransformersWrapper.score`.
         ratio: a name in :data:`~torchrl_rloo.functional.RATIOS` (``"sequence"``, ``"sequence_mean"``, ``"token"``,
             ``"none"``: plain REINFORCE), or a function of the same signature.
-        surrogate: a name in :data:`~torchrl_rloo.functional.SURROGATES` (``"clip"``, ``"cispo"``, ``"sapo"``,
-            ``"dppo"``, ``"vespo"``), or a function of the same signature.
-        surrogate_kwargs: its further settings, e.g. ``{"dual_clip": 3.0}``.
-        clip_epsilon: how far the ratio may leave 1: one number or ``(low, high)``; None for no clip; ``"default"`` for
-            the surrogate's own.
-        aggregation: a name in :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``, ``"sequence_mean"``,
-            ``"token_mean"``, ``"constant"``), or a function of the same signature.
-        aggregation_constant: the length that ``"constant"`` divides by, in tokens.
-        old_log_probs: what the ratio starts from: the ``"sampler"``'s log-probs, or the ``"proximal"`` ones of the
-            training model before its first update on the batch (see
-            :func:`~torchrl_rloo.modules.record_log_probs`).
-        correction: weight that corrects for the difference between sampler and proximal (with ``ratio="none"``:
-            present) policy: a name in :data:`~torchrl_rloo.functional.CORRECTIONS` (``"tis"``, ``"icepop"``,
-            ``"sequence_truncate"``, ``"sequence_mask"``, ``"seq_mask_tis"``), a function of that signature, or None.
-        correction_kwargs: its settings, e.g. ``{"high": 2.0}``.
+        surrogate: a choice from :data:`~torchrl_rloo.functional.SURROGATES`: a name, a mapping such as ``{"name":
+            "clip", "low": 0.1}``, an object such as ``Clip(0.1)``, or a function of the same signature.
+        aggregation: a choice from :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``,
+            ``"sequence_mean"``, ``"token_mean"``, ``ConstantLength(64)``), or a function of the same signature.
+        old_log_probs: start of the ratio: the ``"sampler"``'s log-probs, or the ``"proximal"`` ones of the training
+            model before its first update on the batch (see :func:`~torchrl_rloo.modules.record_log_probs`).
+        correction: weight for the difference between sampler and proximal (with ``ratio="none"``: present) policy: a
+            choice from :data:`~torchrl_rloo.functional.CORRECTIONS`, a function of that signature, or None.
         off_policy_mask_threshold: leave out rows of negative advantage that are this far off the sampler, in nats per
             token; None keeps them.
         kl_to_ref_coeff: coefficient of the KL to the reference, whose log-probs the rows then carry.
@@ -87,23 +93,43 @@ class RLOOLoss(LossModule):
         entropy_coeff: coefficient of the entropy bonus.
         high_entropy_fraction: let only this share of the action tokens, those of highest entropy, carry the policy
             gradient (arXiv 2506.01939); needs recorded entropies, see ``record_log_probs(entropy=...)``.
-        router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. Unlike the other terms it is
-            of each forward pass's own tokens, so it does depend on the micro-batches.
+        router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. It averages over each forward
+            pass's own tokens, so this term depends on the micro-batches.
         mask_truncated_completions: leave out the tokens of truncated rows. Such a row has no gradient; it still counts
             as a row, and its reward in its siblings' baseline.
 
-    Coefficients are numbers or objects with ``__float__``, read at each use. A row's ``sample_weight`` and
-    ``multiplicity``, where present, multiply its loss.
-
-    ``forward(rows, counts=None)`` divides by ``counts``, by default those of the rows given. When a batch is split into
-    micro-batches or over ranks, pass ``loss.count(whole_batch)`` with each: the summed gradient is that of the whole.
+    Coefficients are numbers or objects with ``__float__``, read at each use.
 
     Raises:
-        ValueError: for an unknown name, a value out of range, or parts that do not go together.
-        TypeError: for settings that a part does not have.
+        ValueError: for an unknown name or field, a value out of range, or parts that cannot be combined.
         KeyError: at ``forward`` for rows that lack an entry.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.data import stack_rows
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> from torchrl_rloo.functional import Clip
+        >>> tokenizer = build_tokenizer()
+        >>> model = build_model(tokenizer, seed=0).eval()
+        >>> loss_fn = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False), surrogate=Clip(0.1))
+        >>> rows = stack_rows([TensorDict({
+        ...     keys.TOKENS: torch.tensor([5, 6, 7]),
+        ...     keys.ACTION_MASK: torch.tensor([False, True, True]),
+        ...     keys.LOG_PROBS: torch.tensor([0.0, -2.0, -20.0]),
+        ...     keys.ADVANTAGE: torch.tensor([[1.0]]),
+        ... })])
+        >>> out = loss_fn(rows)
+        >>> round(out.loss.item(), 3), out.clip_fraction.item()
+        (-1.1, 1.0)
     """
 
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        """Keys that ``set_keys`` may rename."""
+
+        advantage: NestedKey = keys.ADVANTAGE
+
+    default_keys = _AcceptedKeys
     actor_network: TransformersWrapper
 
     def __init__(
@@ -111,107 +137,122 @@ class RLOOLoss(LossModule):
         actor_network: TransformersWrapper,
         *,
         ratio: str | Ratio = "sequence",
-        surrogate: str | Surrogate = "clip",
-        surrogate_kwargs: Mapping[str, Any] | None = None,
-        clip_epsilon: float | tuple[float, float] | None | Literal["default"] = "default",
-        aggregation: str | Aggregation = "sequence_sum",
-        aggregation_constant: float | None = None,
+        surrogate: Spec | Surrogate = "clip",
+        aggregation: Spec | Aggregation = "sequence_sum",
         old_log_probs: Literal["sampler", "proximal"] = "sampler",
-        correction: str | Correction | None = None,
-        correction_kwargs: Mapping[str, Any] | None = None,
+        correction: Spec | Correction | None = None,
         off_policy_mask_threshold: float | None = None,
-        kl_to_ref_coeff: Coefficient = 0.0,
-        kl_to_inference_coeff: Coefficient = 0.0,
+        kl_to_ref_coeff: SupportsFloat = 0.0,
+        kl_to_inference_coeff: SupportsFloat = 0.0,
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
         kl_importance_weighted: bool = False,
-        entropy_coeff: Coefficient = 0.0,
+        entropy_coeff: SupportsFloat = 0.0,
         high_entropy_fraction: float | None = None,
-        router_loss_coeff: Coefficient = 0.0,
+        router_loss_coeff: SupportsFloat = 0.0,
         mask_truncated_completions: bool = False,
     ):
         super().__init__()
         check_actor(actor_network)
         self.actor_network = actor_network
-        self.ratio = named("ratio", ratio, RATIOS)
-        self.surrogate = bound("surrogate", surrogate, SURROGATES, surrogate_kwargs, epsilons(clip_epsilon, surrogate))
-        self._own_surrogate = not isinstance(surrogate, str)
-        self.aggregation = named("aggregation", aggregation, AGGREGATIONS)
-        self.correction = correction and bound("correction", correction, CORRECTIONS, correction_kwargs)
-        self.kl_estimator = named("kl_estimator", kl_estimator, KL_ESTIMATORS)
-        self.aggregation_constant, self.old_log_probs = aggregation_constant, old_log_probs
-        self.off_policy_mask_threshold = off_policy_mask_threshold
+        self.ratio = resolve("ratio", ratio, RATIOS)
+        self.surrogate = resolve("surrogate", surrogate, SURROGATES)
+        self.aggregation = resolve("aggregation", aggregation, AGGREGATIONS)
+        self.correction = None if correction is None else resolve("correction", correction, CORRECTIONS)
+        self.kl_estimator = resolve("kl_estimator", kl_estimator, KL_ESTIMATORS)
+        self.old_log_probs, self.off_policy_mask_threshold = old_log_probs, off_policy_mask_threshold
         self.kl_to_ref_coeff, self.kl_to_inference_coeff = kl_to_ref_coeff, kl_to_inference_coeff
         self.kl_importance_weighted, self.entropy_coeff = kl_importance_weighted, entropy_coeff
         self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
         self.mask_truncated_completions = mask_truncated_completions
-        check_combination(
-            self, ratio, surrogate, surrogate_kwargs, clip_epsilon, aggregation, correction, correction_kwargs
-        )
-        self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.ADVANTAGE]
-        self.in_keys += [keys.TRUNCATED] if mask_truncated_completions else []
-        self.in_keys += [keys.PROXIMAL_LOG_PROBS] if old_log_probs == "proximal" else []
-        self.in_keys += [keys.PROXIMAL_ENTROPY] if high_entropy_fraction is not None else []
-        self.in_keys += [keys.REF_LOG_PROBS] if is_on(kl_to_ref_coeff) else []
+        check_parts(self)
+        self._forward_value_estimator_keys()
         self.out_keys = list(RLOOLossOutput.__annotations__)
+
+    def _forward_value_estimator_keys(self, **kwargs) -> None:
+        """Set ``in_keys``, which :meth:`set_keys` changes."""
+        self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, self.tensor_keys.advantage]
+        self.in_keys += [keys.TRUNCATED] if self.mask_truncated_completions else []
+        self.in_keys += [keys.PROXIMAL_LOG_PROBS] if self.old_log_probs == "proximal" else []
+        self.in_keys += [keys.PROXIMAL_ENTROPY] if self.high_entropy_fraction is not None else []
+        self.in_keys += [keys.REF_LOG_PROBS] if is_on(self.kl_to_ref_coeff) else []
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """Whether rows of advantage 0 may have a gradient: through another term, or a surrogate of your own."""
+        """Whether rows of advantage 0 may have a gradient: from another term, or a surrogate that is not ours."""
         others = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.router_loss_coeff)
-        return self._own_surrogate or any(map(is_on, others))
+        return not isinstance(self.surrogate, tuple(SURROGATES.values())) or any(map(is_on, others))
 
-    def count(self, rows: TensorDictBase, process_group=None) -> LossCounts:
-        """Normalisers of an optimizer step, from all its rows.
+    def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
+        """Compute the normalizers of an optimizer step from all its rows.
 
         Args:
             rows: all rows of the step on this rank, rows of advantage 0 included.
-            process_group: the ranks whose gradients are averaged for this step; None counts this rank alone.
+            process_group: ranks whose gradients are averaged for this step, each with equally many micro-batches; None
+                for this rank.
         """
         masked = {"mask_truncated_completions": self.mask_truncated_completions, "process_group": process_group}
-        counts = count_rows(rows, **masked)
+        normalizers = row_normalizers(rows, **masked)
         if self.high_entropy_fraction is None:
-            return counts
-        return replace(counts, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))
+            return normalizers
+        return replace(normalizers, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))
 
-    def forward(self, tensordict: TensorDictBase, counts: LossCounts | None = None) -> RLOOLossOutput:
-        """The loss of some rows as their part of a step.
+    def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RLOOLossOutput:
+        """Compute the loss of some rows as their part of a step.
 
         Args:
             tensordict: rows, batch size ``[B]``.
-            counts: of the whole step, see :meth:`count`; None: the rows are the whole step.
+            normalizers: :meth:`normalizers` of the whole step, given to each of its micro-batches: the summed gradient
+                is then that of the whole. None: the rows are the whole step.
         """
         if not len(tensordict):
             return self._no_rows()
-        counts = self.count(tensordict) if counts is None else counts
+        normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
+
+        # Score the rows under the current weights
         router_coeff = float(self.router_loss_coeff)
         scored = self.actor_network.score(tensordict, **({"router_loss": True} if router_coeff else {}))
-        batch = self._tensors(tensordict, scored, counts)
-        log_ratio = self.ratio(batch.log_probs, batch.old, batch.mask)
-        if not self._is_per_token(batch, log_ratio) and batch.advantages.shape[1] > 1:
+        batch = self._tensors(tensordict, scored, normalizers)
+        log_probs, mask = batch.log_probs, batch.mask
+
+        # Policy gradient, weighted by the correction for the sampler
+        log_ratio = self.ratio(log_probs, batch.old, mask)
+        per_token = self._is_per_token(batch, log_ratio)
+        if not per_token and batch.advantages.shape[1] > 1:
             raise ValueError(
                 "the ratio takes a whole sequence as one action, but rows carry an advantage for each token: use "
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
         weight = self._weight(batch)
-        loss = self.surrogate(log_ratio, batch.advantages, batch.log_probs, batch.old)
-        terms = {"loss_objective": share_out(loss, batch.mask) * weight}
-        terms |= self._further_terms(batch, scored)
-        normalisers = dict(num_rows=counts.num_rows, num_tokens=counts.num_tokens, constant=self.aggregation_constant)
-        losses = {
-            k: aggregate(v * batch.weights, batch.mask, self.aggregation, **normalisers) for k, v in terms.items()
-        }
+        policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old)
+        terms = {"loss_objective": weight * share_out(policy, mask)}
+
+        # KL and entropy
+        sampler_ratio = torch.where(mask, log_probs - batch.behavior, 0.0) if self.kl_importance_weighted else None
+        if beta := float(self.kl_to_ref_coeff):
+            terms["loss_kl_to_ref"] = beta * kl_loss_terms(log_probs, batch.ref, self.kl_estimator, sampler_ratio)
+        if beta := float(self.kl_to_inference_coeff):
+            kl = kl_loss_terms(log_probs, batch.behavior, self.kl_estimator, sampler_ratio)
+            terms["loss_kl_to_inference"] = beta * kl
+        if eta := float(self.entropy_coeff):
+            terms["loss_entropy"] = -eta * scored.entropy
+
+        # One scalar for each term, normalized over the whole step
+        given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
+        losses = {k: aggregate(v * batch.weights, mask, self.aggregation, **given) for k, v in terms.items()}
         if router_coeff:
-            share = float((batch.mask * batch.multiplicity).sum()) / max(counts.num_tokens, 1)
+            share = float((mask * batch.multiplicity).sum()) / max(normalizers.num_tokens, 1)
             losses["loss_router"] = router_coeff * share * scored.router_loss
-        return self._output(batch, losses, weight, self._is_per_token(batch, log_ratio), counts)
+        with torch.no_grad():
+            metrics = self._metrics(batch, weight) | self._clip_fractions(batch, log_ratio, per_token, normalizers)
+        return RLOOLossOutput(**dict.fromkeys(RLOOLossOutput.loss_terms()) | losses | metrics)
 
     def _is_per_token(self, batch: _Batch, log_ratio: torch.Tensor) -> bool:
-        """Whether the ratio has a value for each token; where rows have one token at most, its name says so."""
+        """Return whether the ratio has a value for each token; its name decides where rows have one token at most."""
         if batch.mask.shape[1] > 1:
             return log_ratio.shape == batch.mask.shape
-        return self.ratio is not RATIOS["sequence"]
+        return self.ratio is not sequence_log_ratio
 
-    def _tensors(self, rows: TensorDictBase, scored: ScoredActions, counts: LossCounts) -> _Batch:
+    def _tensors(self, rows: TensorDictBase, scored: ScoredActions, normalizers: Normalizers) -> _Batch:
         actions, mask = scored.actions, scored.actions.mask
         if self.mask_truncated_completions:
             mask = mask & ~rows[keys.TRUNCATED].reshape(-1, 1).to(mask.device)
@@ -219,8 +260,7 @@ class RLOOLoss(LossModule):
         def gathered(key):
             return gather_actions(ragged(rows, key), actions).detach()  # rows may have been scored with gradient
 
-        behaviour = gathered(keys.LOG_PROBS)
-        proximal = self.old_log_probs == "proximal"
+        behavior = gathered(keys.LOG_PROBS)
         has_ref = keys.REF_LOG_PROBS in rows.keys(True)
         if is_on(self.kl_to_ref_coeff) and not has_ref:
             raise KeyError(
@@ -229,95 +269,73 @@ class RLOOLoss(LossModule):
             )
         chosen = mask
         if self.high_entropy_fraction is not None:
-            chosen = mask & (gathered(keys.PROXIMAL_ENTROPY) >= _threshold(counts))
+            if normalizers.entropy_threshold is None:
+                raise ValueError("high_entropy_fraction needs normalizers with a threshold: use loss.normalizers(rows)")
+            chosen = mask & (gathered(keys.PROXIMAL_ENTROPY) >= normalizers.entropy_threshold)
         return _Batch(
             log_probs=scored.log_probs,
             entropy=scored.entropy,
             mask=mask,
             chosen=chosen,
-            behaviour=behaviour,
-            old=gathered(keys.PROXIMAL_LOG_PROBS) if proximal else behaviour,
+            behavior=behavior,
+            old=gathered(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else behavior,
             ref=gathered(keys.REF_LOG_PROBS) if has_ref else None,
-            advantages=_advantages(rows, actions),
+            advantages=_advantages(rows, self.tensor_keys.advantage, actions),
             weights=row_weights(rows)[:, None].to(mask.device),
             multiplicity=multiplicity(rows)[:, None].to(mask.device),
         )
 
     def _weight(self, batch: _Batch) -> torch.Tensor:
-        """``[B, A]``, without gradient: the correction for the sampler, 0 on tokens that are left out."""
+        """Return ``[B, A]``, without gradient: the correction for the sampler, 0 on tokens that are left out."""
         weight = batch.chosen.float()
         if self.correction is not None:
             numerator = batch.old if self.old_log_probs == "proximal" else batch.log_probs.detach()
-            weight = weight * self.correction(torch.where(batch.mask, numerator - batch.behaviour, 0.0), batch.mask)
+            weight = weight * self.correction(torch.where(batch.mask, numerator - batch.behavior, 0.0), batch.mask)
         if self.off_policy_mask_threshold is not None:
-            stays = (batch.log_probs, batch.behaviour, batch.advantages, batch.mask, self.off_policy_mask_threshold)
+            stays = (batch.log_probs, batch.behavior, batch.advantages, batch.mask, self.off_policy_mask_threshold)
             weight = weight * off_policy_mask(*stays)
         return weight
 
-    def _further_terms(self, batch: _Batch, scored: ScoredActions) -> dict[str, torch.Tensor]:
-        """Per-token KL and entropy terms that have a coefficient, ``[B, A]`` each."""
-        log_ratio = None
-        if self.kl_importance_weighted:
-            log_ratio = torch.where(batch.mask, batch.log_probs - batch.behaviour, 0.0)
-        terms = {}
-        pairs = {"loss_kl_to_ref": (self.kl_to_ref_coeff, batch.ref)}
-        pairs["loss_kl_to_inference"] = (self.kl_to_inference_coeff, batch.behaviour)
-        for name, (coeff, other) in pairs.items():
-            if (beta := float(coeff)) != 0:
-                kl = kl_loss_terms(batch.log_probs, other, self.kl_estimator, log_ratio)
-                terms[name] = beta * torch.where(batch.mask, kl, 0.0)
-        if (eta := float(self.entropy_coeff)) != 0:
-            terms["loss_entropy"] = -eta * scored.entropy
-        return terms
+    def _metrics(self, batch: _Batch, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        zero, tokens = batch.log_probs.new_zeros(()), batch.mask * batch.multiplicity
+        difference = torch.where(batch.mask, batch.log_probs - batch.behavior, 0.0)
+        log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
+        kl_to_ref = zero + math.nan
+        if batch.ref is not None:
+            kl_to_ref = masked_mean(self.kl_estimator(batch.log_probs, batch.ref), tokens)
+        return {
+            "entropy": masked_mean(batch.entropy, tokens),
+            "kl_approx": masked_mean(k3(batch.behavior, batch.log_probs), tokens),
+            "kl_to_ref": kl_to_ref,
+            "ESS": effective_sample_size(log_ratio),
+            "correction": zero + 1 if self.correction is None else masked_mean(weight, tokens),
+            "kept": masked_mean((weight != 0).to(weight), tokens),
+            "log_ratio_max": difference.abs().max() if difference.numel() else zero,
+            "log_ratio": log_ratio,
+            "num_action_tokens": tokens.sum(),
+        }
 
-    def _output(self, batch: _Batch, losses: dict[str, torch.Tensor], weight, per_token: bool, counts: LossCounts):
-        zero = batch.log_probs.new_zeros(())
-        low, high = self._removed(batch, per_token)
-        with torch.no_grad():
-            tokens = batch.mask * batch.multiplicity
-            units, of_all = (tokens, counts.num_tokens) if per_token else (batch.multiplicity, counts.num_rows)
-            low, high = ((removed * units).sum() / max(of_all, 1e-12) for removed in (low, high))
-            difference = torch.where(batch.mask, batch.log_probs - batch.behaviour, 0.0)
-            log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
-            kl_to_ref = zero + math.nan
-            if batch.ref is not None:
-                kl_to_ref = masked_mean(self.kl_estimator(batch.log_probs, batch.ref), tokens)
-            return RLOOLossOutput(
-                **dict.fromkeys(LOSS_TERMS) | losses,
-                entropy=masked_mean(batch.entropy, tokens),
-                kl_approx=masked_mean(k3(batch.behaviour, batch.log_probs), tokens),
-                kl_to_ref=kl_to_ref,
-                ESS=effective_sample_size(log_ratio),
-                clip_fraction=low + high,
-                clip_fraction_low=low,
-                clip_fraction_high=high,
-                correction=masked_mean(weight, tokens) if self.correction is not None else zero + 1,
-                kept=masked_mean((weight != 0).to(weight), tokens),
-                log_ratio_max=difference.abs().max() if difference.numel() else zero,
-                log_ratio=log_ratio,
-                num_action_tokens=tokens.sum(),
-            )
-
-    def _removed(self, batch: _Batch, per_token: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens or rows whose gradient the surrogate takes away, of negative and positive advantage; bool."""
-        with torch.enable_grad():
-            leaf = batch.log_probs.detach().requires_grad_()
-            loss = self.surrogate(self.ratio(leaf, batch.old, batch.mask), batch.advantages, leaf, batch.old)
-            (gradient,) = torch.autograd.grad(share_out(loss, batch.mask).sum(), leaf)
-        removed = batch.mask & (gradient == 0)
-        sides = removed & (batch.advantages < 0), removed & (batch.advantages > 0)
-        return sides if per_token else tuple(side.any(-1, keepdim=True) for side in sides)
+    def _clip_fractions(
+        self, batch: _Batch, log_ratio: torch.Tensor, per_token: bool, normalizers: Normalizers
+    ) -> dict[str, torch.Tensor]:
+        """Return the share of clipped tokens or rows, by the sign of the advantage."""
+        if not hasattr(self.surrogate, "clipped"):
+            low = high = batch.log_probs.new_tensor(math.nan)
+        else:
+            clipped = self.surrogate.clipped(log_ratio, batch.advantages, batch.log_probs, batch.old)
+            units, of_all = batch.multiplicity, normalizers.num_rows
+            if per_token:
+                units, of_all = batch.mask * batch.multiplicity, normalizers.num_tokens
+            sides = (clipped & (batch.advantages < 0), clipped & (batch.advantages > 0))
+            low, high = ((side * units).sum().to(batch.log_probs) / max(of_all, 1e-12) for side in sides)
+        return {"clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high}
 
     def _no_rows(self) -> RLOOLossOutput:
-        """The output for a batch of no rows: nothing to learn, and nothing to measure."""
+        """Return the output for a batch of no rows: nothing to learn, and nothing to measure."""
         zero = zero_loss(self.actor_network)
         fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.detach().new_tensor(math.nan))
-        fields |= dict.fromkeys(LOSS_TERMS) | {
-            "loss_objective": zero,
-            "log_ratio": zero.new_zeros(0),
-            "num_action_tokens": zero.new_zeros(()),
-        }
-        return RLOOLossOutput(**fields)
+        fields |= dict.fromkeys(RLOOLossOutput.loss_terms()) | {"loss_objective": zero, "log_ratio": zero.new_zeros(0)}
+        return RLOOLossOutput(**fields | {"num_action_tokens": zero.new_zeros(())})
 
 
 class _Batch(NamedTuple):
@@ -327,7 +345,7 @@ class _Batch(NamedTuple):
     entropy: torch.Tensor
     mask: torch.Tensor
     chosen: torch.Tensor
-    behaviour: torch.Tensor
+    behavior: torch.Tensor
     old: torch.Tensor
     ref: torch.Tensor | None
     advantages: torch.Tensor
@@ -335,16 +353,10 @@ class _Batch(NamedTuple):
     multiplicity: torch.Tensor
 
 
-def _advantages(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
-    """``[B, 1]``, or ``[B, A]`` where a row has one for each of its tokens."""
-    values = ragged(rows, keys.ADVANTAGE)
+def _advantages(rows: TensorDictBase, key: NestedKey, actions: ActionTokens) -> torch.Tensor:
+    """Return ``[B, 1]``, or ``[B, A]`` where a row has one for each of its tokens."""
+    values = ragged(rows, key)
     if all(v.numel() == 1 for v in values):
         return torch.stack([v.reshape(1) for v in values]).to(actions.mask.device)
     tokens = ragged(rows, keys.TOKENS)
     return gather_actions([v.reshape(-1).expand(len(t)) for v, t in zip(values, tokens, strict=True)], actions)
-
-
-def _threshold(counts: LossCounts) -> float:
-    if counts.entropy_threshold is None:
-        raise ValueError("high_entropy_fraction needs the step's threshold: make the counts with loss.count(rows)")
-    return counts.entropy_threshold

@@ -1,8 +1,9 @@
-"""ValueLoss: what trains the critic of PPO."""
+"""ValueLoss: training of PPO's critic."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from tensordict import TensorClass, TensorDictBase
@@ -14,40 +15,58 @@ from torchrl_rloo.functional.aggregation import aggregate
 from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 from torchrl_rloo.modules.value import ValueHead
-from torchrl_rloo.objectives.counts import LossCounts, count_rows, multiplicity, row_weights, zero_loss
+from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
+from torchrl_rloo.objectives.output import LossOutput, concatenated, token_mean_of
 
 
-class ValueLossOutput(TensorClass["nocast"]):
-    """What :class:`ValueLoss` returns: the loss, and metrics over action tokens alone (all without gradient).
+class ValueLossOutput(LossOutput, TensorClass["nocast"]):
+    """Loss of :class:`ValueLoss`, and metrics over action tokens (without gradient).
 
     Attributes:
-        loss_critic: scalar to minimise.
+        loss_critic: scalar to minimize.
         explained_variance: share of the targets' variance that the values explain; 1 is perfect, NaN where targets are
             all alike.
-        value_clip_fraction: share of the action tokens whose value has gone further than ``clip_epsilon``.
-        num_action_tokens: how many action tokens the metrics are over.
+        value_clip_fraction: share of the action tokens whose value has moved further than ``clip_epsilon``.
+        value_estimates: ``[n]``, of the action tokens; a merged row's once for each it stands for.
+        value_targets: ``[n]``, their targets.
+        num_action_tokens: number of action tokens that the metrics are over, ``n``.
     """
 
     loss_critic: torch.Tensor
     explained_variance: torch.Tensor
     value_clip_fraction: torch.Tensor
+    value_estimates: torch.Tensor
+    value_targets: torch.Tensor
     num_action_tokens: torch.Tensor
+
+    def is_empty(self) -> bool:
+        """Return whether the output is of no action tokens."""
+        return not len(self.value_targets)
+
+    @classmethod
+    def merge(cls, outputs: Sequence[ValueLossOutput], num_updates: int) -> dict[str, float]:
+        """Return ``explained_variance`` and ``value_clip_fraction`` over all action tokens."""
+        values, targets = concatenated(outputs, "value_estimates"), concatenated(outputs, "value_targets")
+        return {
+            "explained_variance": float(explained_variance(values, targets)),
+            "value_clip_fraction": token_mean_of(outputs, "value_clip_fraction"),
+        }
 
 
 class ValueLoss(LossModule):
     """The clipped squared error of a value head, averaged over action tokens.
 
     See :func:`~torchrl_rloo.functional.value_loss.clipped_value_loss`. Rows come from a buffer with
-    :class:`~torchrl_rloo.replay.gae.GAE`.
+    :class:`~torchrl_rloo.replay.gae.TokenGAE`.
 
     Args:
         value_head: estimates the values.
-        clip_epsilon: how far a value may go from the one that the targets were computed with; None for no clip.
+        clip_epsilon: largest distance of a value from the one that the targets were computed with; None disables the
+            clip.
         mask_truncated_completions: leave out the tokens of truncated rows.
 
-    A row's ``sample_weight`` and ``multiplicity``, where present, multiply its loss. ``forward(rows, counts=None)``
-    divides by ``counts.num_tokens``, by default that of the rows given. When a batch is split into micro-batches, pass
-    ``loss.count(whole_batch)`` with each: the summed gradient is then that of the whole.
+    Reads ``TOKENS``, ``ACTION_MASK``, ``STATE_VALUE`` and ``VALUE_TARGET``; a row's ``sample_weight`` and
+    ``multiplicity``, where present, multiply its loss. Returns a :class:`ValueLossOutput`.
 
     Raises:
         ValueError: for a value out of range.
@@ -67,18 +86,18 @@ class ValueLoss(LossModule):
         self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.STATE_VALUE, keys.VALUE_TARGET]
         self.out_keys = list(ValueLossOutput.__annotations__)
 
-    def count(self, rows: TensorDictBase, process_group=None) -> LossCounts:
-        """Normalisers of an optimizer step, from all its rows; see :func:`count_rows`."""
+    def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
+        """Compute the normalizers of an optimizer step from all its rows; see :meth:`RLOOLoss.normalizers`."""
         masked = self.mask_truncated_completions
-        return count_rows(rows, mask_truncated_completions=masked, process_group=process_group)
+        return row_normalizers(rows, mask_truncated_completions=masked, process_group=process_group)
 
-    def forward(self, tensordict: TensorDictBase, counts: LossCounts | None = None) -> ValueLossOutput:
-        """The loss of rows of batch size ``[B]``; see the class."""
+    def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> ValueLossOutput:
+        """Compute the loss of rows of batch size ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
-            zero = zero_loss(self.value_head)
+            zero, nothing = zero_loss(self.value_head), torch.zeros(0)
             nan = zero.detach() + math.nan
-            return ValueLossOutput(zero, nan, nan.clone(), zero.new_zeros(()))
-        counts = self.count(tensordict) if counts is None else counts
+            return ValueLossOutput(zero, nan, nan.clone(), nothing, nothing.clone(), zero.new_zeros(()))
+        normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         values, actions = self.value_head.values(tensordict)
         mask = actions.mask
         if self.mask_truncated_completions:
@@ -89,13 +108,18 @@ class ValueLoss(LossModule):
         )
         errors = clipped_value_loss(values, old, targets, self.clip_epsilon)
         weighted = errors * row_weights(tensordict).to(values)[:, None]
-        loss = aggregate(weighted, mask, "token_mean", num_tokens=counts.num_tokens)
+        loss = aggregate(weighted, mask, "token_mean", num_tokens=normalizers.num_tokens)
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict).to(mask.device)[:, None]
             outside = (values - old).abs() > (math.inf if self.clip_epsilon is None else self.clip_epsilon)
+            flat_values, flat_targets = (
+                x.flatten().repeat_interleave(tokens.flatten().long()) for x in (values, targets)
+            )
             return ValueLossOutput(
                 loss_critic=loss,
-                explained_variance=explained_variance(values, targets, tokens),
+                explained_variance=explained_variance(flat_values, flat_targets),
                 value_clip_fraction=masked_mean(outside.float(), tokens),
+                value_estimates=flat_values,
+                value_targets=flat_targets,
                 num_action_tokens=tokens.sum(),
             )

@@ -1,78 +1,96 @@
 """MCAdvantage: groups of trajectories in, rows with advantages out.
 
-Replaces TorchRL's class, which has no leave-one-out, groups by the prompt's text, and keeps incomplete groups for ever
-and out of the checkpoint.
+Replaces TorchRL's class, which has no leave-one-out, groups by the prompt's text, keeps incomplete groups without limit
+and leaves them out of the checkpoint.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Literal, SupportsFloat
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import distributed
 from torchrl.envs import Transform
 
-from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.functional.advantages import Estimator, Whitening
-from torchrl_rloo.replay.credit import make_credit
-from torchrl_rloo.replay.pending import PendingGroups
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, spread_actions, stack_rows
+from torchrl_rloo.data.segments import refuse_segments
+from torchrl_rloo.functional.advantages import (
+    ESTIMATORS,
+    NORMALIZATIONS,
+    Estimator,
+    RewardStd,
+    Whiten,
+    estimator_option,
+)
+from torchrl_rloo.functional.choices import resolve
+from torchrl_rloo.functional.returns import rewards_to_go
+from torchrl_rloo.objectives.kl import KL
+from torchrl_rloo.objectives.ranks import reducer
+from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, name_of
+from torchrl_rloo.replay.pending import Group, PendingGroups
+
+_REMEDIES: dict[NestedKey, str] = {
+    keys.GROUP_ID: "a DataLoadingPrimer writes it",
+    keys.PROMPT_ID: "a DataLoadingPrimer writes it; this estimator keeps a baseline for each prompt",
+    keys.REWARD: "a RewardTransform writes it",
+    keys.REWARDS: "a RewardTransform writes it; credit='normalize_then_sum' reads each function's rewards",
+    keys.TOKEN_REWARDS: "write there what each action token earned, or use credit='trajectory'",
+    keys.TOKENS: "keep the tokens in the rows that go into the buffer",
+    keys.ACTION_MASK: "keep the masks in the rows that go into the buffer",
+    keys.LOG_PROBS: "keep the sampler's log-probs in the rows; a KL per token needs them",
+    keys.REF_LOG_PROBS: "a KLRewardTransform with coefficient 0 writes it; a KL per token needs it",
+}
 
 
 class MCAdvantage(Transform):
-    """A replay-buffer transform that holds rows back until their group is complete, then writes ``"advantage"``.
+    """Replay-buffer transform that holds rows back until their group is complete, then writes ``"advantage"``.
 
-    Groups are told apart by ``"group_id"``; their members may come in any order and any number of batches. Rows leave
-    in the order in which their groups were completed. A row whose reward is NaN abstains: it completes its group, stays
-    out of every statistic and gets advantage 0.
+    Replaces TorchRL's class of this name: ``grpo_size`` is ``num_generations`` here, and the estimator there is
+    ``"grpo"``. Groups are told apart by ``"group_id"`` instead of ``prompt_key``, rewards and advantages have fixed
+    keys (:mod:`torchrl_rloo.data.keys`). ``MCAdvantage()`` is all that most loops need.
+
+    Members of a group may come in any order and any number of batches. Rows leave in the order in which their groups
+    were completed. A row whose reward is NaN abstains: it completes its group, stays out of every statistic and gets
+    advantage 0.
 
     Args:
-        num_generations: ``G``, members of a group. A row's own ``"group_size"`` comes first.
+        num_generations: ``G``, members of a group. None: each row's own ``"group_size"``, which a
+            :class:`~torchrl_rloo.envs.DatasetChatEnv` writes.
         estimator: a name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`, a
-            :class:`~torchrl_rloo.replay.baseline.RunningBaseline`, or any function of the signature ``(rewards [N],
-            groups [N]) -> advantages [N]``, to which the attributes of an
-            :class:`~torchrl_rloo.functional.advantages.EstimatorRecipe` may be given. One with a true attribute
-            ``wants_prompts`` is given the prompts' ids ``[N]``, too, and what its ``state_dict()`` returns is part of
-            the checkpoint. None: ``"rloo"``, or ``"grpo"`` with ``rewards="normalize_then_sum"`` (together: GDPO).
-        rewards: ``"sum_then_normalize"`` reads ``("next", "reward")``. ``"normalize_then_sum"`` reads the ``F`` rewards
-            of ``("next", "rewards")``, gives each to the estimator and sums what comes back; clip and KL of the former
-            do not enter.
-        reward_weights: ``F`` numbers, for ``"normalize_then_sum"``.
-        whiten: normalises the advantages over the whole batch: ``"mean_std"`` subtracts their mean and divides by
-            their standard deviation, ``"mean"`` and ``"std"`` do one of the two, ``"none"`` neither. None: what the
-            estimator's method does. It goes over rows, or over all action tokens where each has its own advantage.
-        whiten_groups: how many groups are a whole batch (prompts per step, say); needed for whitening, since else the
-            result would depend on how rows happen to arrive. Complete groups wait until there are so many.
-        process_group: whose ranks have parts of one batch to whiten; all of them must get equally many batches.
-        credit: ``"trajectory"``: one advantage for a row. ``"turn"``: the rewards ``("next", "token_rewards", "full")``
-            of a turn and of those after it are a turn's return, which is compared with the returns of the same turn of
-            the group's other members. ``"token"``: each action token's return, less the baseline that the estimator
-            gives the whole trajectory: ``A_it = G_it - (R_i - A_i)``, ``R_i`` the return of the first action token.
-        discount: of the rewards to go: per turn for ``"turn"``, per action token otherwise.
-        token_kl_coeff: each action token is also rewarded with ``-token_kl_coeff`` times its KL to the reference, and
-            the return of that is added to its advantage, after the baseline. A number, or an object with ``__float__``
-            that is read at each use. Log-probs of the policy are the proximal ones where a row has them.
-        kl_estimator: a name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`.
-        kl_clip: bounds each token's KL to ``[-kl_clip, kl_clip]``; None for no bound.
-        max_pending_groups: how many incomplete groups to hold; the oldest goes when there are more. None for no limit.
-        max_pending_age: how many later batches may arrive before an incomplete group goes. None for no limit.
-        incomplete: what becomes of an incomplete group that goes: ``"drop"`` it, or ``"use"`` the members that came.
+            :class:`~torchrl_rloo.replay.baseline.RunningBaseline`, or any function ``(rewards [N], groups [N]) ->
+            advantages [N]``, perhaps with attributes of an
+            :class:`~torchrl_rloo.functional.advantages.EstimatorSpec`. The ``state_dict()`` of one that has it is part
+            of the checkpoint. None: ``"rloo"``, or ``"grpo"`` for ``credit="normalize_then_sum"`` (together: GDPO).
+        credit: a choice from :data:`~torchrl_rloo.replay.credit.CREDITS`: ``"trajectory"``, one advantage for a row;
+            ``NormalizeThenSum(weights)``, the same from each reward function's own; ``"turn"`` or
+            ``TurnCredit(discount)``; ``"token"`` or ``TokenCredit(discount)``.
+        kl: a :class:`~torchrl_rloo.objectives.KL` with ``where="token"``: each action token is also rewarded with minus
+            the coefficient times its KL to the reference, and the return of that is added to its advantage, after the
+            baseline. Log-probs of the policy are the proximal ones where a row has them. None for no KL.
+        normalize: a choice from :data:`~torchrl_rloo.functional.advantages.NORMALIZATIONS`, the last step:
+            ``Whiten(groups)``, or ``RewardStd(groups)``. It goes over rows, or over all action tokens where each has
+            its own advantage. Complete groups wait until there are ``groups`` of them. None for no normalization.
+        process_group: ranks that have parts of one batch to normalize, equally many batches each.
+        max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
-    ``"advantage"`` is ``[1, 1]`` for ``credit="trajectory"`` without ``token_kl_coeff``, and otherwise ``[T, 1]`` with
-    0 except on action tokens.
+    ``"advantage"`` is ``[1, 1]`` for one advantage a row without ``kl``, and otherwise ``[T, 1]`` with 0 except on
+    action tokens.
 
     Attributes:
-        counts: ``"groups"``, ``"rows"`` that left; ``"expired_groups"``, ``"expired_rows"`` of groups that went
-            incomplete; ``"late_rows"`` dropped since their group had left before them.
+        counts: ``"groups"``, ``"rows"`` that left; ``"expired_groups"``, ``"expired_rows"`` of groups that were dropped
+            incomplete; ``"late_rows"`` dropped since their group had left before them. The first rows dropped for
+            either reason are logged as a warning.
 
     Raises:
-        ValueError: for a setting that is unknown, out of range, or means nothing beside the others; for rows of a group
-            that disagree on its size.
+        ValueError: for a setting that is unknown, out of range or has no effect; for rows of a group that disagree on
+            its size, or with ``num_generations``.
         KeyError: for rows that lack an entry. None of their batch is taken in after either error.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyStackStorage, ReplayBuffer
         >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(num_generations=2))
@@ -88,56 +106,45 @@ class MCAdvantage(Transform):
 
     def __init__(
         self,
-        num_generations: int,
+        num_generations: int | None = None,
         *,
         estimator: str | Estimator | None = None,
-        rewards: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
-        reward_weights: Sequence[float] | None = None,
-        whiten: Whitening | None = None,
-        whiten_groups: int | None = None,
+        credit: str | Mapping[str, Any] | Credit = "trajectory",
+        kl: KL | None = None,
+        normalize: Mapping[str, Any] | Whiten | RewardStd | None = None,
         process_group: distributed.ProcessGroup | None = None,
-        credit: Literal["trajectory", "turn", "token"] = "trajectory",
-        discount: float = 1.0,
-        token_kl_coeff: SupportsFloat = 0.0,
-        kl_estimator: str = "k1",
-        kl_clip: float | None = None,
         max_pending_groups: int | None = None,
-        max_pending_age: int | None = None,
-        incomplete: Literal["drop", "use"] = "drop",
     ):
         super().__init__()
-        self._credit = make_credit(
-            num_generations,
-            estimator,
-            rewards=rewards,
-            reward_weights=reward_weights,
-            whiten=whiten,
-            process_group=process_group,
-            credit=credit,
-            discount=discount,
-            token_kl_coeff=token_kl_coeff,
-            kl_estimator=kl_estimator,
-            kl_clip=kl_clip,
+        self.credit: Credit = resolve("credit", credit, CREDITS)
+        self.estimator = resolve(
+            "estimator", self.credit.default_estimator if estimator is None else estimator, ESTIMATORS
         )
-        if (whiten_groups is not None) != (self._credit.whiten != "none"):
+        self.credit.check_estimator(self.estimator)
+        self.normalize = None if normalize is None else resolve("normalize", normalize, NORMALIZATIONS)
+        if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
-                f"whiten_groups={whiten_groups} with whiten={self._credit.whiten!r}: whitening needs the number of "
-                "groups that are a whole batch (prompts per step, say), and nothing else does"
+                f"num_generations=1: estimator={name_of(self.estimator)} compares the rows of a group, so it needs at "
+                "least 2; 'reinforce' and a RunningBaseline work with 1"
             )
-        if whiten_groups is not None and whiten_groups < 1:
-            raise ValueError(f"whiten_groups={whiten_groups} must be at least 1")
-        self._groups = PendingGroups(
-            num_generations,
-            together=whiten_groups,
-            max_pending_groups=max_pending_groups,
-            max_pending_age=max_pending_age,
-            incomplete=incomplete,
-        )
+        if kl is not None and kl.where != "token":
+            raise ValueError(f"kl={kl}: MCAdvantage takes a KL with where='token'; set that, or leave kl out")
+        if process_group is not None and self.normalize is None:
+            raise ValueError("process_group has no effect without normalize: a group's rows are all on one rank")
+        self.kl = kl if kl is not None and kl.is_on else None
+        self._reduce = reducer(process_group)
+        together = None if self.normalize is None else self.normalize.groups
+        self._groups = PendingGroups(num_generations, together=together, max_pending_groups=max_pending_groups)
 
     @property
     def counts(self) -> Counter[str]:
-        """What has come and gone, see above."""
+        """Events so far, see above."""
         return self._groups.counts
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether advantages depend on other groups than the row's own, so that all groups of a step must be there."""
+        return self.normalize is not None or not estimator_option(self.estimator, "needs_group")
 
     @property
     def pending_rows(self) -> int:
@@ -146,31 +153,82 @@ class MCAdvantage(Transform):
 
     @property
     def waiting_groups(self) -> int:
-        """Complete groups that wait for the rest of their batch, where advantages are whitened."""
+        """Complete groups that wait for the rest of their batch, where advantages are normalized."""
         return self._groups.waiting_groups
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leaves sampled rows as they are: the work is done when rows are written."""
+        """Return sampled rows as they are: advantages are written when rows enter the buffer."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Takes rows in; returns those whose groups are complete, with advantages, or None."""
+        """Take rows in; return those whose groups are complete, with advantages, or None."""
         if tensordict is None:  # from a transform before this one, which holds its rows back
             return None
         rows = [tensordict] if tensordict.ndim == 0 else tensordict.reshape(-1).unbind(0)
-        self._credit.check(rows)
-        ready = [row for batch in self._groups.add(rows) for row in self._credit.write(batch)]
+        self._check(rows)
+        ready = [row for batch in self._groups.add(rows) for row in self._write(batch)]
         return stack_rows(ready) if ready else None
 
+    def _check(self, rows: Sequence[TensorDictBase]) -> None:
+        """Raise a KeyError for an entry that a row lacks, a ValueError for one that the credit refuses."""
+        needed = [keys.GROUP_ID, *self.credit.reads]
+        if estimator_option(self.estimator, "wants_prompts"):
+            needed.append(keys.PROMPT_ID)
+        if self.kl is not None:
+            needed += [keys.TOKENS, keys.ACTION_MASK, keys.REF_LOG_PROBS]
+        for row in rows:
+            proximal = self.kl is None or row.get(keys.PROXIMAL_LOG_PROBS, None) is not None
+            for key in needed if proximal else [*needed, keys.LOG_PROBS]:
+                if row.get(key, None) is None:
+                    raise KeyError(f"a row has no entry {key!r}: {_REMEDIES[key]}")
+            if self.kl is not None or self.credit.per_token:
+                refuse_segments(row, f"MCAdvantage(credit={self.credit}, kl={self.kl})")
+            self.credit.check_row(row)
+
+    def _write(self, complete: Sequence[Group]) -> list[TensorDictBase]:
+        """Write the advantages of one batch of complete groups into their rows, and return the rows."""
+        rows = [row for group in complete for row in group]
+        index = torch.repeat_interleave(torch.tensor([len(group) for group in complete]))
+        batch = stack_rows(rows) if self.credit.per_token or self.kl is not None else None
+        actions = None if batch is None else action_tokens(batch)
+
+        # Compare the rows of each group
+        estimates = self.credit(Groups(rows, index, actions, self.estimator))
+        advantages, mask = estimates.advantages, estimates.has_signal
+
+        # Add the KL of each token, after the baseline
+        if self.kl is not None:
+            mask = estimates.answered[:, None] & actions.mask
+            advantages = torch.where(mask, advantages + self._kl_to_go(rows, actions), 0.0)
+
+        # Normalize over the whole batch
+        if self.normalize is not None:
+            largest = float(estimates.returns.abs().nan_to_num(0.0).max()) if estimates.returns.numel() else 0.0
+            magnitude = 0.0 if estimator_option(self.estimator, "rescales") else largest
+            advantages = self.normalize(advantages, mask, estimates.returns, magnitude, self._reduce)
+
+        each = advantages if batch is None else spread_actions(advantages, batch, actions)
+        for row, advantage in zip(rows, each, strict=True):
+            row.set(keys.ADVANTAGE, advantage.float().reshape(-1, 1))
+        return rows
+
+    def _kl_to_go(self, rows: Sequence[TensorDictBase], actions: ActionTokens) -> torch.Tensor:
+        """Return ``[N, A]``: the return of the KL rewards ``-coeff * kl`` from each action token on."""
+        proximal = [row.get(keys.PROXIMAL_LOG_PROBS, None) for row in rows]
+        policy = [row[keys.LOG_PROBS] if p is None else p for row, p in zip(rows, proximal, strict=True)]
+        ref = [row[keys.REF_LOG_PROBS] for row in rows]
+        kl = self.kl.estimate(gather_actions(policy, actions), gather_actions(ref, actions))
+        return rewards_to_go(-float(self.kl.coeff) * kl.double(), actions.mask, self.credit.token_discount)
+
     def get_extra_state(self) -> dict[str, Any]:
-        """Rows held back, counters and the estimator's state, for ``state_dict``: plain values and tensors."""
+        """Return held rows, counters and the estimator's state, for ``state_dict``: plain values and tensors."""
         state = self._groups.state_dict()
-        if hasattr(self._credit.estimator, "state_dict"):
-            state["estimator"] = self._credit.estimator.state_dict()
+        if hasattr(self.estimator, "state_dict"):
+            state["estimator"] = self.estimator.state_dict()
         return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores rows held back, counters and the estimator's state."""
+        """Restore held rows, counters and the estimator's state."""
         self._groups.load_state_dict(state)
-        if hasattr(self._credit.estimator, "load_state_dict"):
-            self._credit.estimator.load_state_dict(state["estimator"])
+        if hasattr(self.estimator, "load_state_dict"):
+            self.estimator.load_state_dict(state["estimator"])

@@ -33,7 +33,7 @@ class RunningBaseline:
         [1.0, 0.5, 0.25]
     """
 
-    whiten, divides, needs_group, wants_prompts = "none", False, False, True
+    rescales, needs_group, wants_prompts = False, False, True
 
     def __init__(self, *, decay: float = 0.9, initial: float = 0.0):
         if not 0 <= decay < 1:

@@ -10,12 +10,12 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import by_group
 from torchrl_rloo.data.plain import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
-from torchrl_rloo.replay.outcomes import by_group
 
-FIRST_GROUP_ID = 2**48  # of groups that come from a cache; no environment counts so far
+FIRST_CACHED_GROUP = 2**48  # of groups that come from a cache; no environment counts so far
 _RECOMPUTED = (keys.ADVANTAGE, keys.STATE_VALUE, keys.VALUE_TARGET, "proximal_log_probs", "proximal_entropy")
 
 
@@ -72,7 +72,7 @@ class GroupCache:
         self.limits = {"micro_batch_size": micro_batch_size, "max_tokens": max_tokens}
         self.counts: Counter[str] = Counter()
         self._groups: dict[int, _Cached] = {}
-        self._next_group_id = FIRST_GROUP_ID
+        self._next_group_id = FIRST_CACHED_GROUP
 
     def __len__(self) -> int:
         """Groups in the cache."""
@@ -86,7 +86,7 @@ class GroupCache:
                 :meth:`fill`, or a batch may be filled up with its own groups.
         """
         for group_id, members in by_group(rows).items():
-            if group_id < FIRST_GROUP_ID and group_id not in self._groups:
+            if group_id < FIRST_CACHED_GROUP and group_id not in self._groups:
                 kept = [row.exclude(*_RECOMPUTED) for row in tensor_rows(members).unbind(0)]
                 self._groups[group_id] = _Cached(kept, int(members[keys.POLICY_VERSION].min()))
                 self.counts["cache/added"] += 1

@@ -6,28 +6,29 @@ from collections import Counter
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import Returns, final_return
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.functional.groups import group_ranges, has_signal
-from torchrl_rloo.replay.outcomes import Returns, final_return
 
 
-def drop_zero_advantage(rows: TensorDictBase) -> TensorDictBase:
-    """Leaves out the rows whose advantages are all exactly 0: they add nothing to the policy gradient.
+def drop_zero_advantage(rows: TensorDictBase, key: NestedKey = keys.ADVANTAGE) -> TensorDictBase:
+    """Drop the rows whose advantages are all exactly 0: they add nothing to the policy gradient.
 
-    Count the loss's normalisers over all rows (``loss.count(rows)``), and the gradient is the same at a fraction of the
-    cost. With a KL or entropy term in the loss such rows do count (``loss.needs_zero_advantage``): keep them then.
+    With ``loss.normalizers`` of all rows the gradient is the same at a fraction of the cost. With a KL or entropy term
+    in the loss such rows do count (``loss.needs_zero_advantage``): keep them then.
 
     Args:
         rows: batch size ``[B]``.
+        key: of the advantages.
 
     Returns:
         The other rows; a batch of size 0 if there are none.
     """
-    kept = [i for i, advantage in enumerate(ragged(rows, keys.ADVANTAGE)) if bool((advantage != 0).any())]
+    kept = [i for i, advantage in enumerate(ragged(rows, key)) if bool((advantage != 0).any())]
     if len(kept) == len(rows):
         return rows
     return stack_rows([rows[i] for i in kept]) if kept else rows[:0]
@@ -47,7 +48,7 @@ class ZeroSignalFilter(Transform):
 
     Args:
         tolerance: largest difference of two returns that counts as none.
-        returns: what is compared, see :mod:`torchrl_rloo.replay.outcomes`; with several returns for each row, a group
+        returns: what is compared, see :mod:`torchrl_rloo.data.outcomes`; with several returns for each row, a group
             is dropped if none of them differs. With a KL in the reward use ``WeightedScores``, else every group passes.
         wrong: a flat group of at most this return counts as all wrong.
         right: a flat group of at least this return counts as all right.

@@ -15,8 +15,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import Returns, final_return
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.replay.outcomes import Returns, final_return
 from torchrl_rloo.replay.pending import PendingGroups
 
 
@@ -55,7 +55,7 @@ def select_top_k(
         rows: batch size ``[B]``, whole groups.
         k: how many rows of a group to keep; of a group with fewer all are kept.
         by: ``"reward"`` for the best, ``"variance"`` for those that differ most.
-        returns: what is compared, one value for each row, see :mod:`torchrl_rloo.replay.outcomes`.
+        returns: what is compared, one value for each row, see :mod:`torchrl_rloo.data.outcomes`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -91,19 +91,18 @@ class TopKSelector(Transform):
     - ``Compose(TopKSelector(k), MCAdvantage(G))``: advantages come first, over all ``G`` rows. Each row's baseline is
       as unbiased as ever; the sum over a group lacks the terms of the rows that went: with ``by="variance"`` those
       between the extremes, which are small; with ``by="reward"`` the negative ones, so that the rest mostly reinforces.
-    - ``Compose(MCAdvantage(G), TopKSelector(k, num_generations=G))``: advantages are over the ``k`` rows, and sum to 0.
+    - ``Compose(MCAdvantage(), TopKSelector(k, num_generations=G))``: advantages are over the ``k`` rows, and sum to 0.
       The baseline is then the mean of rows that were chosen, not of what the policy earns: with ``by="reward"`` too
       high, so that a row better than most of its group may be discouraged; with ``by="variance"`` halfway between the
       best and the worst, which widens rare successes and failures alike (arXiv 2504.13818).
 
     Args:
         k: rows of a group to keep, at least 1, or 2 if ``num_generations`` is given, for a row to be compared with.
-        num_generations: ``G``, members of a group: holds rows back until theirs is complete, a row's own
-            ``"group_size"`` coming first. None: rows come in whole groups, as they do from :class:`MCAdvantage`.
+        num_generations: ``G``, members of a group: holds rows back until theirs is complete. None: rows come in whole
+            groups, as they do from :class:`MCAdvantage`.
         by: ``"reward"`` for the best, ``"variance"`` for those that differ most.
-        returns: what is compared, see :mod:`torchrl_rloo.replay.outcomes`.
+        returns: what is compared, see :mod:`torchrl_rloo.data.outcomes`.
         max_pending_groups: how many incomplete groups to hold; the oldest is dropped when there are more.
-        max_pending_age: how many later batches may arrive before an incomplete group is dropped.
 
     Attributes:
         counts: ``"top_k/kept"``, ``"top_k/left_out"`` rows; ``"top_k/expired_groups"``, ``"top_k/expired_rows"``,
@@ -125,7 +124,7 @@ class TopKSelector(Transform):
         >>> _ = after.extend(rows)
         >>> [round(a, 3) for a in after[:]["advantage"].flatten().tolist()]
         [0.083, 0.75]
-        >>> before = Compose(MCAdvantage(4), TopKSelector(2, num_generations=4, by="variance"))
+        >>> before = Compose(MCAdvantage(), TopKSelector(2, num_generations=4, by="variance"))
         >>> buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=before)
         >>> _ = buffer.extend(rows)
         >>> buffer[:]["advantage"].flatten().tolist()
@@ -140,7 +139,6 @@ class TopKSelector(Transform):
         by: Literal["reward", "variance"] = "reward",
         returns: Returns = final_return,
         max_pending_groups: int | None = None,
-        max_pending_age: int | None = None,
     ):
         super().__init__()
         least = 1 if num_generations is None else 2
@@ -148,11 +146,12 @@ class TopKSelector(Transform):
             raise ValueError(f"k={k} must be at least {least} and at most num_generations={num_generations}")
         if by not in CRITERIA:
             raise ValueError(f"by={by!r} must be one of {sorted(CRITERIA)}")
-        limits = {"max_pending_groups": max_pending_groups, "max_pending_age": max_pending_age}
-        if num_generations is None and any(limit is not None for limit in limits.values()):
-            raise ValueError(f"{limits} are limits on groups held back, which needs num_generations")
+        if num_generations is None and max_pending_groups is not None:
+            raise ValueError(f"max_pending_groups={max_pending_groups} has no effect without num_generations: set both")
         self.k, self.by, self.returns = k, by, returns
-        self._groups = None if num_generations is None else PendingGroups(num_generations, **limits)
+        self._groups = (
+            None if num_generations is None else PendingGroups(num_generations, max_pending_groups=max_pending_groups)
+        )
         self._rows: Counter[str] = Counter()
 
     @property

@@ -143,7 +143,7 @@ class SequenceClassifier:
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
         """The model and its tokenizer, loaded and checked once."""
-        from torchrl_rloo.functional.dtypes import parse_dtype
+        from torchrl_rloo.data.dtypes import parse_dtype
 
         if self._loaded is None:
             if isinstance(self.model, str):
@@ -213,7 +213,7 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    from torchrl_rloo.functional.dtypes import parse_dtype
+    from torchrl_rloo.data.dtypes import parse_dtype
 
     torch_dtype = parse_dtype(dtype)
     if find_adapter_config_file(name, **{k: model_kwargs[k] for k in _OF_ADAPTERS if k in model_kwargs}) is not None:

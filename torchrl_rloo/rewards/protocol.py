@@ -168,19 +168,44 @@ _ALWAYS_GIVEN = (
 
 
 def missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
-    """Columns that a function's signature asks for and rows with ``columns`` have not.
+    """Return the columns that a function asks for and ``columns`` lack.
+
+    A function asks by its signature, or by an attribute ``column`` or ``*_column`` that holds a name.
 
     >>> def graded(completions, answer, hint=None, **others): ...
     >>> missing_columns(graded, ["question"])
     ['answer']
     """
     known = {*columns, *_ALWAYS_GIVEN}
+    settings = getattr(function, "__dict__", {}).items()
+    named = [v for k, v in settings if (k == "column" or k.endswith("_column")) and isinstance(v, str) and v]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in callables have none
-        return []
+        parameters = []
     asked = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [name for name in asked if name not in known]
+    return [name for name in (*asked, *named) if name not in known]
+
+
+def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], what: str = "reward") -> None:
+    """Refuse functions that ask for a column that the dataset does not have.
+
+    Args:
+        functions: reward functions, or scorers of an evaluation.
+        columns: of the dataset, :attr:`~torchrl_rloo.data.PromptDataset.columns`.
+        what: what to call the functions in the message.
+
+    Raises:
+        ValueError: naming the function, the column and the remedy.
+    """
+    for function in functions:
+        if missing := missing_columns(function, columns):
+            remedy = "" if what == "reward" else f", choose another {what} (eval.scorer, or task=custom: the rewards)"
+            raise ValueError(
+                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have: its columns are "
+                f"{list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: {missing[0]}}}), "
+                f"give the argument a default{remedy}"
+            )
 
 
 def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:

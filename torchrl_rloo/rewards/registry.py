@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from torchrl_rloo.lookup import did_you_mean, import_object
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 
 # name -> dotted path, imported only where used
@@ -38,17 +37,29 @@ REWARDS: dict[str, str] = {
     "think_format": "torchrl_rloo.rewards.formats.think_format",
 }
 
+TRL_NAMES: dict[str, str] = {
+    "accuracy_reward": REWARDS["accuracy"],
+    "get_cosine_scaled_reward": REWARDS["cosine_scaled"],
+    "get_repetition_penalty_reward": REWARDS["repetition_penalty"],
+    "get_soft_overlong_punishment": REWARDS["soft_overlong"],
+    "reasoning_accuracy_reward": REWARDS["reasoning_accuracy"],
+    "think_format_reward": REWARDS["think_format"],
+}
 _OF_A_REWARD = {"prompts", "completions", "completion_ids"}
 
 
-def load_reward(spec: RewardFunction | str | Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a configuration means.
+RewardSpec = RewardFunction | str | Mapping[str, Any]
+
+
+def load_reward(spec: RewardSpec) -> RewardFunction:
+    """Return the reward function that a configuration means.
 
     Args:
         spec: one of
 
             - a callable, given back as it is;
-            - a name in :data:`REWARDS`, or the dotted path of a function or class; a class is instantiated;
+            - a name in :data:`REWARDS`, TRL's name of one of these, or the dotted path of a function or class; a class
+              is instantiated;
             - a mapping ``{"_target_": name or dotted path, setting: value, ...}``. A class, or a function that makes
               reward functions, is called with the settings; those of a function that is itself a reward (it takes
               ``prompts``, ``completions`` or ``completion_ids``, or any keyword) are bound to it. The setting ``name``
@@ -89,24 +100,17 @@ def load_reward(spec: RewardFunction | str | Mapping[str, Any]) -> RewardFunctio
 
 
 def _find(path: str) -> Any:
-    """What a name or dotted path stands for."""
-    module, _, name = REWARDS.get(path, path).rpartition(".")
-    if not module:
+    """Return the object that a name or dotted path stands for."""
+    full = REWARDS.get(path) or TRL_NAMES.get(path, path)
+    if "." not in full:
         raise ValueError(
-            f"no reward is named {path!r}{_near(path, REWARDS)}: there are {', '.join(REWARDS)}; for one of your own "
-            "give its dotted path, module.function"
+            f"no reward is named {path!r}{did_you_mean(path, [*REWARDS, *TRL_NAMES])}: there are {', '.join(REWARDS)}; "
+            "for one of your own give its dotted path, module.function"
         )
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
-        raise ValueError(f"reward {path!r}: there is no module {error.name!r}") from error
-    if not hasattr(found, name):
-        raise ValueError(f"reward {path!r}: module {module!r} has no {name!r}{_near(name, dir(found))}")
-    if not callable(getattr(found, name)):
-        raise TypeError(f"reward {path!r} is {getattr(found, name)!r:.100}, which is not callable")
-    return getattr(found, name)
+    found = import_object(full, "reward")
+    if not callable(found):
+        raise TypeError(f"reward {path!r} is {found!r:.100}, which is not callable")
+    return found
 
 
 def _build(target: Any, settings: dict[str, Any]) -> RewardFunction:
@@ -118,7 +122,9 @@ def _build(target: Any, settings: dict[str, Any]) -> RewardFunction:
     names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = f"its settings are {', '.join(names) or 'none'}"
     if unknown := [] if any_keyword else [setting for setting in settings if setting not in names]:
-        raise ValueError(f"{reward_name(target)} has no setting {unknown[0]!r}{_near(unknown[0], names)}: {known}")
+        raise ValueError(
+            f"{reward_name(target)} has no setting {unknown[0]!r}{did_you_mean(unknown[0], names)}: {known}"
+        )
     if is_reward:
         function = _bind(target, settings) if settings else target
     else:
@@ -140,8 +146,3 @@ def _bind(function: RewardFunction, settings: dict[str, Any]) -> RewardFunction:
         if hasattr(function, attribute):
             setattr(bound, attribute, getattr(function, attribute))
     return bound
-
-
-def _near(name: str, names: Any) -> str:
-    matches = get_close_matches(name, list(names), n=3)
-    return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""

@@ -20,11 +20,11 @@ from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
     RewardFailure,
-    RewardFunction,
     is_async,
     reward_name,
 )
 from torchrl_rloo.rewards.quarantine import TRACEBACK, Quarantine
+from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 
 LARGEST = 3.4028234663852886e38  # a larger score is infinite in float32
 EXCERPT = 200  # characters of a prompt and of a completion in a log
@@ -64,7 +64,7 @@ class RewardRunner:
     event loop, concurrently with each other and with the rest, with the time limit of the executor in their place.
 
     Args:
-        functions: the reward functions.
+        functions: the reward functions, each as :func:`~torchrl_rloo.rewards.load_reward` takes it.
         executor: where they run (:mod:`torchrl_rloo.rewards.executors`); default: in line. A mapping gives functions
             one each by name; those that it does not name run in line.
         max_consecutive_failures: this many samples in a row that a function fails on end the run; None for no limit.
@@ -85,14 +85,15 @@ class RewardRunner:
 
     def __init__(
         self,
-        functions: RewardFunction | Sequence[RewardFunction],
+        functions: RewardSpec | Sequence[RewardSpec],
         *,
         executor: Executor | Mapping[str, Executor] | None = None,
         max_consecutive_failures: int | None = 100,
         quarantine: str | os.PathLike | None = None,
         deduplicate: bool = True,
     ):
-        self.functions = [functions] if callable(functions) else list(functions)
+        single = callable(functions) or isinstance(functions, str | Mapping)
+        self.functions = [load_reward(spec) for spec in ([functions] if single else functions)]
         self.names = [reward_name(f) for f in self.functions]
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"reward functions are logged by name, but the names {self.names} are not all different")

@@ -32,6 +32,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
+def synced_size(path: Path) -> int:
+    """Bring a file that was appended to onto the disk, and return its size in bytes."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
 def sync_directory(directory: Path) -> None:
     """Makes new and removed names in ``directory`` survive a power cut, where the system has a way to ask for it."""
     if os.name != "posix":

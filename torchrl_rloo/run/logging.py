@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrl.record.loggers.common import Logger
 
-from torchrl_rloo.run.atomic import atomic_write
+from torchrl_rloo.run.atomic import atomic_write, synced_size
 from torchrl_rloo.run.loggers import build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
 
@@ -33,7 +33,7 @@ class RunLogger:
         progress: ``None``: a bar on a terminal, otherwise about 20 plain lines in the run. ``True``: the bar anywhere.
             ``False``: nothing.
         total_steps: number of the last step, for the display.
-        headline: metrics and timings to show in the display, with the last value logged of each.
+        headline: metrics and timings to show in the display, on the steps that have them.
         logger_kwargs: keyword arguments for the loggers, by logger name. W&B and MLflow start a new run in every
             process unless told otherwise here, e.g. ``{"wandb": {"id": "run-7", "project": "rloo"}}``.
 
@@ -68,7 +68,6 @@ class RunLogger:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._logger_names = tuple(loggers)
         self._headline = tuple(headline)
-        self._latest: dict[str, float] = {}
         self._progress = make_progress(progress, total_steps)
         self._records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
         self._loggers: list[Logger] | None = None
@@ -106,8 +105,8 @@ class RunLogger:
             self._append("timings", [{"step": step, **_without_infinities(times)}])
         for logger in self._loggers:
             logger.log_metrics({**values, **times}, step=step)
-        self._latest.update({**values, **times})
-        self._progress.show(step, {name: self._latest[name] for name in self._headline if name in self._latest})
+        shown = values | times
+        self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         """Records samples of what the policy wrote.
@@ -138,21 +137,32 @@ class RunLogger:
         self._progress.write(rendering)
         return rendering
 
-    def state_dict(self) -> dict[str, str]:
-        """The contents that the files have now."""
+    def state_dict(self) -> dict[str, int]:
+        """Return the size of each file in bytes; what it names is on the disk."""
         for logger in self._loggers or ():
-            logger.flush()  # what comes before a checkpoint must not be lost by a kill after it
-        return {kind: "".join(map(_line, records)) for kind, records in self._records.items()}
+            logger.flush()
+        if self._loggers is None:  # nothing logged yet
+            return dict.fromkeys(_KINDS, 0)
+        return {kind: synced_size(self._file(kind)) for kind in _KINDS}
 
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Takes the run back to a checkpoint: what was written after it disappears from the files and loggers."""
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take the run back to a checkpoint: drop what was written after it from files and loggers.
+
+        Raises:
+            ValueError: if a file is shorter than it was at the checkpoint.
+        """
         self._close_loggers()
-        self._latest.clear()
         for kind in _KINDS:
-            self._records[kind] = [json.loads(line) for line in state[kind].split("\n")[:-1]]  # text has other breaks
+            text = self._file(kind).read_bytes() if self._file(kind).is_file() else b""
+            if len(text) < state[kind]:
+                raise ValueError(
+                    f"{self._file(kind)} has {len(text)} bytes, fewer than the {state[kind]} of the checkpoint: put it "
+                    "back, or set resume=never to start over"
+                )
+            lines = text[: state[kind]].decode().split("\n")[:-1]  # text has other breaks
+            self._records[kind] = [json.loads(line) for line in lines]
         for record in [*self._records["metrics"], *self._records["timings"]]:
             record.update({name: math.nan for name, value in record.items() if value is None})
-            self._latest.update({name: value for name, value in record.items() if name != "step"})
         self._open()
 
     def close(self) -> None:

@@ -75,7 +75,10 @@ class Bar:
 
 
 class Lines:
-    """One line at the first and last step and about 20 in between; every tenth step if the total is not known."""
+    """Lines for the first and last step, steps with more figures than others, and about 20 in between.
+
+    Where the total is not known, every tenth step has a line.
+    """
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
         self._total = total
@@ -83,6 +86,7 @@ class Lines:
         self._every = max(1, total // 20) if total is not None else 10
         self._first: tuple[int, float] | None = None  # step and time (s)
         self._shown: int | None = None
+        self._usual = 1_000_000  # figures that every step has
         self._pending: str | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,7 +94,8 @@ class Lines:
         if self._first is None:
             self._first = (step, time.monotonic())
         line = "  ".join([self._position(step), *_figures(values), *self._pace(step)])
-        due = self._shown is None or step % self._every == 0 or step == self._total
+        due = self._shown is None or step % self._every == 0 or step == self._total or len(values) > self._usual
+        self._usual = min(self._usual, len(values))
         if due and step != self._shown:
             self._print(line, step)
         elif step != self._shown:

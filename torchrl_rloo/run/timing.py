@@ -39,6 +39,10 @@ class StepTimer:
             name = f"time/{phase}"
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
 
+    def seconds(self, phase: str) -> float:
+        """Return the seconds of a phase since the last :meth:`take`."""
+        return self._phases[f"time/{phase}"]
+
     def take(self) -> dict[str, float]:
         """Seconds of each phase and of the whole since the last call, which starts the next step."""
         now = time.perf_counter()

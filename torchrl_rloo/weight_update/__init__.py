@@ -1,31 +1,34 @@
-"""How new weights reach a sampler: one transport per file."""
+"""Weight updates of samplers: updaters, and one transport per file with both of its ends."""
 
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update.base import (
+    InProcessWeightUpdater,
+    SequentialWeightUpdater,
+    WeightSyncError,
+    WeightUpdater,
+)
 from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.direct import Direct
+from torchrl_rloo.weight_update.engine_updater import EngineUpdater, Push
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.in_process import InProcessWeightUpdater
 from torchrl_rloo.weight_update.lora import LoRAUpdater
-from torchrl_rloo.weight_update.self_test import self_test
-from torchrl_rloo.weight_update.sequential import SequentialWeightUpdater
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.transports import Transport
-from torchrl_rloo.weight_update.vllm import Push, vLLMUpdater
+from torchrl_rloo.weight_update.target import WeightTarget
+from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
 
 __all__ = [
     "Collective",
     "Direct",
+    "EngineUpdater",
     "Files",
     "InProcessWeightUpdater",
     "LoRAUpdater",
     "Push",
+    "Receiver",
     "SequentialWeightUpdater",
     "SharedMemory",
     "Transport",
     "WeightSource",
     "WeightSyncError",
+    "WeightTarget",
     "WeightUpdater",
-    "self_test",
-    "vLLMUpdater",
 ]

@@ -1,10 +1,11 @@
-"""Weights by broadcast over a process group of their own, for engines on other machines or other GPUs."""
+"""Collective: buckets by broadcast over a separate process group, for engines on other machines or GPUs."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from itertools import accumulate
@@ -14,30 +15,55 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from torchrl_rloo.modules.engines.receivers import broadcast, join_group
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo, pack, packed_size
-from torchrl_rloo.weight_update.transports import Transport
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
+from torchrl_rloo.weight_update.transport import Receiver, Transport
+
+
+class CollectiveReceiver(Receiver):
+    """Joins the trainer's group and receives its broadcasts."""
+
+    def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
+        host, port, self.timeout = options["host"], options["port"], options["timeout"]
+        self.device = device if options["backend"] == "nccl" else torch.device("cpu")
+        store = dist.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=self.timeout), wait_for_workers=False
+        )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing; it finds our address on the route to the trainer
+            address = probe.getsockname()[0]
+        store = dist.PrefixStore(options["group"], store)
+        rank += options["rank_offset"]
+        self.group = _join_group(options["backend"], store, address, rank, options["world_size"], self.timeout)
+
+    def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
+        buffer = torch.empty(packed_size(infos), dtype=torch.uint8, device=self.device)
+        _broadcast(self.group, buffer, self.timeout)
+        return unpack(buffer, infos)
+
+    def close(self) -> None:
+        self.group.abort()
+        self.group = None
 
 
 class Collective(Transport):
     """Broadcasts each bucket as one packed buffer from the trainer, rank 0, to all workers of all engines.
 
     Args:
-        backend: ``"gloo"`` between CPUs, ``"nccl"`` between GPUs, of which the trainer's is the current device.
-        host: an address of this machine that the engines reach.
-        port: where they meet on it; 0 takes a free one.
+        backend: ``"gloo"`` between CPUs, ``"nccl"`` between GPUs; the trainer uses its current device.
+        host: address of this machine that the engines reach.
+        port: of the store on this machine; 0 takes a free one.
 
     Raises:
         ValueError: for another backend.
     """
 
-    name = "collective"
+    name, receiver = "collective", CollectiveReceiver
 
     def __init__(self, backend: Literal["gloo", "nccl"] = "gloo", host: str = "127.0.0.1", port: int = 0):
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} must be 'gloo' or 'nccl'")
         self.backend, self.host, self.port = backend, host, port
-        self._groups = 0  # joined so far: each has its own names in the store
+        self._groups = 0  # opened so far: each has its own prefix in the store
         self._sender: _Sender | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -58,7 +84,7 @@ class Collective(Transport):
         self._sender = _Sender(
             self.backend, dist.PrefixStore(group, store), self.host, world_size, timeout=timeout, device=device
         )
-        self._stop = weakref.finalize(self, self._sender.stop)  # its thread would wait for ever
+        self._stop = weakref.finalize(self, self._sender.stop)  # else its thread would never end
         options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
         options |= {"world_size": world_size, "timeout": timeout}
         offsets = accumulate(workers, initial=1)
@@ -84,7 +110,7 @@ class Collective(Transport):
 
 
 class _Sender:
-    """A daemon thread that has the group to itself: if a peer is lost, the thread hangs until the time-out, alone."""
+    """Daemon thread that owns the group: if a peer is lost, only this thread hangs until the time-out."""
 
     def __init__(self, *join: Any, timeout: float, device: torch.device):
         self._timeout = timeout
@@ -112,15 +138,46 @@ class _Sender:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
             backend, store, address, world_size = join
-            group = join_group(backend, store, address, 0, world_size, self._timeout)
+            group = _join_group(backend, store, address, 0, world_size, self._timeout)
         except Exception as error:
             self._joined.set_exception(error)
             return
         self._joined.set_result(None)
         try:
             while (buffer := self._queue.get()) is not None:
-                broadcast(group, buffer, self._timeout)
+                _broadcast(group, buffer, self._timeout)
         except Exception as error:
             self._failure = error
         finally:
             group.abort()
+
+
+def _join_group(
+    backend: str, store: dist.Store, address: str, rank: int, world_size: int, timeout: float
+) -> dist.ProcessGroup:
+    """Join a process group other than the default one, which vLLM's worker and a sharded trainer need themselves.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        store: rendezvous of the members.
+        address: of this machine, as the others reach it.
+        rank: of this process in the group; the trainer is 0.
+        world_size: number of members, with the trainer.
+        timeout: seconds to wait for the others.
+    """
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        # Twice: our own wait ends first, with an error; NCCL's own time-out would end the process.
+        options._timeout = timedelta(seconds=2 * timeout)
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, timeout: float) -> None:
+    """Fill ``buffer`` with that of rank 0, within ``timeout`` seconds."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([buffer], options).wait(timedelta(seconds=timeout))

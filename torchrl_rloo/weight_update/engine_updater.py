@@ -1,96 +1,275 @@
-"""What updaters of engines share: whom they send to, who sends where several ranks train, and engines that died."""
+"""EngineUpdater: all weights of a training model to all workers of all engines, confirmed by checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
-from torchrl_rloo.modules.engines.base import IN_FLIGHT, Engine, EngineDeadError, EngineError, InFlight
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.peers import Peer
+from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.peers import EngineUpdaterBase, PeerError, Round
+from torchrl_rloo.weight_update.protocol import TensorInfo, checksum, packed_size, plan_buckets
+from torchrl_rloo.weight_update.shared_memory import SharedMemory
+from torchrl_rloo.weight_update.source import WeightSource, is_sharded
+from torchrl_rloo.weight_update.target import (
+    EngineDeadError,
+    EngineError,
+    EngineTimeoutError,
+    InFlight,
+    WeightStep,
+    WeightTarget,
+    is_dead,
+)
+from torchrl_rloo.weight_update.transport import Direct, Transport
+
+ABORT_SECONDS = 10.0  # limit for engines to cancel a failed update
 
 
-class EngineUpdater(WeightUpdater):
-    """Brings weights to one or several engines.
+class Push(NamedTuple):
+    """Measurements of a push.
+
+    Attributes:
+        version: of the weights.
+        seconds: duration, with the pause.
+        bytes: of the tensors, counted once for any number of engines.
+        buckets: number of buckets.
+    """
+
+    version: int
+    seconds: float
+    bytes: int
+    buckets: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Throughput of the push."""
+        return self.bytes / self.seconds
+
+
+class _Bucket(NamedTuple):
+    number: int
+    first: int
+    last: int
+    tensors: list[torch.Tensor]
+
+
+class EngineUpdater(EngineUpdaterBase):
+    """Sends a training model's weights to engines. It replaces TorchRL's ``vLLMUpdater``.
+
+    A push pauses the engines, sends all tensors in buckets, has every worker confirm the checksum of every bucket, and
+    resumes. The updater gathers and packs one bucket while the workers take the previous one. All ranks of a sharded
+    model push together: rank 0 sends, the others take part in the gathering, and all of them fail if one engine does.
 
     Args:
+        source: training model, or a :class:`~torchrl_rloo.weight_update.source.WeightSource` of it.
         engines: one or several. Ranks that do not send need none.
-        sends: whether this rank sends.
-        sharded: whether the model's ranks push together: then all of them fail if one does.
-        in_flight: what becomes of running requests; see :meth:`Engine.pause`.
-        timeout: in seconds.
-        max_restarts: how many calls of :meth:`restart` are granted; None is no limit.
+        transport: of the tensors; ``"auto"`` is :class:`Direct` if all engines are in this process, else
+            :class:`SharedMemory`.
+        bucket_bytes: size limit of a bucket; a larger tensor goes alone.
+        staged: workers keep all buckets in host memory until the last one has arrived everywhere, so that a failure
+            before leaves every engine its old weights. With False they load each bucket at once, which needs no extra
+            memory; an engine whose update failed half-way then refuses to sample until a push succeeds.
+        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
+        timeout: seconds that one step may take in one engine: draining its requests, connecting, one bucket, ...
+        max_restarts: limit of :meth:`restart` calls; None is no limit.
 
     Raises:
         ValueError: for no engines, or values out of range.
+
+    Attributes:
+        last_push: measurements of the last successful push; None before.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> from torchrl_rloo.engines.transformers_engine import TransformersEngine
+        >>> tokenizer = build_tokenizer()
+        >>> engine = TransformersEngine(build_model(tokenizer, seed=0).eval())
+        >>> updater = EngineUpdater(build_model(tokenizer, seed=1), engine, transport=Direct())
+        >>> updater.push_weights(1)
+        >>> engine.version, updater.last_push.buckets
+        (1, 1)
     """
 
     def __init__(
         self,
-        engines: Engine | Sequence[Engine],
+        source: nn.Module | WeightSource,
+        engines: WeightTarget | Sequence[WeightTarget],
         *,
-        sends: bool,
-        sharded: bool,
-        in_flight: InFlight,
-        timeout: float,
-        max_restarts: int | None,
+        transport: Literal["auto"] | Transport = "auto",
+        bucket_bytes: int = 64 << 20,
+        staged: bool = True,
+        in_flight: InFlight = "finish",
+        timeout: float = 120.0,
+        max_restarts: int | None = None,
     ):
-        self.engines = [engines] if isinstance(engines, Engine) else list(engines)
-        if sends and not self.engines:
-            raise ValueError("engines is empty; give at least one engine on the rank that sends")
-        if in_flight not in IN_FLIGHT:
-            raise ValueError(f"in_flight={in_flight!r} must be one of {IN_FLIGHT}")
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be above 0 seconds")
-        if max_restarts is not None and max_restarts < 0:
-            raise ValueError(f"max_restarts={max_restarts} must be None or at least 0")
-        self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
-        self.sharded, self.restarts = sharded, 0
-        self._version = 0  # last pushed, or tried to
-        self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
+        self.source = WeightSource(source) if isinstance(source, nn.Module) else source
+        super().__init__(
+            engines,
+            sends=self.source.sends,
+            sharded=is_sharded(self.source.model),
+            in_flight=in_flight,
+            timeout=timeout,
+            max_restarts=max_restarts,
+        )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+        if transport != "auto" and not isinstance(transport, Transport):
+            raise ValueError(f"transport={transport!r} must be 'auto' or a Transport, such as SharedMemory()")
+        elsewhere = [engine for engine in self.engines if not engine.in_process]
+        if transport == "auto":
+            transport = SharedMemory() if elsewhere else Direct()
+        if elsewhere and isinstance(transport, Direct):
+            raise ValueError(
+                f"transport=Direct() requires engines in this process, and {type(elsewhere[0]).__name__} is in "
+                "another: use SharedMemory(), Collective() or Files(directory)"
+            )
+        self.transport, self.bucket_bytes, self.staged = transport, bucket_bytes, staged
+        self.last_push: Push | None = None
+        self._connection: tuple | None = None  # manifest and start counts of the engines; None if not connected
 
-    def restart(self) -> int:
-        """Starts dead engines anew, and pushes the present weights to all engines, as the version last pushed.
-
-        Returns:
-            How many engines were dead.
+    def push_weights(self, version: int) -> None:
+        """Send the current weights to all engines as ``version``.
 
         Raises:
-            EngineError: if ``max_restarts`` is used up.
-            WeightSyncError: if an engine does not start, or the weights did not arrive.
+            WeightSyncError: if a worker did not confirm them. A further push sends everything again.
         """
-        if self.max_restarts is not None and self.restarts >= self.max_restarts:
-            raise EngineError(f"engines died more than max_restarts={self.max_restarts} times: see why, or raise it")
-        self.restarts += 1
-        dead, failure = [engine for engine in self.engines if is_dead(engine)], None
-        try:
-            for engine in dead:
-                engine.restart()
-        except EngineError as error:
-            failure = WeightSyncError(f"an engine that died does not start again: {error}")
-            failure.__cause__ = error
-        self._agree(failure)
-        self.push_weights(self._version)
-        return len(dead)
-
-    def _agree(self, failure: Exception | None) -> None:
-        """Raises what the sending rank failed with; on all ranks, where they push together."""
+        self._version = version
+        manifest = self.source.manifest()
+        buckets = plan_buckets(manifest, self.bucket_bytes)
+        gathered, failure = self._gather(buckets), None
+        if self.source.sends:
+            try:
+                self._push(version, manifest, buckets, gathered)
+            except Exception as error:  # raised once the other ranks know of it
+                failure = error
         if self.sharded:
-            message = [str(failure) if failure else None]
-            torch.distributed.broadcast_object_list(message, src=0)
-            if message[0] is not None and failure is None:
-                failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
-        if failure is not None:
-            raise failure
+            for _ in gathered:  # all ranks gather all buckets, even after a failure
+                pass
+        self._agree(failure)
 
+    def close(self) -> None:
+        """Close the transport. The engines stay open, and a push opens it again."""
+        self._connection = None
+        self.transport.close()
 
-def is_dead(engine: Engine) -> bool:
-    """Whether an engine died, so that a restart may help."""
-    try:
-        engine.check_health()
-    except EngineDeadError:
-        return True
-    except EngineError:  # closed, say
-        return False
-    return False
+    def _gather(self, buckets: Sequence[tuple[int, int]]) -> Iterator[_Bucket]:
+        for number, (first, last) in enumerate(buckets):
+            yield _Bucket(number, first, last, self.source.tensors(first, last))
+
+    def _push(
+        self,
+        version: int,
+        manifest: list[TensorInfo],
+        buckets: Sequence[tuple[int, int]],
+        gathered: Iterator[_Bucket],
+    ) -> None:
+        began, failure = monotonic(), None
+        try:
+            # Every step waits for all engines: no engine activates weights before all of them have all buckets
+            self._each(lambda e: e.pause(self.in_flight, timeout=self.timeout), "pausing").wait()
+            self._connect(manifest, buckets)
+            self._step("start", {"version": version}, "starting").wait()
+            checksums = self._send(version, manifest, gathered)
+            reports = self._step("finish", {"version": version}, "loading the new weights")
+            self._confirm(reports.wait(), version, checksums)
+        except BaseException as error:
+            failure = error
+            self._abort()
+            if not isinstance(error, Exception):
+                raise
+            raise WeightSyncError(self._explain(version, error)) from (error.__cause__ or error)
+        finally:
+            try:
+                self._each(lambda e: e.resume(), "resuming").wait()
+            except PeerError as error:
+                if failure is None:  # else the first failure matters more
+                    raise WeightSyncError(self._explain(version, error)) from error.__cause__
+        total = sum(info.nbytes for info in manifest)
+        self.last_push = Push(version, monotonic() - began, total, len(buckets))
+
+    def _connect(self, manifest: list[TensorInfo], buckets: Sequence[tuple[int, int]]) -> None:
+        """Connect to all engines, unless neither they nor the manifest changed since."""
+        wanted = manifest, [engine.start_count for engine in self.engines]
+        if self._connection == wanted:
+            return
+        workers = [len(reports) for reports in self._step("abort", None, "aborting earlier updates").wait()]
+        nbytes = max(packed_size(manifest[first:last]) for first, last in buckets)
+        options = self.transport.open(workers, nbytes, self.timeout)
+        common = {
+            "transport": self.transport.name,
+            "manifest": [[info.name, info.dtype, list(info.shape)] for info in manifest],
+            "staged": self.staged,
+        }
+        infos = [common | {"options": o} for o in options]
+        self._step("connect", infos, f"connecting over {self.transport.name}").wait()
+        self.transport.connected()
+        self._connection = wanted
+
+    def _send(self, version: int, manifest: list[TensorInfo], gathered: Iterator[_Bucket]) -> list[str]:
+        """Send all buckets and return their checksums."""
+        checksums: list[str] = []
+        taking: Round | None = None
+        for number, first, last, tensors in gathered:
+            checksums.append(checksum(tensors))
+            infos = manifest[first:last]
+            payload = self.transport.send(version, number, infos, tensors)
+            if taking is not None:
+                taking.wait()
+            info = {"version": version, "bucket": number, "first": first, "last": last, "checksum": checksums[-1]}
+            doing = f"bucket {number} ({infos[0].name} to {infos[-1].name})"
+            taking = self._step("bucket", info | {"payload": payload}, doing)
+        taking.wait()
+        return checksums
+
+    def _confirm(self, reports: Sequence[list[dict]], version: int, checksums: list[str]) -> None:
+        """Raise PeerError unless every worker reports the version and the checksums."""
+        for peer, workers in zip(self._peers, reports, strict=True):
+            found = [(report.get("version"), report.get("checksums")) for report in workers]
+            if not found or any(one != (version, checksums) for one in found):
+                cause = EngineError(f"its workers report {found}, not version {version} with checksums {checksums}")
+                raise PeerError(peer.name, "confirming the new weights") from cause
+
+    def _abort(self) -> None:
+        """Release workers that wait for tensors, and cancel the update in all engines that still answer."""
+        self.close()
+        seconds = min(self.timeout, ABORT_SECONDS)
+        calls = [lambda e: e.update_weights("abort", timeout=seconds)]
+        rounds = [Round([peer], calls, "aborting the update", seconds) for peer in self._peers]
+        for each in rounds:
+            with suppress(PeerError):  # the first failure matters more; the next push aborts this one again
+                each.wait()
+
+    def _step(self, step: WeightStep, info: dict | list[dict] | None, doing: str) -> Round:
+        """Start a step in all engines; a list of ``info`` has one entry per engine."""
+        infos = info if isinstance(info, list) else [info] * len(self._peers)
+        calls = [lambda e, i=i: e.update_weights(step, i, timeout=self.timeout) for i in infos]
+        return Round(self._peers, calls, doing, self.timeout)
+
+    def _each(self, call: Callable[[WeightTarget], Any], doing: str) -> Round:
+        return Round(self._peers, [call] * len(self._peers), doing, self.timeout)
+
+    def _explain(self, version: int, error: Exception) -> str:
+        """Return an error message: failed step, engine, cause, current versions, remedy."""
+        cause = error.__cause__ if isinstance(error, PeerError) else error
+        where = f"{error.peer} failed at {error.doing}" if isinstance(error, PeerError) else "the trainer failed"
+        states = [
+            f"{peer.name} has version {peer.engine.version}"
+            if peer.engine.failed_version is None
+            else f"{peer.name} has parts of version {peer.engine.failed_version} and samples nothing"
+            for peer in self._peers
+        ]
+        return (
+            f"version {version} of the weights did not arrive: {where}: {type(cause).__name__}: {cause}. "
+            f"Now {'; '.join(states)}. {self._remedy(cause)}"
+        )
+
+    def _remedy(self, cause: BaseException) -> str:
+        if isinstance(cause, EngineDeadError) or any(is_dead(engine) for engine in self.engines):
+            return "Call restart(): it restarts dead engines and pushes again"
+        if isinstance(cause, EngineTimeoutError):
+            return f"Push again; if the engine is alive but slow, raise timeout={self.timeout:g}"
+        return "Push again after fixing the cause: everything is sent again"

@@ -1,31 +1,39 @@
-"""Weights as files, for engines on other machines that share a file system with the trainer."""
+"""Files: buckets as safetensors files, for engines that share a file system with the trainer."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo
-from torchrl_rloo.weight_update.transports import Transport
+from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.transport import Receiver, Transport
+
+
+class FilesReceiver(Receiver):
+    """Reads each bucket from its file."""
+
+    def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
+        tensors = load(Path(payload["path"]).read_bytes())  # read, not mapped: the trainer removes the file
+        return [tensors[info.name] for info in infos]
 
 
 class Files(Transport):
-    """Writes each bucket as a safetensors file, whole or not at all, into a folder of its version.
+    """Writes each bucket atomically as a safetensors file, into one folder per version.
 
     A version's folder is removed when the next version begins, or when the transport is closed.
 
     Args:
-        directory: where the folders are, under the same path on all machines. It belongs to one updater.
+        directory: parent of the folders, under the same path on all machines. It belongs to one updater.
     """
 
-    name = "files"
+    name, receiver = "files", FilesReceiver
 
     def __init__(self, directory: str | PathLike):
         self.directory = Path(directory).absolute()
@@ -53,7 +61,7 @@ class Files(Transport):
 
 
 def _separate(infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors by name, contiguous on the CPU, each in memory of its own: safetensors takes no others."""
+    """Return tensors by name, contiguous on the CPU and without shared memory, as safetensors requires."""
     separate, seen = {}, set()
     for info, tensor in zip(infos, tensors, strict=True):
         tensor = tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Only a LoRA adapter is sent: a few megabytes in a file in memory, whatever the size of the model."""
+"""LoRAUpdater: only the LoRA adapter is sent, a few megabytes in a file in memory."""
 
 from __future__ import annotations
 
@@ -16,44 +16,43 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_rloo.modules.engines.base import Engine, EngineError, EngineTimeoutError, InFlight
-from torchrl_rloo.modules.engines.weight_protocol import ADAPTER_FILE, checksum
 from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
-from torchrl_rloo.weight_update.peers import PeerError, Round
+from torchrl_rloo.weight_update.peers import EngineUpdaterBase, PeerError, Round
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, checksum
 from torchrl_rloo.weight_update.shared_memory import MEMORY
 from torchrl_rloo.weight_update.source import gather, is_sender, is_sharded, reshard
+from torchrl_rloo.weight_update.target import EngineError, EngineTimeoutError, InFlight, WeightTarget
 
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways of peft to begin an adapter
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_lora_weights that change the base
 
 
-class LoRAUpdater(EngineUpdater):
-    """Sends the active LoRA adapter of a model whose other weights the engines have and nobody trains.
+class LoRAUpdater(EngineUpdaterBase):
+    """Sends the active LoRA adapter of a model with a frozen base, which the engines have.
 
-    Each push writes the adapter in peft's format to a folder of its own, which engines load by its path; it is removed
-    once they all sample with a later one. Nothing of the model changes.
+    Each push writes the adapter in peft's format to a new folder, which engines load by its path. The updater removes
+    the folder once all engines sample with a later one. The model does not change.
 
     Args:
-        model: a peft ``PeftModel``. One sharded with ``fully_shard`` is gathered: then every rank makes an updater and
-            the same calls, and rank 0 sends.
+        model: a peft ``PeftModel``. If it is sharded with ``fully_shard``, every rank makes an updater and the same
+            calls, and rank 0 sends.
         engines: built on the base model's checkpoint, with ``enable_lora=True`` and ``max_lora_rank`` of at least the
-            adapter's rank; on the other ranks they may be none.
-        directory: under which the folders are made, the same path for all engines; None means ``/dev/shm``, or the
-            directory for temporary files where there is none.
+            adapter's rank. Ranks other than 0 need none.
+        directory: parent of the folders, the same path for all engines; None means ``/dev/shm``, or the directory for
+            temporary files if there is none.
         timeout: seconds that a push may take.
-        in_flight: what becomes of running requests; see :meth:`Engine.pause`.
-        max_restarts: how many calls of :meth:`restart` are granted; None is no limit.
+        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
+        max_restarts: limit of :meth:`restart` calls; None is no limit.
 
     Raises:
         ImportError: if peft is not installed.
         TypeError: if the model is no ``PeftModel``.
-        ValueError: if there is not one active adapter of plain LoRA, or if other parameters than its own are trained.
+        ValueError: unless exactly one plain LoRA adapter is active and only its parameters are trained.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        engines: Engine | Sequence[Engine],
+        engines: WeightTarget | Sequence[WeightTarget],
         *,
         directory: str | PathLike | None = None,
         timeout: float = 120.0,
@@ -77,12 +76,12 @@ class LoRAUpdater(EngineUpdater):
 
     @torch.no_grad()
     def push_weights(self, version: int) -> None:
-        """Sends the present adapter to all engines.
+        """Send the current adapter to all engines.
 
         Raises:
-            WeightSyncError: if an engine did not confirm it. That engine samples with its adapter of before or, where
-                the new one may yet come, refuses to sample; the others may have the new one. A further push, of the
-                same version too, brings all of them up to date.
+            WeightSyncError: if an engine did not confirm it. That engine samples with its previous adapter or, if the
+                new one may still load, refuses to sample; the others may have the new one. A further push, even of the
+                same version, updates all of them.
         """
         self._version = version
         tensors = self._tensors()
@@ -90,18 +89,18 @@ class LoRAUpdater(EngineUpdater):
         if self.sends:
             try:
                 self._push(tensors, version)
-            except Exception as error:  # the other ranks hear of it before it is raised
+            except Exception as error:  # raised once the other ranks know of it
                 failure = error
         self._agree(failure)
 
     def close(self) -> None:
-        """Removes the files. Engines may keep the adapter that they have loaded, but no longer load it again."""
+        """Remove the files. Engines keep the adapter that they have loaded."""
         if self._root is not None:
             self._finalizer()
             self._root = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The adapter's tensors on the CPU, under peft's names."""
+        """Return the adapter's tensors on the CPU, under peft's names."""
         from peft import get_peft_model_state_dict
 
         reshard(self.model)
@@ -124,7 +123,7 @@ class LoRAUpdater(EngineUpdater):
             cause = error.__cause__
             raise WeightSyncError(
                 f"{error.peer} has no adapter of version {version}: {error.doing} failed with {type(cause).__name__}: "
-                f"{cause}. It samples with its adapter of before, or not at all; push again"
+                f"{cause}. It samples with its previous adapter, or not at all; push again"
             ) from cause
         for other in self._root.iterdir():
             if other != folder:
@@ -146,16 +145,14 @@ class LoRAUpdater(EngineUpdater):
         part.rename(folder)
         return folder
 
-    def _update(self, engine: Engine, info: dict[str, Any], deadline: float) -> None:
+    def _update(self, engine: WeightTarget, info: dict[str, Any], deadline: float) -> None:
         try:
             engine.pause(self.in_flight, timeout=self.timeout)
             if (left := deadline - monotonic()) <= 0:  # a later push may have begun
                 raise EngineTimeoutError(f"running requests took longer than timeout={self.timeout:g} s")
             reports = engine.update_weights("adapter", info, timeout=left)
-            found, wanted = (
-                [(r["version"], list(r["checksums"])) for r in reports],
-                (info["version"], [info["checksum"]]),
-            )
+            found = [(r["version"], list(r["checksums"])) for r in reports]
+            wanted = (info["version"], [info["checksum"]])
             if not found or any(one != wanted for one in found):
                 raise EngineError(f"its workers report versions and checksums {found}, not {wanted}")
         finally:
@@ -163,7 +160,7 @@ class LoRAUpdater(EngineUpdater):
 
 
 def _peft_model(model: nn.Module) -> Any:
-    """The PeftModel, out of what compiles or replicates it."""
+    """Return the PeftModel inside wrappers that compile or replicate it."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -172,28 +169,32 @@ def _peft_model(model: nn.Module) -> Any:
     while not isinstance(inner, PeftModel) and isinstance(inner, nn.Module):
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
     if inner is None:
-        raise TypeError(f"model is a {type(model).__name__}, not a peft PeftModel: send all weights with vLLMUpdater")
+        raise TypeError(f"model is a {type(model).__name__}, not a peft PeftModel: send all weights with EngineUpdater")
     return inner
 
 
 def _plain_adapter(model: Any) -> str:
-    """The name of the active adapter, one that engines can add to their own base weights."""
+    """Return the name of the active adapter; raise ValueError if engines cannot add it to their base weights."""
     active = model.active_adapters
     if len(active) != 1:
-        raise ValueError(f"the model's active adapters are {active}: LoRAUpdater sends one; vLLMUpdater merges several")
+        raise ValueError(
+            f"the model's active adapters are {active}: LoRAUpdater sends one; EngineUpdater merges several"
+        )
     config = model.peft_config[active[0]]
     if config.peft_type.value != "LORA":
-        raise ValueError(f"adapter {active[0]!r} is of kind {config.peft_type.value}; engines take LORA alone")
+        raise ValueError(f"adapter {active[0]!r} is of kind {config.peft_type.value}; engines take only LORA")
     unlike = {"use_dora": False, "lora_bias": False, "bias": "none"}
     wrong = {n: getattr(config, n) for n, plain in unlike.items() if getattr(config, n, plain) != plain}
     wrong |= {n: v for n in ("modules_to_save", "trainable_token_indices") if (v := getattr(config, n, None))}
-    if isinstance(start := config.init_lora_weights, str) and start.startswith(_CHANGE_THE_BASE):
+    if isinstance(start := config.init_lora_weights, str) and start.startswith(_BASE_CHANGING_INITS):
         raise ValueError(
-            f"adapter {active[0]!r} has init_lora_weights={start!r}, which changes the base weights too, so engines "
-            "would add it to others: send merged weights with vLLMUpdater"
+            f"adapter {active[0]!r} has init_lora_weights={start!r}, which changes the base weights too, so the "
+            "engines' base would differ: send merged weights with EngineUpdater"
         )
     if wrong:
-        raise ValueError(f"adapter {active[0]!r} has {wrong}, which engines do not take: leave that out")
-    if beside := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:
-        raise ValueError(f"{beside[0]} is trained but not of the adapter, so engines would never get it: freeze it")
+        raise ValueError(f"adapter {active[0]!r} has {wrong}, which engines do not support: remove it")
+    if others := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:
+        raise ValueError(
+            f"{others[0]} is trained but not part of the adapter, so engines would never get it: freeze it"
+        )
     return active[0]

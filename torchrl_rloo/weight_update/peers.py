@@ -1,4 +1,4 @@
-"""Calls of several engines at once, none of which can hang the caller."""
+"""Calls of several engines at once with time limits, and EngineUpdaterBase, which restarts engines that died."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.modules.engines.base import Engine, EngineTimeoutError
+from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update.target import (
+    EngineError,
+    EngineTimeoutError,
+    InFlight,
+    WeightTarget,
+    check_in_flight,
+    is_dead,
+)
 
 GRACE_SECONDS = 1.0  # beyond a time-out: the engine's own error says more than ours
 
 
 class PeerError(Exception):
-    """A call of an engine failed; its cause is the engine's own error.
+    """Failed call of an engine; its cause is the engine's own error.
 
     Attributes:
-        peer: the engine's name.
-        doing: what the call was for.
+        peer: name of the engine.
+        doing: purpose of the call.
     """
 
     def __init__(self, peer: str, doing: str):
@@ -34,17 +42,17 @@ class Peer:
     """An engine and its calls, one after the other on a daemon thread.
 
     Args:
-        engine: called.
-        number: of the engine among its updater's.
+        engine: to call.
+        number: index of the engine in its updater.
     """
 
-    def __init__(self, engine: Engine, number: int):
+    def __init__(self, engine: WeightTarget, number: int):
         self.engine = engine
         self.name = f"engine {number} ({type(engine).__name__})"
         self._calls: SimpleQueue | None = None
 
-    def call(self, function: Callable[[Engine], Any]) -> Future:
-        """Calls ``function`` with the engine once its earlier calls have ended."""
+    def call(self, function: Callable[[WeightTarget], Any]) -> Future:
+        """Call ``function`` with the engine once its earlier calls have ended."""
         if self._calls is None:
             self._calls = SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -54,8 +62,8 @@ class Peer:
         self._calls.put((function, self.engine, future))
         return future
 
-    def forget_calls(self) -> None:
-        """Lets the next call go ahead, on a new thread, whatever becomes of the earlier ones."""
+    def abandon_calls(self) -> None:
+        """Let the next call start at once, on a new thread, while earlier ones may still hang."""
         if self._calls is not None:
             self._end()
             self._calls = None
@@ -72,29 +80,31 @@ def _serve(calls: SimpleQueue, device: int | None) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
-        del call, function, engine, future  # or they would live until the next call
+        del call, function, engine, future  # else they would live until the next call
 
 
 class Round:
-    """One call of each of several engines, under way.
+    """One pending call of each of several engines.
 
     Args:
         peers: the engines.
-        calls: for each of them, called with the engine.
-        doing: what for, as an error says it.
-        timeout: seconds from now that they may take, as the engines were told too.
+        calls: one per engine, called with it.
+        doing: purpose of the calls, for errors.
+        timeout: seconds from now that they may take; the engines have the same limit.
     """
 
-    def __init__(self, peers: Sequence[Peer], calls: Sequence[Callable[[Engine], Any]], doing: str, timeout: float):
+    def __init__(
+        self, peers: Sequence[Peer], calls: Sequence[Callable[[WeightTarget], Any]], doing: str, timeout: float
+    ):
         self._peers, self._doing, self._timeout = peers, doing, timeout
         self._deadline = monotonic() + timeout + GRACE_SECONDS
         self._futures = [peer.call(call) for peer, call in zip(peers, calls, strict=True)]
 
     def wait(self) -> list[Any]:
-        """What the calls returned.
+        """Return the results of the calls.
 
         Raises:
-            PeerError: as soon as one failed, or the time is over.
+            PeerError: as soon as one call fails, or the time is over.
         """
         done, late = wait(self._futures, max(0.0, self._deadline - monotonic()), FIRST_EXCEPTION)
         for peer, future in zip(self._peers, self._futures, strict=True):
@@ -103,7 +113,82 @@ class Round:
         if late:
             slow = [peer for peer, future in zip(self._peers, self._futures, strict=True) if future in late]
             for peer in slow:
-                peer.forget_calls()
+                peer.abandon_calls()
             error = EngineTimeoutError(f"no answer within timeout={self._timeout:g} s")
             raise PeerError(", ".join(peer.name for peer in slow), self._doing) from error
         return [future.result() for future in self._futures]
+
+
+class EngineUpdaterBase(WeightUpdater):
+    """Common part of updaters of engines: checks, restarts, and one outcome for all ranks.
+
+    Args:
+        engines: one or several. Ranks that do not send need none.
+        sends: whether this rank sends.
+        sharded: whether the model's ranks push together, so that all fail if one does.
+        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
+        timeout: in seconds.
+        max_restarts: limit of :meth:`restart` calls; None is no limit.
+
+    Raises:
+        ValueError: for no engines, or values out of range.
+    """
+
+    def __init__(
+        self,
+        engines: WeightTarget | Sequence[WeightTarget],
+        *,
+        sends: bool,
+        sharded: bool,
+        in_flight: InFlight,
+        timeout: float,
+        max_restarts: int | None,
+    ):
+        self.engines = [engines] if isinstance(engines, WeightTarget) else list(engines)
+        if sends and not self.engines:
+            raise ValueError("engines is empty; give at least one engine on the rank that sends")
+        check_in_flight(in_flight)
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout} must be above 0 seconds")
+        if max_restarts is not None and max_restarts < 0:
+            raise ValueError(f"max_restarts={max_restarts} must be None or at least 0")
+        self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
+        self.sharded, self.restarts = sharded, 0
+        self._version = 0  # of the last push, successful or not
+        self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
+
+    def restart(self) -> int:
+        """Restart dead engines, and push the current weights to all engines under the version of the last push.
+
+        Returns:
+            Number of engines that were dead.
+
+        Raises:
+            EngineError: if ``max_restarts`` is exceeded.
+            WeightSyncError: if an engine does not start, or the weights did not arrive.
+        """
+        if self.max_restarts is not None and self.restarts >= self.max_restarts:
+            raise EngineError(
+                f"engines died more than max_restarts={self.max_restarts} times: find the cause, or raise the limit"
+            )
+        self.restarts += 1
+        dead, failure = [engine for engine in self.engines if is_dead(engine)], None
+        try:
+            for engine in dead:
+                engine.restart()
+        except EngineError as error:
+            failure = WeightSyncError(f"an engine that died does not start again: {error}")
+            failure.__cause__ = error
+        self._agree(failure)
+        self.push_weights(self._version)
+        return len(dead)
+
+    def _agree(self, failure: Exception | None) -> None:
+        """Raise the sending rank's failure, on all ranks if they push together."""
+        if self.sharded:
+            message = [str(failure) if failure else None]
+            torch.distributed.broadcast_object_list(message, src=0)
+            if message[0] is not None and failure is None:
+                failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
+        if failure is not None:
+            raise failure

@@ -1,33 +1,52 @@
-"""Weights through two files in memory, for engines in other processes of the same machine."""
+"""Shared memory: buckets in two files in memory, for engines in other processes of the same machine."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo, pack
-from torchrl_rloo.weight_update.transports import Transport
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
+from torchrl_rloo.weight_update.transport import Receiver, Transport
 
 MEMORY = Path("/dev/shm")
 
 
-class SharedMemory(Transport):
-    """Packs buckets in turn into two files that all workers map.
+class SharedMemoryReceiver(Receiver):
+    """Maps the trainer's two files and copies buckets out of them."""
 
-    The files have no name any more once all workers have mapped them, so that nothing is left of them when the last
-    process that does has ended, however it ends.
+    def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
+        size = options["nbytes"]
+        for path in options["paths"]:
+            if not Path(path).is_file():  # torch would create an empty one
+                raise FileNotFoundError(
+                    f"{path} is not on this machine: send to engines on other machines with the transport Collective() "
+                    "or Files(directory)"
+                )
+        self.buffers = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in options["paths"]]
+
+    def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
+        return unpack(self.buffers[payload["buffer"]][: packed_size(infos)].clone(), infos)
+
+    def close(self) -> None:
+        self.buffers = []
+
+
+class SharedMemory(Transport):
+    """Packs buckets alternately into two files that all workers map.
+
+    The files are unlinked once all workers have mapped them, so nothing remains when the processes end.
 
     Args:
-        directory: where they are; None means ``/dev/shm``, or the directory for temporary files if that has no room.
+        directory: of the files; None means ``/dev/shm``, or the directory for temporary files if that has no room.
     """
 
-    name = "shared_memory"
+    name, receiver = "shared_memory", SharedMemoryReceiver
 
     def __init__(self, directory: str | PathLike | None = None):
         self.directory = directory

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchrl_rloo.modules.engines.weight_protocol import TensorInfo
+from torchrl_rloo.weight_update.protocol import TensorInfo
 
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 

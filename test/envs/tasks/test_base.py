@@ -12,15 +12,17 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.diagnostics import Evaluation
-from torchrl_rloo.embedded import build_tokenizer
-from torchrl_rloo.envs.tasks import Task
+from torchrl_rloo.embedded import build_tokenizer, resolve_task
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.envs.tasks import Task, load_task
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 
 TASK = Task(
     name="echo",
-    stand_in=lambda split, size=None, seed=0: [{"prompt": f"{split} {i}", "answer": str(i)} for i in range(size or 8)],
+    synthetic_rows=lambda split, size=None, seed=0: [
+        {"prompt": f"{split} {i}", "answer": str(i)} for i in range(size or 8)
+    ],
     rewards=("boxed_accuracy",),
     scorer="boxed_accuracy",
 )
@@ -31,7 +33,7 @@ def write(path, names):
     return str(path)
 
 
-def test_the_stand_in():
+def test_generated_rows():
     train, held_out = TASK.load(eval_size=3)
     assert (len(train), len(held_out)) == (8, 3)
     assert not {str(r["query"]) for r in train} & {str(r["query"]) for r in held_out}
@@ -88,6 +90,46 @@ def test_rows_out_of_format_are_named(tmp_path):
     task = replace(TASK, row_map=lambda row: {"prompt": row["question"], "answer": row["answer"]})
     with pytest.raises(ValueError, match=r"line 1 is not in the format expected: KeyError: 'question'; .*'prompt'"):
         task.load(write(tmp_path / "a.jsonl", "abc"), eval_size=1)
+
+
+def make_task() -> Task:
+    return replace(TASK, name="made")
+
+
+def test_tasks_by_dotted_path(tmp_path, monkeypatch):
+    here = __name__
+    assert load_task(f"{here}.TASK") is TASK and load_task(f"{here}.make_task").name == "made"
+    assert resolve_task(f"{here}.TASK") is TASK
+    assert resolve_task("mixture", {f"{here}.TASK": {"weight": 2, "limit": 4}, "addition": 1}).weights == [2, 1]
+    with pytest.raises(ValueError, match="has no 'TASKK' .did you mean 'TASK'"):
+        load_task(f"{here}.TASKK")
+    with pytest.raises(TypeError, match="must be a Task .*, got 'echo'"):
+        load_task(f"{here}.NAME")
+
+
+NAME = "echo"
+
+
+def says_a(completions, word) -> list[float]:
+    return [float("a" in str(completion)) for completion in completions]
+
+
+def test_a_task_of_the_users_own(tmp_path):
+    task = load_task("custom")
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "word": f"w{i}"}) + "\n" for i in range(6)))
+    train, held_out = task.load(path, eval_size=2)
+    assert (len(train), len(held_out), train.columns) == (4, 2, ("word",))
+    assert task.make_scorer([says_a]) == {"says_a": says_a} and task.make_scorer([]) is None
+    env = task.env(train, build_tokenizer(), prompts_per_batch=2, rewards=says_a)
+    assert env.reset()[0][keys.QUERY][0]["role"] == "user"
+    for missing, setting in (
+        (task.load, "set data.source"),
+        (task.make_rewards, "set reward.functions"),
+        (task.make_scorer, "set eval.scorer"),
+    ):
+        with pytest.raises(ValueError, match=f"task='custom' has no .*: {re.escape(setting)}"):
+            missing()
 
 
 def test_the_environment():

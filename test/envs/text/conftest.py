@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines import ScriptedEngine, ScriptedTurn
 
 
 @pytest.fixture

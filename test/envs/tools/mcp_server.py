@@ -43,8 +43,24 @@ def crash() -> str:
 @server.tool()
 async def wait(seconds: float) -> str:
     """Sleeps without blocking the server."""
+    counts["wait"] += 1
     await asyncio.sleep(seconds)
     return "waited"
+
+
+@server.tool()
+async def meet(number: int) -> str:
+    """Waits until so many calls of it are there."""
+    counts["meet"] += 1
+    while counts["meet"] < number:
+        await asyncio.sleep(0.005)
+    return "met"
+
+
+@server.tool()
+async def arrived(tool: str) -> int:
+    """Tells how many calls of wait or of meet have come."""
+    return counts[tool]
 
 
 @server.tool()

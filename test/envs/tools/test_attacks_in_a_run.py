@@ -11,12 +11,12 @@ import pytest
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.tools.parsers import PythonBlocks
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
 
 try:

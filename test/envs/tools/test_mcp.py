@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from support.processes import is_gone
+from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv, event_loop
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
@@ -26,10 +29,8 @@ from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.modules.engines import ScriptedEngine, ScriptedTurn
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-PATIENCE = 120.0  # seconds; nothing here takes as long unless it hangs
 
 
 class HTTPServer:
@@ -44,7 +45,7 @@ class HTTPServer:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, SERVER, str(self.port)], stderr=subprocess.DEVNULL)
-        until(self._listens)
+        wait_until(self._listens)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
@@ -53,21 +54,6 @@ class HTTPServer:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(PATIENCE)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +117,7 @@ class Trajectory:
 
 def test_tools_are_as_the_server_declares_them(tools) -> None:
     named = {each.name: each for each in tools}
-    assert len(named) == len(tools) == 15 and "odd_name" in named
+    assert len(named) == len(tools) == 17 and "odd_name" in named
     assert named["add"].description == "Adds two numbers."
     assert named["add"].schema["function"]["parameters"]["required"] == ["a"]
     call = Trajectory([*tools, tool(beside)])
@@ -155,10 +141,18 @@ def test_errors_are_told(tools) -> None:
 
 def test_a_call_that_takes_too_long_ends_and_holds_up_no_other(tools, monkeypatch) -> None:
     call = Trajectory(tools)
-    with monkeypatch.context() as patch:
-        patch.setattr(tools, "timeout", 1.0)
-        late, quick = call.results(("wait", {"seconds": 600}), ("wait", {"seconds": 0}))
-    assert late.outcome == "timed_out" and "1 s" in late.text and quick.text == "waited"
+    before = call("arrived", tool="wait")
+
+    async def play() -> list[ToolResult]:
+        with monkeypatch.context() as patch:
+            patch.setattr(tools, "timeout", 3.0)
+            late = asyncio.ensure_future(call.session.call(ToolCall("wait", {"seconds": 600})))
+            while (await call.session.call(ToolCall("arrived", {"tool": "wait"}))).text == before:
+                await asyncio.sleep(0.01)
+        return [await call.session.call(ToolCall("wait", {"seconds": 0})), await late]
+
+    quick, late = event_loop.run(play())
+    assert late.outcome == "timed_out" and "3 s" in late.text and quick.text == "waited"
     cut_short = Trajectory(tools, timeout=0.5).results(("wait", {"seconds": 600}))
     assert cut_short[0].outcome == "timed_out" and call("add", a=1) == "2"
 
@@ -167,23 +161,20 @@ def test_many_calls_go_at_a_time(tools) -> None:
     call = Trajectory(tools)
     calls = [("add", {"a": i}) for i in range(100)]
     assert [result.text for result in call.results(*calls)] == [str(i + 1) for i in range(100)]
-    started = time.monotonic()
-    assert {r.text for r in call.results(*[("wait", {"seconds": 0.5})] * 50)} == {"waited"}
-    assert time.monotonic() - started < 25, "one after the other they would take as long as this"
+    meeting = call.results(*[("meet", {"number": 50})] * 50)
+    assert {result.text for result in meeting} == {"met"}, "each waits for the others"
 
 
 def test_a_process_that_is_killed_is_told_and_started_again(connect) -> None:
     call = Trajectory(connect())
     first = int(call("pid"))
-    waiting = [("wait", {"seconds": 600})] * 3
 
-    async def kill_meanwhile():
-        async def kill():
-            await asyncio.sleep(0.5)
-            os.kill(first, signal.SIGKILL)
-
-        calls = [call.session.call(ToolCall(*each)) for each in waiting]
-        return (await asyncio.gather(kill(), *calls))[1:]
+    async def kill_meanwhile() -> list[ToolResult]:
+        calls = [asyncio.ensure_future(call.session.call(ToolCall("meet", {"number": 4}))) for _ in range(3)]
+        while (await call.session.call(ToolCall("arrived", {"tool": "meet"}))).text != "3":
+            await asyncio.sleep(0.01)
+        os.kill(first, signal.SIGKILL)
+        return [await each for each in calls]
 
     for result in event_loop.run(kill_meanwhile()):
         assert result.outcome == "failed" and result.text.startswith(
@@ -264,7 +255,7 @@ def test_a_trajectory_has_its_own_process_over_stdio(connect) -> None:
     tools = connect(per_trajectory=True)
     first, second = Trajectory(tools), Trajectory(tools)
     pids = [int(call("pid")) for call in (first, second)]
-    assert len(set(pids)) == 2 and all(map(alive, pids))
+    assert len(set(pids)) == 2 and not any(map(is_gone, pids))
     assert (first("increase"), first("increase"), second("increase")) == ("1", "2", "1")
     assert "what it remembered of this conversation is lost" in first("die")
     assert (first("increase"), second("increase")) == ("1", "2")
@@ -276,7 +267,7 @@ def test_a_trajectory_has_its_own_process_over_stdio(connect) -> None:
     pids += [int(call("pid")) for call in (first, second)]
     for call in (first, second):
         call.end()
-    until(lambda: not tools._connections and not any(map(alive, pids)))
+    wait_until(lambda: not tools._connections and all(map(is_gone, pids)))
 
 
 def test_environment_and_headers(tools) -> None:
@@ -288,11 +279,12 @@ def test_environment_and_headers(tools) -> None:
 
 
 def test_closing_ends_even_a_blocked_process_and_refuses_calls(connect) -> None:
-    with connect(timeout=1.0) as tools:
+    with connect() as tools:
         call = Trajectory(tools)
         pid = int(call("pid"))
+        tools.timeout = 1.0
         assert call.results(("block", {}))[0].outcome == "timed_out"
-    until(lambda: not alive(pid))
+    wait_until(lambda: is_gone(pid))
     assert call("add", a=1) == "Error: the tool's server was closed"
     tools.close()
 
@@ -300,10 +292,10 @@ def test_closing_ends_even_a_blocked_process_and_refuses_calls(connect) -> None:
 def test_tools_that_are_forgotten_end_their_server(connect) -> None:
     tools = MCPTools.stdio(sys.executable, [SERVER], connect_timeout=PATIENCE)
     pid = int(event_loop.run(event_loop.call(next(t for t in tools if t.name == "pid").call, None)))
-    assert alive(pid)
+    assert not is_gone(pid)
     del tools
     gc.collect()
-    until(lambda: not alive(pid))
+    wait_until(lambda: is_gone(pid))
 
 
 @pytest.mark.slow
@@ -312,16 +304,17 @@ def test_nothing_is_left_when_the_process_ends() -> None:
         "import sys\n"
         "from torchrl_rloo.envs import event_loop\n"
         "from torchrl_rloo.envs.tools.mcp import MCPTools\n"
-        f"tools = MCPTools.stdio(sys.executable, [{SERVER!r}], connect_timeout={PATIENCE}, timeout=1.0)\n"
+        f"tools = MCPTools.stdio(sys.executable, [{SERVER!r}], connect_timeout={PATIENCE})\n"
         "named = {each.name: each for each in tools}\n"
         "print(event_loop.run(event_loop.call(named['pid'].call, None)))\n"
+        "tools.timeout = 1.0\n"
         "try: event_loop.run(event_loop.call(named['block'].call, None))\n"
         "except TimeoutError: print('late')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     pid, late = done.stdout.split()
     assert late == "late", done.stderr
-    until(lambda: not alive(int(pid)))
+    wait_until(lambda: is_gone(int(pid)))
 
 
 def test_a_users_function_that_blocks_the_loop_costs_a_reconnection(connect) -> None:
@@ -337,7 +330,7 @@ def test_a_users_function_that_blocks_the_loop_costs_a_reconnection(connect) -> 
 
     event_loop.run(blocked())
     assert int(call("pid")) != first and call("add", a=1) == "2"
-    until(lambda: not alive(first))
+    wait_until(lambda: is_gone(first))
 
 
 def test_servers_that_cannot_be_reached(tmp_path: Path) -> None:

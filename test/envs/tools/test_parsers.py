@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from support.cost import assert_linear
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
 from torchrl_rloo.envs.tools.parsers import PARSERS, PythonBlocks, RegexParser, parser_of, without_thinking
 
@@ -424,12 +424,7 @@ UNITS = [
 
 @pytest.mark.parametrize("name", [*PARSERS, "regex"])
 def test_time_is_linear_in_the_text(name: str) -> None:
-    """Half a MB of what could make a search go over it again and again: quadratic time would be minutes to hours."""
-    parser, prefix, slow = PARSERS.get(name, TOOL), "<|python_tag|>" if name == "llama" else "", {}
+    """Nothing that could make a search go over the text again and again takes quadratic time."""
+    parser, prefix = PARSERS.get(name, TOOL), "<|python_tag|>" if name == "llama" else ""
     for unit in UNITS:
-        text = prefix + unit * (500_000 // len(unit))
-        start = time.process_time()
-        parser(without_thinking(text))
-        if (seconds := time.process_time() - start) > 10:
-            slow[unit] = seconds
-    assert not slow
+        assert_linear(lambda n, unit=unit: parser(without_thinking(prefix + unit * (n // len(unit)))), 10_000)

@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import pytest
 
+from support.processes import process_state
+from support.waiting import wait_until
 from torchrl_rloo.envs.tools.python import PythonInterpreter
 from torchrl_rloo.envs.tools.python_sessions import PythonSession, PythonSessions
 from torchrl_rloo.envs.tools.tool import ToolError
@@ -40,13 +42,6 @@ def session(sessions: PythonSessions) -> Iterator[PythonSession]:
     session = sessions.open()
     yield session
     session.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:
@@ -160,12 +155,11 @@ def test_calls_of_a_session_come_one_after_another(sessions: PythonSessions):
 
 
 def test_nothing_goes_on_between_calls(session: PythonSession):
-    code = "import threading, time\nn = 0\ndef f():\n  global n\n  while True: n += 1; time.sleep(0.001)\n"
-    session.run(code + "threading.Thread(target=f, daemon=True).start()\ntime.sleep(0.1)")
-    before = int(session.run("n").output)
-    time.sleep(1)
-    between = int(session.run("n").output) - before
-    assert before > 0 and between < 300, "a thread counts to a thousand in a second"
+    code = "import os, threading\ndef f():\n  while True: pass\nthreading.Thread(target=f, daemon=True).start()\n"
+    pid = int(session.run(code + "os.getpid()").output)
+    wait_until(lambda: process_state(pid) == "T", what="the stop of the process, with all its threads")
+    assert session.run("1").output == "1\n", "it goes on with the next call"
+    wait_until(lambda: process_state(pid) == "T")
 
 
 def test_sessions_beyond_the_limit_end_the_one_idle_for_longest():

@@ -1,15 +1,19 @@
-"""Standard tasks: dataset format, prompt, rewards, evaluation metric and a generated stand-in of each."""
+"""Standard tasks: dataset format, prompt, rewards, evaluation metric and generated rows in each format."""
 
 from torchrl_rloo.envs.tasks.base import EMBEDDED, Task, TaskBase
+from torchrl_rloo.envs.tasks.conversation import conversation_settings
+from torchrl_rloo.envs.tasks.custom import CUSTOM
 from torchrl_rloo.envs.tasks.mixture import Mixture, mix_prompts
 from torchrl_rloo.envs.tasks.registry import TASKS, load_task
 
 __all__ = [
+    "CUSTOM",
     "EMBEDDED",
     "TASKS",
     "Mixture",
     "Task",
     "TaskBase",
+    "conversation_settings",
     "load_task",
     "mix_prompts",
 ]

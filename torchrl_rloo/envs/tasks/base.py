@@ -20,6 +20,7 @@ from torchrl_rloo.rewards.registry import load_reward
 
 _LOGGER = logging.getLogger(__name__)
 
+Scorer = RewardFunction | Mapping[str, RewardFunction] | None
 EMBEDDED = "embedded"  # the source that stands for a task's own generated rows
 
 
@@ -45,8 +46,12 @@ class TaskBase:
         """The reward functions; none where the environment itself rewards."""
         raise NotImplementedError
 
-    def make_scorer(self) -> RewardFunction | None:
-        """The evaluation metric, called like a reward; None: the return that the environment itself gives."""
+    def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
+        """Return the evaluation metric, called like a reward; None: the return that the environment itself gives.
+
+        Args:
+            rewards: what a run trains on, if that is not the task's own. A task without a metric judges by them.
+        """
         raise NotImplementedError
 
     def make_transforms(self) -> list[Transform]:
@@ -81,7 +86,7 @@ class Task(TaskBase):
 
     Attributes:
         name: of the task, as in ``task=gsm8k``.
-        stand_in: ``f(split, size, seed) -> rows``: generated rows in the dataset's own format, of ``"train"`` or
+        synthetic_rows: ``f(split, size, seed) -> rows``: generated rows in the dataset's own format, of ``"train"`` or
             ``"test"``, which share no prompt; ``size`` None is all there are, or as many as make sense.
         row_map: turns a row of the dataset into one with a ``"prompt"`` (or messages) and the columns that the rewards
             read; None: it is one already.
@@ -100,7 +105,7 @@ class Task(TaskBase):
     """
 
     name: str
-    stand_in: Callable[[str, int | None, int], list[dict[str, Any]]]
+    synthetic_rows: Callable[[str, int | None, int], list[dict[str, Any]]]
     rewards: Sequence[str | Mapping[str, Any]]
     scorer: str | Mapping[str, Any] | None
     row_map: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
@@ -125,12 +130,12 @@ class Task(TaskBase):
         """Training and held-out prompts; those of a source of held-out prompts are left out of training.
 
         Args:
-            source: None for the published dataset (the stand-in, if there is none); ``"embedded"`` for the stand-in;
-                else what :func:`~torchrl_rloo.data.load_prompts` takes, in the format of the published dataset.
+            source: None for the published dataset (the generated rows, if there is none); ``"embedded"`` for the
+                generated rows; else what :func:`~torchrl_rloo.data.load_prompts` takes, in the published format.
             eval_source: held-out prompts, in the same format; None splits them off ``source``.
             eval_split: split of ``eval_source``; None takes the same as of ``source``.
             eval_size: number of held-out prompts; of more, see :meth:`load_held_out`.
-            seed: of the split and of the stand-in.
+            seed: of the split and of the generated rows.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
 
         Raises:
@@ -143,7 +148,7 @@ class Task(TaskBase):
             if eval_source is None and self.eval_split is not None:
                 eval_source, eval_split, eval_options = source, eval_split or self.eval_split, options
         if source in (None, EMBEDDED):
-            return self._load_stand_in(eval_source, eval_split, eval_size, seed, options)
+            return self._load_synthetic(eval_source, eval_split, eval_size, seed, options)
         if eval_source is None:
             if eval_split is not None:
                 raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
@@ -179,20 +184,20 @@ class Task(TaskBase):
     def _load(self, source: Any, **options: Any) -> PromptDataset:
         return load_prompts(source, **{"system_prompt": self.system_prompt, "row_map": self.row_map} | options)
 
-    def _load_stand_in(
+    def _load_synthetic(
         self, eval_source: Any, eval_split: str | None, eval_size: int, seed: int, options: dict[str, Any]
     ) -> tuple[PromptDataset, PromptDataset]:
         if eval_source is not None or eval_split is not None:
             raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
-        train, held_out = self.stand_in("train", None, seed), self.stand_in("test", eval_size, seed)
+        train, held_out = self.synthetic_rows("train", None, seed), self.synthetic_rows("test", eval_size, seed)
         return self._load(train, **options), self._load(held_out, **options | {"limit": None})
 
     def make_rewards(self) -> list[RewardFunction]:
         """The reward functions; none where the environment itself rewards."""
         return [load_reward(spec) for spec in self.rewards]
 
-    def make_scorer(self) -> RewardFunction | None:
-        """The evaluation metric, called like a reward; None: the return that the environment itself gives."""
+    def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
+        """Return the evaluation metric, whatever the rewards; None: the return that the environment itself gives."""
         return None if self.scorer is None else load_reward(self.scorer)
 
     def make_transforms(self) -> list[Transform]:

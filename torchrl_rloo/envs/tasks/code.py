@@ -48,7 +48,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "tests": tests, "entry_point": None, "prelude": None}
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Functions of one number, in MBPP's columns."""
     rng = random.Random(f"{seed} {split}")
     rows = []
@@ -71,7 +71,7 @@ def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
 
 CODE = Task(
     name="code",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     row_map=row,
     rewards=({"_target_": "code_tests", "prelude": "prelude", "partial": True},),
     scorer={"_target_": "code_tests", "prelude": "prelude"},

@@ -26,7 +26,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "nums": numbers, "target": target}
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Three numbers and a target that some expression of them makes."""
     rng = random.Random(f"{seed} {split}")
     rows = []
@@ -42,7 +42,7 @@ def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
 
 COUNTDOWN = Task(
     name="countdown",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     row_map=row,
     rewards=({"_target_": "countdown", "format_score": 0.1},),
     scorer="countdown",

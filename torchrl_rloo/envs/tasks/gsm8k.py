@@ -29,7 +29,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": example["question"], "answer": answer.strip().replace(",", "")}
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Generated sums in GSM8K's columns."""
     rng = random.Random(f"{seed} {split}")
     rows = []
@@ -56,7 +56,7 @@ def answer(text: str) -> str | None:
 
 GSM8K = Task(
     name="gsm8k",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     row_map=row,
     rewards=("numeric_match",),
     scorer="numeric_match",

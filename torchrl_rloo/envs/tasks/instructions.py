@@ -10,7 +10,7 @@ from torchrl_rloo.envs.tasks.base import Task
 _TOPICS = ("rain", "bread", "trains", "the sea", "a lost key", "winter", "gardens", "old maps", "music", "bridges")
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Requests for a few words on a topic with one or two instructions, in IFEval's columns."""
     rng = random.Random(f"{seed} {split}")
     topics = _TOPICS[:7] if split == "train" else _TOPICS[7:]
@@ -38,7 +38,7 @@ def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
 
 INSTRUCTIONS = Task(
     name="instructions",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     rewards=({"_target_": "instruction_following", "partial": True},),
     scorer="instruction_following",
     dataset={"source": "google/IFEval", "split": "train"},

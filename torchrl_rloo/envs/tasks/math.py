@@ -34,7 +34,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": problem, "solution": rf"\text{{{answer}}}" if answer in _WORDS else boxed or answer}
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Linear equations, sums of fractions and powers, in MATH's columns."""
     rng = random.Random(f"{seed} {split}")
     parity = int(split == "test")  # that of the first number keeps the splits apart
@@ -54,7 +54,7 @@ def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[st
 
 MATH = Task(
     name="math",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     row_map=row,
     rewards=("accuracy",),
     scorer="accuracy",

@@ -56,7 +56,7 @@ class Mixture(TaskBase):
         """Training and held-out prompts of all tasks.
 
         Args:
-            source: None: each task's own; ``"embedded"``: their stand-ins. Other sources are a task's: see ``options``.
+            source: None: each task's own; ``"embedded"``: their generated rows. Give other sources in ``options``.
             eval_size: held-out prompts of all tasks together, the same number of each.
             **kwargs: see :meth:`Task.load`.
 
@@ -78,8 +78,8 @@ class Mixture(TaskBase):
         """The reward functions of all tasks, each for the rows of its own."""
         return [ForTask(task.name, function) for task in self.tasks for function in task.make_rewards()]
 
-    def make_scorer(self) -> RewardFunction:
-        """Judges each row by its own task's metric."""
+    def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> RewardFunction:
+        """Return a scorer that judges each row by its own task's metric."""
         return ByTask({task.name: task.make_scorer() for task in self.tasks})
 
     def make_sampler(self, dataset: PromptDataset) -> PromptSampler | None:

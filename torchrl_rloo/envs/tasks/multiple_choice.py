@@ -33,7 +33,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": "\n".join([example["question"], *lines]), "answer": LETTERS[index]}
 
 
-def stand_in(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
+def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
     """Questions on the order of planets and of numbers, in MMLU's columns."""
     rng = random.Random(f"{seed} {split}")
     rows = []
@@ -56,7 +56,7 @@ _END = {"train": ("largest", "farthest from", max), "test": ("smallest", "closes
 
 MULTIPLE_CHOICE = Task(
     name="multiple_choice",
-    stand_in=stand_in,
+    synthetic_rows=synthetic_rows,
     row_map=row,
     rewards=("multiple_choice",),
     scorer="multiple_choice",

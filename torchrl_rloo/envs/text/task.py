@@ -87,8 +87,8 @@ class TextTask(TaskBase):
         """The reward functions beside the environment's own rewards."""
         return list(self.rewards)
 
-    def make_scorer(self) -> None:
-        """None: the return of the environment is what counts."""
+    def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> None:
+        """Return None: the return of the environment is what counts."""
 
     def make_transforms(self) -> list[Transform]:
         """One new :class:`TextEnvTransform`."""

@@ -17,6 +17,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.text.adapters import ENV_SEED
 from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
 from torchrl_rloo.envs.turn_transform import TurnTransform
@@ -94,7 +95,7 @@ class TextEnvTransform(TurnTransform):
             await self._release(rows)
             raise RuntimeError(f"none of {len(rows)} sessions could be opened: {failures[0]!r}") from failures[0]
         self._ever_opened = True
-        encoded, agreed = {}, {}
+        encoded, agreed = self.chat_env.prompt_ids(), {}
         for row, opening in zip(rows, openings, strict=True):
             if isinstance(opening, Exception):
                 continue
@@ -135,7 +136,7 @@ class TextEnvTransform(TurnTransform):
         await self.release(int(row[keys.TRAJECTORY_ID]))
         self._held[int(row[keys.TRAJECTORY_ID])] = _Held(None)
 
-    def _show(self, row: TensorDictBase, opening: Messages, encoded: dict) -> None:
+    def _show(self, row: TensorDictBase, opening: Messages, encoded: PromptIds) -> None:
         """Makes an opening the row's prompt."""
         if row[keys.QUERY] != opening:
             opened = self.chat_env._open(row.copy().set(keys.QUERY, NonTensorData(opening)), encoded)

@@ -7,7 +7,7 @@ import operator
 from decimal import Context, Decimal, InvalidOperation
 from fractions import Fraction
 
-from torchrl_rloo.envs.tools.tool import ToolError, tool
+from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
 _MOST_CHARS = 1000
 _MOST_BITS = 10_000  # of a numerator or denominator: some 3000 digits, fewer than Python refuses to write
@@ -24,22 +24,28 @@ _OPERATIONS = {
 _FORM = "numbers with + - * / // % ** and parentheses"
 
 
-@tool
-def calculator(expression: str) -> str:
-    """Works out an arithmetic expression exactly.
+class _Calculator(Tool):
+    """The schema is written out: deriving it from a function would import transformers."""
 
-    Args:
-        expression: numbers with + - * / // % ** and parentheses, such as (47+5)*38/2
-    """
-    if len(expression) > _MOST_CHARS:
-        raise ToolError(f"the expression has {len(expression)} characters, more than {_MOST_CHARS}")
-    source = expression.strip()
-    try:
-        return _written(_value(ast.parse(source, mode="eval").body, source))
-    except ZeroDivisionError:
-        raise ToolError("division by zero") from None
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ToolError(f'"{source[:80]}" is no expression of {_FORM}') from None
+    def __init__(self) -> None:
+        expression = {"type": "string", "description": f"{_FORM}, such as (47+5)*38/2"}
+        parameters = {"type": "object", "properties": {"expression": expression}, "required": ["expression"]}
+        super().__init__("calculator", "Works out an arithmetic expression exactly.", parameters)
+
+    def call(self, state: None, /, expression: str) -> str:
+        """Return the exact value of an expression as text."""
+        if len(expression) > _MOST_CHARS:
+            raise ToolError(f"the expression has {len(expression)} characters, more than {_MOST_CHARS}")
+        source = expression.strip()
+        try:
+            return _written(_value(ast.parse(source, mode="eval").body, source))
+        except ZeroDivisionError:
+            raise ToolError("division by zero") from None
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            raise ToolError(f'"{source[:80]}" is no expression of {_FORM}') from None
+
+
+calculator = _Calculator()
 
 
 def _value(node: ast.expr, source: str) -> Fraction:

@@ -9,9 +9,6 @@ from difflib import get_close_matches
 from types import FunctionType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
 from torchrl_rloo.envs.tools.json_calls import literal
 
 _KINDS = {
@@ -39,6 +36,8 @@ def function_schema(function: Callable[..., Any], *, hidden: Collection[str] = (
         ValueError: if the docstring, or the type hint or the description of an argument is missing; for types that
             JSON has not, and for arguments that cannot be given by name.
     """
+    from transformers.utils import chat_template_utils, get_json_schema  # takes 2 s
+
     signature = inspect.signature(function)
     shown = [p for name, p in signature.parameters.items() if name not in hidden]
     name = getattr(function, "__name__", type(function).__name__)
@@ -60,7 +59,7 @@ def function_schema(function: Callable[..., Any], *, hidden: Collection[str] = (
     described.__signature__ = signature.replace(parameters=shown, return_annotation=signature.empty)
     try:
         return get_json_schema(described)
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (chat_template_utils.DocstringParsingException, chat_template_utils.TypeHintParsingException) as error:
         raise ValueError(f"{name} cannot become a tool: {' '.join(map(str, error.args))}") from error
 
 

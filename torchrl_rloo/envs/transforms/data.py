@@ -13,13 +13,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.rows import non_tensor, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class DatasetExhaustedError(RuntimeError):
 
 
 class DataLoadingPrimer(Transform):
-    """Fills a reset environment with prompts: ``num_generations`` rows for each draw, under one fresh ``group_id``.
+    """Fill a reset environment with prompts: ``num_generations`` rows for each draw, under one fresh ``group_id``.
 
-    ``prompt_id`` is the prompt's index in the dataset, the same in every epoch.
+    ``prompt_id`` is the prompt's index in the dataset, the same in every epoch; ``group_size`` is ``num_generations``.
 
     Args:
         dataset: the prompts.
@@ -104,7 +104,7 @@ class DataLoadingPrimer(Transform):
             self.next_group_id += 1
         return {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}, group_id
 
-    def put_back(self, draws: Iterable[tuple[int, int]]) -> None:
+    def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
         """Takes draws back whose groups were not delivered: they come first at the next draws, under the same id.
 
         Args:
@@ -113,10 +113,10 @@ class DataLoadingPrimer(Transform):
         self._put_back = deque(sorted((*self._put_back, *draws), key=lambda draw: draw[1]))
 
     @contextmanager
-    def as_if_put_back(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
+    def with_requeued(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
         """A ``state_dict`` taken meanwhile is one in which these draws are put back."""
         kept = self._put_back
-        self.put_back(draws)
+        self.requeue(draws)
         try:
             yield
         finally:
@@ -191,8 +191,8 @@ class DataLoadingPrimer(Transform):
         return [row for group in self.draw_groups(groups) for row in group.unbind(0)]
 
     def _copies(self, prompt: dict[str, Any], group_id: int) -> list[TensorDictBase]:
-        entries = {k: v if isinstance(v, torch.Tensor) else NonTensorData(v) for k, v in prompt.items()}
-        entries[keys.GROUP_ID] = torch.tensor(group_id)
+        entries = {k: v if isinstance(v, torch.Tensor) else non_tensor(v) for k, v in prompt.items()}
+        entries |= {keys.GROUP_ID: torch.tensor(group_id), keys.GROUP_SIZE: torch.tensor(self.num_generations)}
         empty = torch.Size([])
         return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
 
@@ -202,14 +202,14 @@ class DataLoadingPrimer(Transform):
         state = input_spec["full_state_spec"]
         for name in self.dataset.columns:
             state[name] = NonTensor(shape=shape, example_data=self.dataset[0][name])
-        for name in (keys.PROMPT_ID, keys.GROUP_ID):
+        for name in (keys.PROMPT_ID, keys.GROUP_ID, keys.GROUP_SIZE):
             state[name] = Unbounded(shape=shape, dtype=torch.int64)
         return input_spec
 
     def get_extra_state(self) -> dict[str, Any]:
         """Place in the dataset, for ``state_dict``: plain values and one tensor."""
         state = {"next_group_id": self.next_group_id, "fingerprint": self.dataset.fingerprint}
-        state["put_back"] = [list(draw) for draw in self._put_back]
+        state["requeue"] = [list(draw) for draw in self._put_back]
         if self.sampler is not None:
             return state | {"generator": self.generator.get_state(), "sampler": self.sampler.state_dict()}
         return state | {"epoch": self.epoch, "position": self.position, "epoch_start": self._epoch_start}
@@ -230,7 +230,7 @@ class DataLoadingPrimer(Transform):
             had, has = ("a", "none") if self.sampler is None else ("no", "one")
             raise ValueError(f"the state is of a primer with {had} sampler, this one has {has}: resume with the same")
         self.next_group_id = state["next_group_id"]
-        self._put_back = deque((index, group_id) for index, group_id in state.get("put_back", ()))
+        self._put_back = deque((index, group_id) for index, group_id in state.get("requeue", ()))
         if self.sampler is not None:
             self.generator.set_state(state["generator"])
             self.sampler.load_state_dict(state["sampler"])

@@ -13,7 +13,7 @@ from torchrl.modules.llm.policies import LogProbs
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import collection, gather_actions, micro_batches, ragged, spread_actions, stack_rows
 from torchrl_rloo.data.segments import refuse_segments
-from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalised_reward
+from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
 from torchrl_rloo.modules.recording import Scorer
 
 
@@ -22,7 +22,7 @@ class KLRewardTransform(Transform):
 
     Put it after the :class:`RewardTransform`: the penalty comes after the reward's clip and before any baseline. It
     also writes ``("next", "ref_log_probs", "full")``. Replaces TorchRL's class, which multiplies the reward by the
-    number of tokens.
+    number of tokens; there ``ref_model`` is ``ref`` and ``coef`` is ``kl_to_ref_coeff``.
 
     Args:
         ref: scores under the reference; its sampling distribution should be the policy's. A policy with
@@ -32,7 +32,7 @@ class KLRewardTransform(Transform):
         estimator: of the KL at each token, a name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`.
         mask_truncated_completions: leave the KL out on truncated trajectories, as the loss leaves out their tokens.
         micro_batch_size: rows scored at once; None for all that end together.
-        max_tokens: tokens scored at once, as the layout of ``ref`` counts them; None for any number.
+        max_tokens: tokens scored at once, as the packing of ``ref`` counts them; None for any number.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KLRewardTransform(Transform):
         self.__dict__["ref"] = ref  # not a submodule: the reference's weights are not the environment's state
         self.coeff, self.mask_truncated_completions = kl_to_ref_coeff, mask_truncated_completions
         self.estimator = KL_ESTIMATORS[estimator]
-        self.limits = {"size": micro_batch_size, "max_tokens": max_tokens, "layout": getattr(ref, "layout", "padded")}
+        self.limits = {"size": micro_batch_size, "max_tokens": max_tokens, "packing": getattr(ref, "packing", "none")}
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         finished = [row for row in next_tensordict.unbind(0) if row["done"].any()]
@@ -81,7 +81,7 @@ class KLRewardTransform(Transform):
         if self.mask_truncated_completions:
             kl = kl * torch.stack([~row["truncated"] for row in finished])
         rewards = torch.stack([row["reward"].reshape(()) for row in finished])
-        rewards = kl_penalised_reward(rewards, kl, float(self.coeff))
+        rewards = kl_penalized_reward(rewards, kl, float(self.coeff))
         log_probs = spread_actions(scored.log_probs, rows, scored.actions)
         for row, reward, ref in zip(finished, rewards, log_probs, strict=True):
             row.set("reward", reward.reshape(1, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter
@@ -14,12 +15,20 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import EachScore, Returns, WeightedScores, final_return
+from torchrl_rloo.data.rows import put, value_of
 from torchrl_rloo.data.segments import sampled_ids
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, TrainerState
+from torchrl_rloo.rewards.quarantine import Quarantine
+from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
+
+FIRST_TRAJECTORIES = 64  # of equal reward before a warning
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class RewardTransform(Transform):
@@ -29,11 +38,12 @@ class RewardTransform(Transform):
     environment itself gave for the last turn: 0, unless it is one that rewards. A sample on which a function fails, in
     whatever way, is one on which it abstains (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). A trajectory has no
     reward (NaN) if all functions abstain or the environment did. What functions give to ``log_extra`` is added to
-    ``("next", "log_extra")``, one dictionary a row.
+    ``("next", "log_extra")``, one dictionary a row. If the first trajectories all earn the same, the log says so.
 
     Args:
-        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), called for all rows that end together; none
-            where the environment alone rewards.
+        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings that
+            :func:`~torchrl_rloo.rewards.load_reward` takes, called for all rows that end together; none where the
+            environment alone rewards.
         weights: one per function; default 1 each.
         clip_range: bounds of the weighted sum, applied before any KL penalty; None for none.
         executor: where functions run (:mod:`torchrl_rloo.rewards.executors`), or a mapping from their names; default:
@@ -62,7 +72,7 @@ class RewardTransform(Transform):
 
     def __init__(
         self,
-        functions: RewardFunction | Sequence[RewardFunction],
+        functions: RewardSpec | Sequence[RewardSpec],
         *,
         weights: Sequence[float] | None = None,
         clip_range: tuple[float, float] | None = None,
@@ -90,6 +100,7 @@ class RewardTransform(Transform):
         self.clip_range = clip_range
         self.trainer_state = TrainerState()
         self._metrics: dict[str, list[float]] = {}
+        self._first: list[tuple[float | None, bool]] | None = []  # reward and truncation of the first trajectories
 
     @property
     def functions(self) -> list[RewardFunction]:
@@ -111,10 +122,44 @@ class RewardTransform(Transform):
         """How long calls took in this process, ``"<name>/call"`` and ``"<name>/sample"``."""
         return self.runner.latency
 
-    def take_metrics(self) -> dict[str, float]:
-        """Means of what functions gave to ``log_metric`` since this was last called."""
+    @property
+    def executor(self) -> Executor:
+        """Where functions are called."""
+        return self.runner.executors[0]
+
+    @property
+    def quarantine(self) -> Quarantine:
+        """File of the samples that functions failed on."""
+        return self.runner.quarantine
+
+    def report_progress(self, step: int, max_steps: int, epoch: float, num_tokens: int) -> None:
+        """Tell reward functions how far the run is; they see it as ``trainer_state``."""
+        self.trainer_state.global_step, self.trainer_state.max_steps = step, max_steps
+        self.trainer_state.epoch, self.trainer_state.num_input_tokens_seen = epoch, num_tokens
+
+    def returns(self, *, raw: bool = False, each: bool = False) -> Returns:
+        """Return a function from rows to the returns that groups are compared by, before any KL.
+
+        Args:
+            raw: take scores as they were before shaping.
+            each: each function's scores, not their weighted sum.
+        """
+        if not self.names:
+            return final_return
+        return EachScore(raw) if each else WeightedScores(self.weights, self.clip_range, raw)
+
+    def metrics(self) -> dict[str, float]:
+        """Return means of what functions gave to ``log_metric`` since the last call, as ``logged/<name>``."""
         taken, self._metrics = self._metrics, {}
-        return {name: sum(values) / len(values) for name, values in list(taken.items())}
+        return {f"logged/{name.replace('/', '_')}": sum(v) / len(v) for name, v in list(taken.items())}
+
+    def timings(self) -> dict[str, float]:
+        """Return quantiles of the seconds that functions take for a sample, over all their calls so far."""
+        latency = {name.removesuffix("/sample"): h for name, h in self.latency.items() if name.endswith("/sample")}
+        quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+        return {
+            f"time/reward/{name}/{q}": h.quantile(p) for name, h in latency.items() if h.n for q, p in quantiles.items()
+        }
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         rows, next_rows = tensordict.unbind(0), next_tensordict.unbind(0)
@@ -125,16 +170,39 @@ class RewardTransform(Transform):
             scores[finished] = self._score([rows[i] for i in finished], [next_rows[i] for i in finished])
             total[finished] = combine_rewards(scores[finished], self.weights, self.clip_range)
         for row, reward, each in zip(next_rows, total, scores, strict=True):
-            row.set("reward", row["reward"] + reward.reshape(1, 1)).set("rewards", each)
+            put(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
+        if self._first is not None:
+            self._look_for_signal([next_rows[i] for i in finished])
         return next_tensordict
+
+    def _look_for_signal(self, finished: list[TensorDictBase]) -> None:
+        """Warn once if the first trajectories all earn the same, since equal rewards have no gradient."""
+        for row in finished:
+            reward = float(row["reward"])
+            self._first.append((None if math.isnan(reward) else reward, bool(row["truncated"])))
+        rewards = {reward for reward, _ in self._first}
+        if len(rewards) > 1:
+            self._first = None
+        elif len(self._first) >= FIRST_TRAJECTORIES:
+            reward, truncated = rewards.pop(), sum(truncated for _, truncated in self._first)
+            _LOGGER.warning(
+                "the first %d trajectories all earned %s, so there is nothing to learn from yet (%d of them were cut "
+                "off at a limit). Read a prompt and a completion as the policy sees them: is the chat template right, "
+                "does the policy know the system prompt and the format, does it have enough tokens, and does the "
+                "reward function find the answer?",
+                len(self._first),
+                "no reward" if reward is None else f"{reward:g}",
+                truncated,
+            )
+            self._first = None
 
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
         """``[n, F]``."""
         batch = RewardBatch(
-            prompts=[r[keys.QUERY] for r in rows],
-            completions=[r[keys.COMPLETION] for r in next_rows],
+            prompts=[value_of(r, keys.QUERY) for r in rows],
+            completions=[value_of(r, keys.COMPLETION) for r in next_rows],
             completion_ids=[sampled_ids(r).tolist() for r in next_rows],
-            columns={k: [_plain(r[k]) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED},
+            columns={k: [_plain(value_of(r, k)) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED},
             truncated=[bool(r["truncated"]) for r in next_rows],
             trainer_state=self.trainer_state,
         )

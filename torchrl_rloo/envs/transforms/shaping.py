@@ -38,7 +38,7 @@ from torchrl_rloo.functional.shaping import (
     column_moments,
     forget,
     merge_moments,
-    normalise_scores,
+    normalize_scores,
     truncated_scores,
 )
 
@@ -196,7 +196,7 @@ class NormalizeRewards(ShapingTransform):
         for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
             if known < self.min_count:
                 self.counts[f"{name}/unnormalised"] += int(count)
-        return normalise_scores(
+        return normalize_scores(
             scores, self.moments, center=self.center, min_count=self.min_count, epsilon=self.epsilon
         )
 

@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
+from torchrl_rloo.engines.base import AsyncEngine, Engine, EngineError, Request, Sample
+from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.modules.engines.base import AsyncEngine, Engine, EngineError, Request, Sample
-from torchrl_rloo.modules.generation import GenerationConfig, end_of_sequence_ids
 
 Speaker = Callable[[Messages, int], str | Awaitable[str]]
 
@@ -39,7 +39,7 @@ class UserSimulator(TurnTransform):
             engine gets all messages that wait for it in one call.
         system_prompt: the simulator's own. Names in braces are the dataset's columns: ``"You want {goal}."``
         tokenizer: of the engine's model, with a chat template; for an engine only.
-        generate_kwargs: how an engine samples, see :class:`~torchrl_rloo.modules.generation.GenerationConfig`.
+        generate_kwargs: how an engine samples, see :class:`~torchrl_rloo.engines.generation.GenerationConfig`.
         stop_text: what the simulator says to end the conversation. Tell it so in ``system_prompt``.
         max_replies: its messages at most; a conversation that would go on is truncated. None: no limit but the
             environment's.

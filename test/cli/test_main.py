@@ -1,0 +1,159 @@
+"""The command torchrl-rloo: recipes listed, run, copied and found near; a server's command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_rloo.cli import main as cli
+from torchrl_rloo.cli import recipe
+from torchrl_rloo.cli.main import main, recipe_file
+
+LISTED = [name for name in cli.RECIPES]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run in an empty folder; undo what a recipe's start leaves behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    token = recipe.PROGRAM.set(None)
+    yield
+    recipe.PROGRAM.reset(token)
+
+
+def outcome(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
+    """Return exit code, output and errors of a command that need not run a recipe's loop."""
+    try:
+        main(argv)
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_ls_has_a_line_for_every_recipe(capsys):
+    code, out, _ = outcome(capsys, "ls")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == LISTED
+    assert all(len(line.split()) > 5 for line in out.splitlines())
+    files = {str(file.relative_to(recipe.RECIPES)) for file in recipe.RECIPES.glob("*/*.py")}
+    assert files == {file for file, *_ in cli.RECIPES.values()}
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_ends_with_examples_that_parse(capsys, command):
+    code, out, _ = outcome(capsys, *command.split(), "--help")
+    head, examples = out.lower().split("examples:", 1)
+    assert code == 0 and "usage: torchrl-rloo" in head and "torchrl-rloo" in examples
+    if command not in ("evaluate", "ls", ""):
+        code, out, _ = outcome(capsys, command)  # without its arguments
+        assert code == 2
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_help_of_a_recipe_names_the_command(capsys, name):
+    code, out, _ = outcome(capsys, "run", name, "--help")
+    command = "torchrl-rloo evaluate" if name == "evaluate" else f"torchrl-rloo run {name}"
+    assert code == 0 and out.startswith(f"usage: {command} ")
+    assert recipe_file(name).name not in out and f"  {command} " in out
+    assert "output_dir=outputs/" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["rnu"], 2, "unknown command rnu (did you mean 'run'?)"),
+        (["run", "rlo"], 1, "unknown recipe rlo (did you mean 'rloo'"),
+        (["run", "task=gsm8k"], 1, "unknown recipe task=gsm8k; name a file, or one of rloo, rloo_tools"),
+        (["run", "rloo", "model.nam=x"], 1, "unknown setting model.nam: did you mean model.name?"),
+        (["run", "rloo", "seed=one"], 1, "seed=one must be an integer"),
+        (["evaluate", "eval.num_sample=3"], 1, "unknown setting eval.num_sample: did you mean eval.num_samples?"),
+        (["run", "reward_model", "task=gsm8k"], 1, "unknown setting task"),
+        (["cp", "rloo", "mine"], 1, "mine must be the name of a Python file: mine.py"),
+        (["cp", "rloo", "mine.py", "sed=1"], 1, "unknown setting sed: did you mean seed?"),
+        (["serve", "m", "--prot", "8001"], 2, "unrecognized arguments: --prot"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_wrong_command_or_setting_is_one_line(capsys, argv, code, message):
+    found, out, err = outcome(capsys, *argv)
+    assert found == code and not out and message in err.splitlines()[-1]
+    assert len(err.splitlines()) == 1 or code == 2
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_copy_has_the_same_settings_in_a_file(capsys, name):
+    assert outcome(capsys, "cp", name, "mine.py")[0] == 0
+    stem = recipe_file(name).stem
+    text = Path("mine.py").read_text()
+    assert f"{stem}.py" not in text and "mine.py" in text
+    settings = outcome(capsys, "run", name, "--yaml")[1]
+    expected = settings.replace(f"{stem}.py", "mine.py").replace(f"outputs/{stem}/", "outputs/mine/")
+    assert Path("mine.yaml").read_text() == expected
+    assert outcome(capsys, "run", "mine.py", "--yaml")[1] == expected  # what is written is read, and as it was
+    assert all("#" in line for line in expected.splitlines() if line.startswith("seed"))
+    code, _, err = outcome(capsys, "cp", name, "mine.py")
+    assert code == 1 and "mine.py exists" in err
+
+
+def test_a_copys_file_is_in_force_and_the_command_line_above_it(capsys):
+    assert outcome(capsys, "cp", "rloo", "mine.py", "plan.steps=3", "optimizer.lr=1e-4")[0] == 0
+
+    def values(*overrides: str) -> str:
+        return outcome(capsys, "run", "mine.py", *overrides, "--help")[1]
+
+    Path("mine.yaml").write_text(Path("mine.yaml").read_text().replace("temperature: 1.0", "temperature: 0.7"))
+    assert "plan.steps=3 " in values() and "optimizer.lr=0.0001 " in values()
+    assert "generate.temperature=0.7" in values() and "generate.temperature=0.5" in values("generate.temperature=0.5")
+    assert "generate.max_new_tokens=512 " in values("task=gsm8k")  # the task's own, which the file leaves to it
+    assert "plan.steps=3 " in values("task=guessing")  # given to cp, so the file's
+    text = Path("mine.yaml").read_text().replace("# max_new_tokens: 32", "max_new_tokens: 9")
+    Path("mine.yaml").write_text(text)
+    assert "generate.max_new_tokens=9 " in values("task=gsm8k")
+    Path("mine.yaml").write_text(text.replace("temperature: ", "temprature: "))
+    code, _, err = outcome(capsys, "run", "mine.py")
+    assert code == 1 and "temprature" in err and len(err.splitlines()) == 1
+
+
+def test_serve_becomes_the_servers_process(capsys, monkeypatch):
+    pytest.importorskip("vllm")
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    main(
+        ["serve", "my/model", "--port", "8001", "--dtype", "bfloat16", "--threads", "2", "--", "--max-model-len", "64"]
+    )
+    (file, command, environment) = started[0]
+    assert file == command[0] == sys.executable and command[-2:] == ["--max-model-len", "64"]
+    for flag, value in (("--model", "my/model"), ("--port", "8001"), ("--dtype", "bfloat16")):
+        assert command[command.index(flag) + 1] == value
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["OMP_NUM_THREADS"] == "2"
+    assert "inference.engine.url=http://127.0.0.1:8001" in capsys.readouterr().out
+
+
+def test_serve_names_the_extra_without_vllm(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = outcome(capsys, "serve", "my/model")
+    assert code == 1 and "pip install 'torchrl_rloo[vllm]'" in err
+
+
+def test_help_and_a_wrong_setting_import_nothing_heavy():
+    source = """
+import sys
+from torchrl_rloo.cli.main import main
+for argv in (["--help"], ["ls"], ["run", "rloo", "--help"], ["run", "rloo", "plan.stps=1"], ["cp", "rloo", "mine.py"]):
+    try:
+        main(argv)
+    except SystemExit:
+        pass
+    heavy = {"torch", "torchrl", "tensordict", "transformers", "datasets", "numpy", "vllm"} & set(sys.modules)
+    assert not heavy, (argv, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

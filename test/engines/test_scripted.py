@@ -1,0 +1,642 @@
+"""ScriptedEngine: the script is kept to the second, and pauses, deaths and updates are those of a real engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.waiting import in_thread
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
+
+REQUEST = Request([1, 2], limit=100, seed=0)
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(())}
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def play() -> Iterator[Callable[..., ScriptedEngine]]:
+    """``play(script, **arguments)``; a number instead of a script is the latency of turns of ten tokens."""
+    engines = []
+
+    def make(script, **arguments) -> ScriptedEngine:
+        if isinstance(script, float):
+            turn = ScriptedTurn(range(10), latency=script)
+            script = lambda request, index: turn  # noqa: E731
+        engines.append(ScriptedEngine(script, **arguments))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def at(engine: ScriptedEngine, now: float) -> ScriptedEngine:
+    with engine._wake:  # or the engine's own thread may look between the two, and hand results out a moment later
+        engine.clock.now = now
+        engine.tick()
+    return engine
+
+
+def update_steps(version: int, *, transport: str = "direct", staged: bool = True) -> list[tuple[str, dict]]:
+    """A whole update in two buckets: of a and b, and of c."""
+    tensors = list(TENSORS.values())
+    manifest = [list(TensorInfo.of(name, tensor)) for name, tensor in TENSORS.items()]
+    steps = [
+        ("connect", {"transport": transport, "options": {}, "manifest": manifest, "staged": staged}),
+        ("start", {"version": version}),
+    ]
+    for bucket, (first, last) in enumerate([(0, 2), (2, 3)]):
+        info = {"version": version, "bucket": bucket, "first": first, "last": last}
+        info |= {"checksum": checksum(tensors[first:last]), "payload": {"tensors": tensors[first:last]}}
+        steps.append(("bucket", info))
+    return [*steps, ("finish", {"version": version})]
+
+
+def update(engine: ScriptedEngine, version: int, **kwargs) -> list[dict]:
+    return [engine.update_weights(step, info, timeout=60.0) for step, info in update_steps(version, **kwargs)][-1]
+
+
+# turns
+
+
+def test_a_callable_is_asked_for_each_request(play) -> None:
+    engine = play(lambda request, index: ScriptedTurn([request.seed, index], [-1.0, -2.0], finish="length"))
+    requests = [Request([1], limit=5, seed=seed) for seed in (7, 8, 9)]
+    assert engine.generate(requests) == [
+        Sample([r.seed, i], [-1.0, -2.0], "length", [0, 0]) for i, r in enumerate(requests)
+    ]
+    assert engine.requests == requests
+
+
+def test_a_sequence_is_played_in_order_and_ends(play) -> None:
+    engine = play([ScriptedTurn([3]), ScriptedTurn([4, 5])])
+    assert engine.generate([REQUEST, REQUEST]) == [
+        Sample([3], [0.0], "stop", [0]),
+        Sample([4, 5], [0.0] * 2, "stop", [0, 0]),
+    ]
+    with pytest.raises(EngineError, match="has 2 turns, so there is none for request 2"):
+        engine.generate([REQUEST])
+
+
+def test_a_turn_keeps_to_the_limit_of_its_request(play) -> None:
+    engine = play(lambda request, index: ScriptedTurn(range(10), range(10)))
+    sizes = {limit: engine.generate([Request([1], limit=limit, seed=0)])[0] for limit in (3, 10, 11)}
+    assert [(len(s.tokens), len(s.log_probs), len(s.versions), s.finish) for s in sizes.values()] == [
+        (3, 3, 3, "length"),
+        (10, 10, 10, "stop"),
+        (10, 10, 10, "stop"),
+    ]
+
+
+def test_declared_errors_come_at_the_end_and_hurt_nobody_else(play, clock: Clock) -> None:
+    turns = [ScriptedTurn([1], latency=2.0, error=KeyError("lost")), ScriptedTurn([2], latency=2.0)]
+    engine = play(turns, clock=clock)
+    bad, good = engine.submit(REQUEST), engine.submit(REQUEST)
+    at(engine, 1.9)
+    assert not bad.done()
+    at(engine, 2.0)
+    with pytest.raises(KeyError, match="lost"):
+        bad.result(60)
+    assert good.result(60).tokens == [2]
+
+
+def test_what_the_script_raises_the_request_raises(play) -> None:
+    def script(request: Request, index: int) -> ScriptedTurn:
+        raise ZeroDivisionError("in the script")
+
+    with pytest.raises(ZeroDivisionError, match="in the script"):
+        play(script).submit(REQUEST).result(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [1, 2], "log_probs": [0.0]}, "1 entries for 2 tokens"),
+        ({"tokens": [], "latency": -1.0}, "latency=-1.0"),
+    ],
+)
+def test_impossible_turns_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScriptedTurn(**arguments)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_concurrency=0"):
+        ScriptedEngine([], max_concurrency=0)
+
+
+# time
+
+
+def test_without_latency_a_turn_is_done_at_once(play) -> None:
+    engine = play(0.0, max_concurrency=1)
+    assert all(engine.submit(REQUEST).done() for _ in range(50))
+
+
+def test_callbacks_may_submit_for_ever(play) -> None:
+    """A chain of turns without latency, each submitted when the one before is delivered, does not grow the stack."""
+    engine = play(0.0)
+    engine.pause()
+    done = threading.Event()
+
+    def go_on(_: Future) -> None:
+        if len(engine.requests) < 5000:
+            engine.submit(REQUEST).add_done_callback(go_on)
+        else:
+            done.set()
+
+    engine.submit(REQUEST).add_done_callback(go_on)
+    engine.resume()
+    assert done.wait(60)
+    assert len(engine.requests) == 5000
+
+
+def test_turns_end_when_the_script_says(play, clock: Clock) -> None:
+    engine = play([ScriptedTurn([i], latency=t) for i, t in enumerate([3.0, 1.0, 2.0])], clock=clock)
+    futures = [engine.submit(REQUEST) for _ in range(3)]
+    done = [[f.done() for f in futures] for t in (0.5, 1.0, 2.5, 3.0) if at(engine, t)]
+    assert done == [[False] * 3, [False, True, False], [False, True, True], [True] * 3]
+
+
+def test_the_thread_keeps_time_by_itself(play, wait_until) -> None:
+    engine, ended = play([ScriptedTurn([1], latency=0.3), ScriptedTurn([2], latency=0.02)]), []
+    engine.pause()
+    for _ in range(2):
+        engine.submit(REQUEST).add_done_callback(lambda f: ended.append(f.result().tokens))
+    start = time.monotonic()
+    engine.resume()  # both begin now
+    wait_until(lambda: len(ended) == 2)
+    assert ended == [[2], [1]]
+    assert time.monotonic() - start >= 0.3
+    engine.tick()
+    assert engine.busy_seconds == pytest.approx(0.3, abs=1e-6)  # however late the thread was
+    assert engine.request_seconds == pytest.approx(0.32, abs=1e-6)
+
+
+def test_ten_thousand_requests_need_one_thread(play) -> None:
+    before = set(threading.enumerate())
+    engine = play(0.2)
+    futures = [engine.submit(REQUEST) for _ in range(10_000)]
+    assert len(set(threading.enumerate()) - before) == 1
+    assert wait(futures, timeout=60).not_done == set()
+    assert engine.request_seconds == pytest.approx(10_000 * 0.2)
+
+
+def test_requests_beyond_the_places_wait_in_order(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=2)
+    futures = [engine.submit(REQUEST) for _ in range(5)]
+    assert [f.done() for f in futures] == [False] * 5
+    at(engine, 1.0)
+    assert [f.done() for f in futures] == [True, True, False, False, False]
+    at(engine, 100.0)  # late: the turns have ended when they should all the same
+    assert all(f.done() for f in futures)
+    assert (engine.busy_seconds, engine.request_seconds) == (3.0, 5.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=12),
+    places=st.integers(1, 4),
+    looks=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_times_are_those_of_a_queue_with_so_many_places(jobs: list[tuple], places: int, looks: list[int]) -> None:
+    clock, now = Clock(), 0
+    arrivals = [now := now + gap for gap, _ in jobs]
+    with ScriptedEngine([ScriptedTurn([0], latency=t) for _, t in jobs], clock=clock, max_concurrency=places) as engine:
+        ends: dict[int, float] = {}
+        for moment in sorted([*arrivals, *looks, *range(0, 200)]):
+            at(engine, moment)
+            while len(engine.requests) < len(jobs) and arrivals[len(engine.requests)] <= moment:
+                index = len(engine.requests)
+                engine.submit(REQUEST).add_done_callback(lambda f, i=index: ends.setdefault(i, clock.now))
+    free, expected, intervals = [0] * places, [], []  # the slow way: each request takes the place that is free first
+    for arrival, (_, latency) in zip(arrivals, jobs, strict=True):
+        place = min(range(places), key=free.__getitem__)
+        start = max(arrival, free[place])
+        free[place] = start + latency
+        expected.append(start + latency)
+        intervals.append((start, start + latency))
+    assert [ends[i] for i in range(len(jobs))] == expected
+    assert engine.request_seconds == sum(latency for _, latency in jobs)
+    assert engine.busy_seconds == sum(any(a <= t < b for a, b in intervals) for t in range(200))
+
+
+def test_generate_gives_up_after_its_time_out(play) -> None:
+    engine = play(inf, request_timeout=0.05, max_concurrency=3)
+    with pytest.raises(EngineTimeoutError, match="finished 0 of 4 requests"):
+        engine.generate([REQUEST] * 4)
+    engine.pause("finish", timeout=60.0)  # nothing runs any more
+
+
+def test_a_cancelled_request_frees_its_place(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1)
+    running, waiting, last = (engine.submit(REQUEST) for _ in range(3))
+    at(engine, 0.5)
+    assert waiting.cancel() and running.cancel()
+    assert at(engine, 1.5) and last.done()
+    with pytest.raises(CancelledError):
+        running.result(0)
+    assert engine.request_seconds == 1.5
+
+
+# pauses
+
+
+def test_continue_freezes_and_the_rest_is_of_the_new_version(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock)
+    future = engine.submit(REQUEST)
+    at(engine, 0.3).pause("continue")
+    at(engine, 5.0)
+    assert not future.done()
+    update(engine, 4)
+    engine.resume()
+    at(engine, 5.69)
+    assert not future.done()
+    at(engine, 5.7)
+    assert future.result(60) == Sample(list(range(10)), [0.0] * 10, "stop", [0] * 3 + [4] * 7)
+    assert engine.busy_seconds == pytest.approx(1.0)  # frozen time is not busy
+
+
+def test_several_updates_leave_several_versions(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock)
+    early = engine.submit(REQUEST)
+    at(engine, 0.5)
+    late = engine.submit(REQUEST)
+    for now, version in ((0.7, 1), (0.8, 2), (1.2, 3)):
+        at(engine, now).pause("continue")
+        update(engine, version)
+        engine.resume()
+    at(engine, 2.0)
+    assert early.result(60).versions == [0] * 7 + [1] + [2] * 2
+    assert late.result(60).versions == [0] * 2 + [1] + [2] * 4 + [3] * 3
+
+
+def test_a_version_that_comes_without_a_pause_counts_from_then(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock)
+    future = engine.submit(REQUEST)
+    update(at(engine, 0.4), 1)
+    assert at(engine, 1.0) and future.result(60).versions == [0] * 4 + [1] * 6
+    assert not any(record.paused for record in engine.updates)
+
+
+def test_abort_returns_what_has_come(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1)
+    running, waiting = engine.submit(REQUEST), engine.submit(REQUEST)
+    at(engine, 0.6).pause("abort")
+    assert running.result(60) == Sample(list(range(6)), [0.0] * 6, "abort", [0] * 6)
+    update(at(engine, 9.0), 1)
+    assert not waiting.done()
+    engine.resume()
+    assert at(engine, 10.0) and waiting.result(60).versions == [1] * 10
+    assert [record.paused for record in engine.updates] == [True] * 5
+
+
+def test_finish_lets_running_requests_end_and_others_wait(play, clock: Clock, wait_until) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1)
+    running, waiting = engine.submit(REQUEST), engine.submit(REQUEST)
+    pausing = in_thread(engine.pause, "finish")
+    wait_until(lambda: engine._paused)
+    late = engine.submit(REQUEST)
+    assert at(engine, 0.9) and not running.done() and not pausing.done()
+    assert at(engine, 1.0) and running.result(60).versions == [0] * 10
+    pausing.result(60)
+    update(engine, 1)
+    assert at(engine, 9.0) and not waiting.done() and not late.done()
+    engine.resume()
+    assert at(engine, 10.0) and waiting.done() and not late.done()
+    assert at(engine, 11.0) and waiting.result(60).versions == late.result(60).versions == [1] * 10
+
+
+def test_a_pause_that_takes_too_long_is_taken_back(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1)
+    futures = [engine.submit(REQUEST) for _ in range(2)]
+    with pytest.raises(EngineTimeoutError, match=r"1 requests run after timeout=0.01 s"):
+        engine.pause("finish", timeout=0.01)
+    assert at(engine, 2.0) and all(f.done() for f in futures)
+
+
+def test_frozen_requests_can_still_be_aborted_or_finished(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock)
+    first = engine.submit(REQUEST)
+    at(engine, 0.2).pause("continue")
+    at(engine, 3.0).pause("abort")
+    assert len(first.result(60).tokens) == 2
+    engine.resume()
+    second = engine.submit(REQUEST)
+    at(engine, 3.5).pause("continue")
+    drained = in_thread(engine.pause, "finish", timeout=60.0)
+    while not drained.done():
+        at(engine, engine.clock.now + 0.1)
+        time.sleep(0.001)  # it needs the engine too
+    assert len(second.result(60).tokens) == 10
+
+
+def test_a_frozen_request_can_be_cancelled(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock)
+    future = engine.submit(REQUEST)
+    at(engine, 0.5).pause("continue")
+    assert future.cancel()
+    engine.resume()
+    assert at(engine, 2.0).request_seconds == 0.5
+
+
+def test_unknown_ways_to_pause_are_refused(play) -> None:
+    with pytest.raises(ValueError, match="in_flight='keep'"):
+        play(0.0).pause("keep")
+
+
+# life and death
+
+
+def test_death_is_everywhere_until_a_restart(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1)
+    futures = [engine.submit(REQUEST) for _ in range(2)]
+    update(engine, 3)
+    engine.kill(MemoryError("out of memory"))
+    calls = [
+        lambda: engine.submit(REQUEST),
+        engine.pause,
+        engine.resume,
+        engine.check_health,
+        engine.sleep,
+        engine.wake,
+    ]
+    calls += [lambda: update(engine, 4), lambda: engine.generate([REQUEST]), *(f.result for f in futures)]
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="MemoryError: out of memory") as info:
+            call()
+        assert isinstance(info.value.__cause__, MemoryError)
+    engine.restart()
+    engine.check_health()
+    assert (engine.version, engine.start_count, engine.failed_version) == (0, 1, None)
+    with pytest.raises(EngineError, match="no transport is connected"):
+        engine.update_weights("start", {"version": 4}, timeout=60.0)
+    future = engine.submit(REQUEST)
+    assert at(engine, 1.0) and future.result(60).versions == [0] * 10
+
+
+def test_a_pause_outlives_a_restart(play) -> None:
+    engine = play(0.0)
+    engine.pause()
+    engine.restart()
+    future = engine.submit(REQUEST)
+    assert not future.done()
+    engine.resume()
+    assert future.done()
+
+
+def test_death_ends_calls_that_wait(play) -> None:
+    engine = play(inf, update_latency={"bucket": inf})
+    engine.submit(REQUEST)
+    waiting = [in_thread(engine.pause, "finish"), in_thread(update, engine, 1)]
+    assert not wait(waiting, timeout=0.1).done
+    engine.kill()
+    assert all(isinstance(w.exception(60), EngineDeadError) for w in waiting)
+
+
+def test_a_script_can_kill(play) -> None:
+    def script(request: Request, index: int) -> ScriptedTurn:
+        if index == 1:
+            engine.kill()
+        return ScriptedTurn([1])
+
+    engine = play(script)
+    with pytest.raises(EngineDeadError):
+        engine.generate([REQUEST, REQUEST])
+
+
+def test_a_closed_engine_refuses_everything_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    engine = ScriptedEngine(lambda request, index: ScriptedTurn([1], latency=inf))
+    (thread,) = set(threading.enumerate()) - before
+    future = engine.submit(REQUEST)
+    engine.close()
+    engine.close()
+    for call in (future.result, lambda: engine.submit(REQUEST), engine.restart, engine.pause):
+        with pytest.raises(EngineError, match="this ScriptedEngine is closed"):
+            call()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_sleeping_engine_refuses_requests(play) -> None:
+    engine = play(0.0)
+    engine.sleep()
+    with pytest.raises(EngineError, match="wake"):
+        engine.submit(REQUEST)
+    with pytest.raises(EngineError, match="wake"):
+        update(engine, 1)
+    engine.wake()
+    assert engine.submit(REQUEST).done()
+
+
+def test_an_engine_at_work_does_not_fall_asleep(play) -> None:
+    engine = play(inf)
+    engine.submit(REQUEST)
+    with pytest.raises(EngineError, match="1 requests are running"):
+        engine.sleep()
+
+
+# updates
+
+
+@pytest.mark.parametrize("transport", ["direct", "shared_memory"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_update_is_recorded_and_reported(play, transport: str, staged: bool) -> None:
+    engine = play(0.0)
+    steps = update_steps(7, transport=transport, staged=staged)
+    report = update(engine, 7, transport=transport, staged=staged)
+    assert report == [{"rank": 0, "version": 7, "checksums": [steps[2][1]["checksum"], steps[3][1]["checksum"]]}]
+    assert [record.step for record in engine.updates] == ["connect", "start", "bucket", "bucket", "finish"]
+    assert [record.info for record in engine.updates] == [
+        {k: v for k, v in info.items() if k != "payload"} for _, info in steps
+    ]
+    assert (engine.version, engine.failed_version) == (7, None)
+    assert engine.generate([REQUEST])[0].versions == [7] * 10
+
+
+def test_an_adapter_is_a_version_too(play) -> None:
+    engine = play(0.0)
+    info = {"version": 2, "path": "/nowhere", "checksum": "abc"}
+    assert engine.update_weights("adapter", info, timeout=60.0) == [{"rank": 0, "version": 2, "checksums": ["abc"]}]
+    assert engine.version == 2
+
+
+def corrupt(steps: list) -> None:
+    steps[3][1]["payload"]["tensors"] = [torch.ones(())]
+
+
+def reorder(steps: list) -> None:
+    steps[2], steps[3] = steps[3], steps[2]
+
+
+def forget(steps: list) -> None:
+    del steps[3]
+
+
+def mix_versions(steps: list) -> None:
+    steps[3][1]["version"] = 6
+
+
+def finish_another(steps: list) -> None:
+    steps[4][1]["version"] = 6
+
+
+def not_started(steps: list) -> None:
+    del steps[1]
+
+
+def overlap(steps: list) -> None:
+    steps[3][1].update(first=1, checksum=checksum([TENSORS["b"], TENSORS["c"]]))
+
+
+def reshape(steps: list) -> None:
+    steps[2][1]["payload"]["tensors"] = [TENSORS["a"].reshape(3, 2), TENSORS["b"]]  # the same bytes
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (corrupt, "bucket 1 of version 5, with c to c, is corrupt"),
+        (reorder, "bucket 1 of version 5 came, expected bucket 0"),
+        (forget, "brought 2 of 3 tensors: c is the first that is missing"),
+        (mix_versions, r"no update to version 6 is open \(one to version 5 is\)"),
+        (finish_another, r"no update to version 6 is open \(one to version 5 is\)"),
+        (not_started, "no update to version 5 is open"),
+        (overlap, "brings tensors 1 to 2, expected tensor 2 of 3 next"),
+        (reshape, r"brought a as float32 \[3, 2\], announced as float32 \[2, 3\]"),
+    ],
+)
+def test_faulty_updates_are_refused_and_a_good_one_follows(play, fault: Callable, message: str) -> None:
+    engine = play(0.0)
+    steps = update_steps(5)
+    fault(steps)
+    with pytest.raises(EngineError, match=message):
+        for step, info in steps:
+            engine.update_weights(step, info, timeout=60.0)
+    assert engine.version == 0
+    update(engine, 5)
+    assert engine.version == 5 and engine.failed_version is None
+
+
+def test_a_failure_is_given_up_and_the_engine_goes_on(play) -> None:
+    engine = play(0.0, fail_updates={"bucket": OSError("no room")})
+    for _ in range(2):  # every time
+        with pytest.raises(OSError, match="no room"):
+            update(engine, 1)
+    assert (engine.version, engine.failed_version) == (0, None)
+    assert engine.generate([REQUEST])[0].versions == [0] * 10
+    with pytest.raises(EngineError, match=r"no update to version 1 is open \(none is\)"):
+        engine.update_weights("finish", {"version": 1}, timeout=60.0)
+    engine.fail_updates.clear()
+    update(engine, 1)
+    assert engine.version == 1
+
+
+def test_failures_of_single_occurrences(play) -> None:
+    engine = play(0.0, fail_updates={"bucket": [None, OSError("the second")]})
+    with pytest.raises(OSError, match="the second"):
+        update(engine, 1)
+    assert [record.step for record in engine.updates] == ["connect", "start", "bucket", "bucket"]
+    update(engine, 1)
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize(("step", "staged"), [("finish", True), ("bucket", False)])
+def test_a_torn_engine_samples_nothing_until_it_is_mended(play, clock: Clock, step: str, staged: bool) -> None:
+    engine = play(1.0, clock=clock, fail_updates={step: [OSError("half-way")]})
+    frozen = engine.submit(REQUEST)
+    at(engine, 0.5).pause("continue")
+    with pytest.raises(OSError, match="half-way"):
+        update(engine, 1, staged=staged)
+    assert (engine.version, engine.failed_version) == (0, 1)
+    with pytest.raises(EngineError, match="to version 1 failed half-way"):
+        engine.submit(REQUEST)
+    engine.resume()
+    assert frozen.result(60).finish == "abort" and frozen.result(60).versions == [0] * 5
+    update(engine, 2, staged=staged)
+    future = engine.submit(REQUEST)
+    assert at(engine, 2.0) and future.result(60).versions == [2] * 10
+
+
+def test_slow_and_hanging_steps(play) -> None:
+    engine = play(0.0, update_latency={"start": 0.05, "finish": inf})
+    steps = update_steps(1)
+    engine.update_weights(*steps[0], timeout=60.0)
+    start = time.monotonic()
+    engine.update_weights(*steps[1], timeout=60.0)
+    assert time.monotonic() - start >= 0.05
+    for step in steps[2:4]:
+        engine.update_weights(*step, timeout=60.0)
+    with pytest.raises(EngineTimeoutError, match=r"finish was not done after timeout=0.05 s"):
+        engine.update_weights(*steps[4], timeout=0.05)
+    assert (engine.version, engine.failed_version) == (0, 1)
+
+
+@pytest.mark.parametrize("late_version", [1, 2], ids=["another version", "the same version"])
+def test_a_late_step_closes_only_its_own_update(play, clock: Clock, wait_until, late_version: int) -> None:
+    engine = play(0.0, clock=clock, update_latency={"bucket": 5.0})
+    first, second = update_steps(late_version), update_steps(2)
+    for step in first[:2]:
+        engine.update_weights(*step, timeout=60.0)
+    late = in_thread(engine.update_weights, *first[2], timeout=60.0)
+    wait_until(lambda: engine._waiters._waiters)  # it waits for its latency
+    engine.update_latency.clear()
+    for step in second[:3]:
+        engine.update_weights(*step, timeout=60.0)
+    at(engine, 5.0)
+    with pytest.raises(EngineError, match="bucket is late: its update was aborted"):
+        late.result(60)
+    with pytest.raises(EngineError, match="no update to version 7 is open"):
+        engine.update_weights("finish", {"version": 7}, timeout=60.0)
+    for step in second[3:]:
+        engine.update_weights(*step, timeout=60.0)
+    assert (engine.version, engine.failed_version) == (2, None)
+
+
+def test_requests_go_on_while_a_step_takes_its_time(play) -> None:
+    engine = play(0.02, update_latency={"connect": inf})
+    connecting = in_thread(update, engine, 1)
+    assert engine.submit(REQUEST).result(60).versions == [0] * 10
+    assert not connecting.done()
+
+
+# threads
+
+
+def test_many_threads_share_one_engine(play) -> None:
+    engine = play(lambda request, index: ScriptedTurn([request.seed], latency=0.001 * (index % 3)), max_concurrency=8)
+
+    def work(first: int) -> list[int]:
+        return [engine.generate([Request([1], limit=1, seed=seed)])[0].tokens[0] for seed in range(first, first + 50)]
+
+    workers = [in_thread(work, 100 * i) for i in range(8)]
+    for version in range(1, 6):
+        engine.pause("continue")
+        update(engine, version)
+        engine.resume()
+    assert [w.result(60) for w in workers] == [list(range(100 * i, 100 * i + 50)) for i in range(8)]

@@ -1,0 +1,62 @@
+"""Loops of vLLM engines: whoever waits for work learns of its end, and a restart keeps nothing of the engine before."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from torchrl_rloo.engines import vllm_async
+from torchrl_rloo.engines.base import EngineError
+from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
+from torchrl_rloo.engines.vllm_loop import LoopThread
+
+
+def test_closing_ends_work_that_takes_its_time_to_end() -> None:
+    thread, begun = LoopThread("test"), threading.Semaphore(0)
+
+    async def work() -> None:
+        begun.release()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            time.sleep(0.2)  # as on a busy machine
+            await asyncio.sleep(0)
+
+    futures = [thread.start(work()) for _ in range(2)]
+    assert all(begun.acquire(timeout=60) for _ in futures)
+    thread.close(EngineError("closed"))
+    for future in [*futures, thread.start(work())]:
+        with pytest.raises(EngineError, match="closed"):
+            future.result(5)
+    assert "test" not in [t.name for t in threading.enumerate()]
+
+
+def test_a_restart_keeps_nothing_of_the_core_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        """A core without vLLM."""
+
+        alive: weakref.WeakSet = weakref.WeakSet()
+
+        def __init__(self, *arguments) -> None:
+            config = SimpleNamespace(max_model_len=8, try_get_generation_config=dict)
+            self.loop, self.llm = LoopThread("core"), SimpleNamespace(model_config=config)
+            self.alive.add(self)
+
+        def close(self, error: EngineError) -> None:
+            self.loop.close(error)
+
+    monkeypatch.setattr(vllm_async, "_Core", Core)
+    monkeypatch.setattr(AsyncVLLMEngine, "_stamp", lambda *args, **kwargs: None)
+    with AsyncVLLMEngine("model") as engine:
+        for _ in range(2):
+            engine.restart()
+        gc.collect()
+        assert list(Core.alive) == [engine._core]
+    with pytest.raises(EngineError, match="closed"):
+        engine.resume()

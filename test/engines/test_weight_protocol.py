@@ -1,0 +1,109 @@
+"""The words of a weight update: every tensor is in one bucket, and comes out of it bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_rloo.weight_update.protocol import TensorInfo, checksum, pack, packed_size, plan_buckets, unpack
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)  # scalars and empty tensors among them
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of random bytes; of zeros and ones where not all bytes are values."""
+    infinite = torch.Generator().manual_seed(seed)
+    nbytes = TensorInfo("", str(dtype).removeprefix("torch."), shape).nbytes
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(high, (nbytes,), dtype=torch.uint8, generator=infinite).view(dtype).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+TENSORS = st.lists(st.builds(filled, SHAPES, st.sampled_from(DTYPES), st.integers(0, 1000)), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(TENSORS)
+def test_packed_tensors_come_out_bit_for_bit(tensors: list[torch.Tensor]):
+    infos = [TensorInfo.of(str(i), t) for i, t in enumerate(tensors)]
+    buffer = torch.full((packed_size(infos) + 3,), 255, dtype=torch.uint8)
+    pack(tensors, buffer)
+    assert (buffer[packed_size(infos) :] == 255).all()
+    views = unpack(buffer, infos)
+    for view, tensor in zip(views, tensors, strict=True):
+        assert view.dtype == tensor.dtype and view.shape == tensor.shape
+        assert torch.equal(bytes_of(view), bytes_of(tensor))
+    assert checksum(views) == checksum(tensors)
+
+
+def test_tensors_that_are_not_contiguous_are_packed_by_value():
+    tensor = torch.arange(12.0).view(3, 4)
+    for view in (tensor.T, tensor[:, ::2], tensor[0].expand(3, 4)):
+        infos = [TensorInfo.of("x", view)]
+        buffer = torch.empty(packed_size(infos), dtype=torch.uint8)
+        pack([view], buffer)
+        assert torch.equal(unpack(buffer, infos)[0], view)
+        assert checksum([view]) == checksum([view.contiguous()])
+
+
+INFOS = st.lists(st.builds(TensorInfo, st.text(max_size=3), st.sampled_from(["float32", "bool"]), SHAPES), min_size=1)
+
+
+@given(INFOS, st.integers(1, 2000))
+def test_every_tensor_is_in_one_bucket(infos: list[TensorInfo], limit: int):
+    buckets = plan_buckets(infos, limit)
+    assert [i for first, last in buckets for i in range(first, last)] == list(range(len(infos)))
+    for first, last in buckets:
+        assert last == first + 1 or packed_size(infos[first:last]) <= limit
+    for (first, last), (_, later) in zip(buckets, buckets[1:], strict=False):
+        assert packed_size(infos[first : last + 1]) > limit, f"bucket {first, last} had room for more, up to {later}"
+
+
+@settings(deadline=None)
+@given(TENSORS, st.data())
+def test_any_flipped_bit_changes_the_checksum(tensors: list[torch.Tensor], data: st.DataObject):
+    filled = [t for t in tensors if t.numel() and t.dtype != torch.bool]
+    if filled:
+        before, bytes_ = checksum(tensors), bytes_of(data.draw(st.sampled_from(filled)))
+        place, bit = data.draw(st.integers(0, len(bytes_) - 1)), data.draw(st.integers(0, 7))
+        bytes_[place] ^= 1 << bit
+        assert checksum(tensors) != before
+        bytes_[place] ^= 1 << bit
+        assert checksum(tensors) == before
+
+
+def test_the_order_of_tensors_counts():
+    a, b = torch.zeros(3), torch.ones(3)
+    assert checksum([a, b]) != checksum([b, a])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_manifest_survives_json(dtype: torch.dtype):
+    info = TensorInfo.of("x.weight", torch.empty(2, 3), dtype)
+    name, dtype_name, shape = json.loads(json.dumps(info))
+    again = TensorInfo(name, dtype_name, tuple(shape))
+    assert again == info and again.torch_dtype == dtype and again.nbytes == 6 * dtype.itemsize
+
+
+def test_buckets_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="bucket_bytes=0"):
+        plan_buckets([TensorInfo("x", "float32", (2,))], 0)
+    with pytest.raises(ValueError, match="no tensors"):
+        plan_buckets([], 10)

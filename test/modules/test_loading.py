@@ -1,0 +1,64 @@
+"""Loading a model: wrong names in one line, and a chat template of the user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchrl_rloo.modules.loading import load_model, read_chat_template
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, model, tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["text", "file", "directory"])
+def test_a_chat_template_is_used_and_saved(kind: str, saved: Path, tokenizer, tmp_path: Path) -> None:
+    source: str | Path = TEMPLATE
+    if kind == "file":
+        source = tmp_path / "mine.jinja"
+        source.write_text(TEMPLATE)
+    elif kind == "directory":
+        source, own = tmp_path / "tokenizer", load_model(saved)[1]
+        own.chat_template = TEMPLATE
+        own.save_pretrained(source)
+    _, loaded = load_model(saved, chat_template=source)
+    assert loaded.chat_template == TEMPLATE
+    loaded.save_pretrained(tmp_path / "saved")
+    assert read_chat_template(tmp_path / "saved") == TEMPLATE
+    assert load_model(saved)[1].chat_template == tokenizer.chat_template
+
+
+def test_a_template_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=re.escape("chat_template='mine.jinja' is neither a file")):
+        load_model(saved, chat_template="mine.jinja")
+    bare = load_model(saved)[1]
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no chat template"):
+        read_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/no/such/model", "is neither a local directory .* nor a hub id: correct the path"),
+        ("./model", "is neither a local directory .* nor a hub id: correct the path"),
+        ("a/b/c", "is neither a local directory .* nor a hub id: correct the path"),
+        ("org/no-such-model", "is neither a local directory nor a hub id: "),
+        (".", "is a directory without config.json"),
+    ],
+)
+def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"^model {re.escape(repr(name))} {reason}") as caught:
+        load_model(name, local_files_only=True)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,149 @@
+"""Run: the books of a loop, kept over stops, kills and changed settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_rloo.run import Checkpointer, Run, meters
+from torchrl_rloo.run.settings import check_same_settings
+
+SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval": {"every": 2}, "log": {"samples": 1}}
+
+
+class Part:
+    """Counts its steps, and draws a number in each."""
+
+    def __init__(self):
+        self.state = {"n": 0, "sum": 0.0}
+
+    def work(self) -> float:
+        self.state["n"] += 1
+        self.state["sum"] += float(torch.rand(()))
+        return self.state["sum"]
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def play(directory: Path, steps: int = 4, *, until: int | None = None, seed: int = 0, **kwargs) -> tuple[Run, Part]:
+    """Run the loop; ``until`` asks it to stop in that step."""
+    torch.manual_seed(seed)
+    part = Part()
+    run = Run(
+        directory, steps, {"part": part}, loggers=[], checkpoint_every=kwargs.pop("checkpoint_every", 2), **kwargs
+    )
+    with run:
+        if run.step == 0:
+            run.log({"eval/greedy": 0.0})
+        for step in run.steps():
+            with run.time("train"):
+                run.log({"sum": part.work()}, timings={"speed": 1.0})
+            if step == until:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return run, part
+
+
+def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, capsys):
+    whole, part = play(tmp_path / "whole")
+    assert whole.finished and whole.first_and_last("sum")[1] == part.state["sum"]
+    stopped, _ = play(tmp_path / "stopped", until=3, checkpoint_every=0)
+    assert not stopped.finished and "rerun the same command to resume" in capsys.readouterr().out
+    resumed, other = play(tmp_path / "stopped", seed=1)  # the random state comes from the checkpoint
+    assert resumed.finished and other.state == part.state
+    files = ("metrics.jsonl", "completions.jsonl")
+    for name in files:
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
+    run, _ = play(tmp_path, 3)  # checkpoints after 2 and 3
+    Checkpointer(tmp_path / "checkpoints")._path(3).unlink()
+    resumed, _ = play(tmp_path, 3)
+    assert [record["step"] for record in resumed.logger.history] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_does_not_grow_with_the_log(tmp_path):
+    short, _ = play(tmp_path / "short", 2)
+    long, _ = play(tmp_path / "long", 200, checkpoint_every=0)
+    sizes = [max(p.stat().st_size for p in (tmp_path / name / "checkpoints").iterdir()) for name in ("short", "long")]
+    assert abs(sizes[0] - sizes[1]) < 64
+
+
+def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path):
+    play(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, fewer than .* resume=never"):
+        play(tmp_path, 6)
+
+
+def test_a_changed_setting_is_refused_by_name(tmp_path):
+    play(tmp_path, settings=SETTINGS)
+    other = SETTINGS | {"optimizer": {"lr": 0.2}, "log": {"samples": 9}}
+    for resume in ("auto", "extend"):
+        with pytest.raises(ValueError, match=r"optimizer.lr: 0.1 -> 0.2\. Restore them") as error:
+            play(tmp_path, settings=other, resume=resume)
+        assert "log.samples" not in str(error.value) and "resume=extend" not in str(error.value)
+    restarted, part = play(tmp_path, settings=other, resume="never")
+    assert part.state["n"] == 4 and len(restarted.logger.history) == 5
+
+
+def test_extend_continues_with_more_steps_and_another_evaluation(tmp_path):
+    play(tmp_path, settings=SETTINGS)
+    longer = SETTINGS | {"plan": {"steps": 6, "prompts": 2}, "eval": {"every": 3}, "inference": {"engine": "vllm"}}
+    with pytest.raises(ValueError, match=r"plan.steps: 4 -> 6\. Set resume=extend"):
+        play(tmp_path, 6, settings=longer)
+    extended, part = play(tmp_path, 6, settings=longer, resume="extend")
+    assert extended.finished and part.state["n"] == 6
+
+
+def test_a_setting_that_the_checkpoint_lacks_had_its_default(tmp_path):
+    defaults = SETTINGS | {"plan": {"steps": 4, "prompts": 2, "packing": "none"}, "lora": None}
+    check = {"extend": False, "where": tmp_path}
+    check_same_settings(SETTINGS, defaults, defaults, **check)
+    with pytest.raises(ValueError, match="plan.packing: none -> packed"):
+        changed = defaults | {"plan": {"steps": 4, "prompts": 2, "packing": "packed"}}
+        check_same_settings(SETTINGS, changed, defaults, **check)
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path):
+    play(tmp_path)
+    with pytest.raises(ValueError, match="after step 4, but the run ends at 2"):
+        play(tmp_path, 2)
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="resume='sometimes' must be one of"):
+        play(tmp_path, resume="sometimes")
+    with pytest.raises(ValueError, match=r"checkpoint.every=-1 must be at least 0"):
+        play(tmp_path, checkpoint_every=-1)
+
+
+def test_an_exception_leaves_the_step_unwritten(tmp_path):
+    part = Part()
+    with pytest.raises(RuntimeError), Run(tmp_path, 4, {"part": part}, loggers=[], checkpoint_every=1) as run:
+        for step in run.steps():
+            run.log({"sum": part.work()})
+            if step == 3:
+                raise RuntimeError("a fault")
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1, 2]
+    resumed, other = play(tmp_path)
+    assert resumed.finished and other.state["n"] == 4
+
+
+def test_meters_gather_metrics_and_sum_counts():
+    class Meter:
+        def __init__(self, **counts):
+            self.counts = counts
+
+        def metrics(self):
+            return {"share": 0.5}
+
+    assert meters(Meter(a=1), None, Meter(a=2, b=1)) == {"share": 0.5, "count/a": 3, "count/b": 1}

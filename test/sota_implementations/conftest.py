@@ -1,0 +1,158 @@
+"""Rewards and scorers of a user, which let a test stop a run in a known phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.fork_server import ForkedProcess
+from support.processes import process_state
+from support.waiting import wait_until
+from torchrl_rloo.cli.main import RECIPES, recipe_file
+
+# A user's module. It stops the process where HOLD says: "train:3" before its third optimizer step. Rewards decide by
+# the completion's ids, so that a test can tell afterwards what they gave.
+OWN_REWARDS = """
+import ctypes, os, signal, time, zlib
+
+import torch
+from transformers import PreTrainedModel
+
+PHASE, _, AT = os.environ.get("HOLD", "").partition(":")
+calls = 0
+
+
+def reached(phase):
+    global calls
+    calls += phase == PHASE
+    if phase == PHASE and calls == int(AT):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_before(owner, name, phase, condition=lambda *args: True):
+    original = getattr(owner, name)
+
+    def held(*args, **kwargs):
+        if condition(*args):
+            reached(phase)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, held)
+
+
+def number(ids):
+    return zlib.crc32(str(list(ids)).encode()) % 100
+
+
+def coin(completion_ids, log_extra, **columns):
+    reached("rollout")
+    log_extra("ids", [list(ids) for ids in completion_ids])
+    return [float(number(ids) % 8 == 0) for ids in completion_ids]
+
+
+def distinct(completion_ids, **columns):
+    reached("rollout")
+    return [number(ids) / 100 for ids in completion_ids]
+
+
+def score(completion_ids, **columns):
+    reached("evaluation")
+    return [float(number(ids) % 2) for ids in completion_ids]
+
+
+def flat(completion_ids, **columns):
+    return [1.0] * len(completion_ids)
+
+
+def hangs(completion_ids, **columns):
+    if number(completion_ids[0]) == 10:
+        time.sleep(1000)
+    return [1.0]
+
+
+def raises(completion_ids, **columns):
+    if number(completion_ids[0]) == 11:
+        raise RuntimeError("eleven")
+    return [1.0]
+
+
+def gives_nan(completion_ids, **columns):
+    return [float("nan") if number(completion_ids[0]) == 12 else 1.0]
+
+
+def segfaults(completion_ids, **columns):
+    if number(completion_ids[0]) == 13:
+        ctypes.string_at(0)
+    return [1.0]
+
+
+def broken(completion_ids, **columns):
+    raise RuntimeError("always")
+
+
+if PHASE:
+    reached("start")
+    hold_before(torch.optim.AdamW, "step", "train")
+    hold_before(os, "replace", "save", lambda source, target: "step_" in os.path.basename(target))
+    hold_before(PreTrainedModel, "save_pretrained", "end")
+"""
+
+
+@pytest.fixture(scope="session")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a user's module ``own_rewards``."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    return folder
+
+
+@pytest.fixture
+def importable(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(own)
+
+
+@pytest.fixture(scope="session")
+def start(fork_server, own: Path) -> Callable[..., ForkedProcess]:
+    """``start(overrides, output, hold="")``: a run of the recipe in a process, stopped where ``hold`` says."""
+
+    def start(overrides: list[str], output: Path, hold: str = "", recipe: str = "rloo") -> ForkedProcess:
+        environment = os.environ | ({"HOLD": hold} if hold else {})
+        arguments = [*RECIPES[recipe][1:], *overrides, f"output_dir={output}"]
+        process = fork_server.start(recipe_file(recipe), arguments, cwd=own, environment=environment)
+        if hold:
+            state = wait_until(lambda: (now := process_state(process.pid)) in "TZX" and now, what=hold)
+            assert state == "T", f"{hold} was not reached\n{process.stdout}\n{process.stderr}"
+        return process
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def finish(start) -> Callable[..., str]:
+    """``finish(overrides, output)``: run the recipe to its end in a process; returns what it prints."""
+
+    def finish(overrides: list[str], output: Path, recipe: str = "rloo") -> str:
+        process = start(overrides, output, recipe=recipe)
+        try:
+            assert process.wait(300) == 0, process.stdout[-2000:] + process.stderr[-3000:]
+        finally:
+            process.kill()
+        return process.stdout
+
+    return finish
+
+
+@pytest.fixture(scope="session")
+def kill(start) -> Callable[..., None]:
+    """``kill(overrides, output, hold)``: kill a run in a known phase."""
+
+    def kill(overrides: list[str], output: Path, hold: str) -> None:
+        process = start(overrides, output, hold)
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+
+    return kill

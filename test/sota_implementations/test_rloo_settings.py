@@ -1,0 +1,153 @@
+"""The recipe's methods and options of a step, and settings that it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from support.recipes import load_recipe, run_recipe_here
+from support.runs import read_jsonl
+from torchrl_rloo.cli.main import recipe_file
+
+
+@pytest.fixture(scope="module")
+def overrides(warm_model) -> list[str]:
+    return [
+        f"model.name={warm_model()}",
+        "plan.steps=2",
+        "plan.prompts_per_step=4",
+        "plan.num_generations=4",
+        "plan.minibatches=2",
+        "plan.micro_batch_size=6",
+        "generate.max_new_tokens=12",
+        "kl.coeff=0.01",
+        "data.limit=64",
+        "data.eval_size=8",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "reward.functions=[own_rewards.distinct]",  # every group has a signal
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- methods
+CLIP = {"name": "clip", "low": 0.2}
+METHODS = {  # estimator, normalization of advantages, ratio, surrogate, aggregation, where the method has its KL
+    "rloo": ("rloo", None, "none", None, "sequence_sum", "reward"),
+    "rloo_trl": ("rloo", None, "sequence", CLIP, "sequence_sum", "reward"),
+    "rloo_openrlhf": ("rloo", None, "token", CLIP, "token_mean", "token"),
+    "grpo": ("grpo", None, "token", CLIP, "sequence_mean", "loss"),
+    "dr_grpo": ("dr_grpo", None, "token", CLIP, "constant", None),
+    "dapo": ("grpo", None, "token", CLIP | {"high": 0.28}, "token_mean", None),
+    "gspo": ("grpo", None, "sequence_mean", {"name": "clip", "low": 3e-4, "high": 4e-4}, "sequence_mean", None),
+    "cispo": ("grpo", None, "token", "cispo", "token_mean", None),
+    "reinforce_pp": ("reinforce", "whiten", "token", CLIP, "token_mean", "token"),
+    "reinforce_pp_baseline": ("dr_grpo", "whiten", "token", CLIP, "token_mean", "loss"),
+}
+
+
+class Reached(Exception):
+    """Ends a run where its loss is made."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch, method):
+    """Those of its paper reach advantages, environment and loss; any other method has others."""
+    estimator, normalize, ratio, surrogate, aggregation, kl = METHODS[method]
+    recipe, made = load_recipe("rloo"), {}
+
+    def spy(name: str, ends: bool = False):
+        original = getattr(recipe, name)
+
+        def call(*args, **kwargs):
+            made[name] = kwargs
+            if ends:
+                raise Reached
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(recipe, name, call)
+
+    spy("KLRewardTransform"), spy("MCAdvantage"), spy("RLOOLoss", ends=True)
+    with pytest.raises(Reached):
+        run_recipe_here("rloo", *overrides, f"algorithm={method}", "kl.coeff=0.07", f"output_dir={tmp_path}")
+    advantage, loss, reward = made["MCAdvantage"], made["RLOOLoss"], made["KLRewardTransform"]
+    assert (advantage["estimator"], advantage.get("normalize")) == (estimator, normalize)
+    assert (loss["ratio"], loss.get("surrogate"), loss["aggregation"]) == (ratio, surrogate, aggregation)
+    assert loss.get("aggregation_constant") == (12 if aggregation == "constant" else None)
+    where = {
+        "reward": reward["kl_to_ref_coeff"],
+        "token": advantage["kl"].coeff if "kl" in advantage else 0,
+        "loss": loss.get("kl_to_ref_coeff", 0),
+    }
+    assert where == {"reward": 0, "token": 0, "loss": 0} | {kl or "reward": 0.07}
+
+
+TRAINED = {
+    "packed": ["algorithm=rloo_openrlhf", "train.packing=packed", "kl.coeff=null"],
+    "shared_prefix": ["algorithm=grpo", "train.packing=shared_prefix", "kl.coeff=0.1", "kl.target=0.01"],
+    "merged": ["algorithm=cispo", "train.merge_identical=true", "train.micro_batch_tokens=300"],
+    "proximal": ["algorithm=gspo", "loss.old_log_probs=proximal", "loss.correction=tis"],
+}
+
+
+@pytest.mark.parametrize("options", TRAINED)
+def test_options_of_a_step_train(overrides, importable, tmp_path, options):
+    more = ["plan.steps=2", "schedule.warmup_steps=1", "checkpoint.every=0", "eval.every=0", *TRAINED[options]]
+    run_recipe_here("rloo", *overrides, *more, f"output_dir={tmp_path}")
+    steps = read_jsonl(tmp_path / "metrics.jsonl")[1:]
+    assert all(r["grad_norm"] > 0 and r["kl_coeff"] > 0 for r in steps)
+    assert [name for r in steps for name, value in r.items() if value is None] == []
+    assert ("kl.target=0.01" in TRAINED[options]) == (len({r["kl_coeff"] for r in steps}) > 1)
+
+
+# ----------------------------------------------------------------------------------------------------- wrong settings
+BAD = [
+    ("plan.minibatches=3", "4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
+    ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
+    ("kl.target=0.1 kl.coeff=0", "target"),
+    ("loss.correction=tis loss.old_log_probs=proximal", "ratio='sequence'"),
+    ("plan.prompts_per_step=100000", "fewer than the 100000 of a step"),
+    ("generate.max_new_tokens=5000", "more than the model's context of 2048"),
+    ("generate.top_q=0.5", "did you mean generate.top_p?"),
+    ("generate.temperature=-1", "temperature=-1"),
+    ("generate.temperature=0", "temperature=0"),
+    ("plan.num_gen=4", "did you mean plan.num_generations?"),
+    ("data.max_promt_length=4", "did you mean data.max_prompt_length?"),
+    ("curriculum.refill={max_batch:3}", "max_batch"),
+    ("resume=yes", "resume='yes' must be one of"),
+    ("sampler.dtype=float33 sampler.share_weights=false", "dtype='float33' is not a torch dtype"),
+    ("eval.batch_size=0", "batch_size=0 must be at least 1"),
+    ("sampler.sync_every=2", "sampler.sync_every=2 cannot be combined with sampler.share_weights=true"),
+    ("data.eval_source=other.jsonl", "source='embedded' has its own held-out prompts"),
+    ("eval.scorer=own_rewards.broken", "scorer broken failed on all 16 completions"),
+    ("model.dtype=float33", "dtype='float33' is not a torch dtype"),
+    ("algorithm=grppo", "grppo"),
+    ("algorithm=ppo", "see tutorials/ppo.py"),
+    ("advantage.estimatr=rloo", "estimatr"),
+    ("train.packing=pack", "packing='pack' must be one of"),
+    ("loss.ratio=tokens", "ratio='tokens'"),
+    ("loss.clip_epsilon=-0.1", "clip_epsilon"),
+    ("log.loggers=[tensorbored]", "tensorbored"),
+    ("reward.weights=[1,2]", "2 weights [1.0, 2.0] for 1 reward functions"),
+    ("data.source=nowhere.jsonl", "is neither a local file"),
+    ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
+    ("collector.ahead=4", "collector.ahead requires collector.asynchronous=true"),
+    ("collector.asynchronous=true collector.ahead=4", "sampler.share_weights=true"),
+    ("collector.max_in_flihgt=3", "did you mean collector.max_in_flight?"),
+    ("environment.max_turn=3", "did you mean environment.max_turns?"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=[bad for bad, _ in BAD])
+def test_impossible_settings_are_refused(overrides, importable, tmp_path, bad, message):
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        run_recipe_here("rloo", *overrides, *bad.split(), f"output_dir={tmp_path}")
+    assert message in str(raised.value)
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_one(tmp_path):
+    command = [sys.executable, str(recipe_file("rloo")), "plan.num_gen=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: unknown setting plan.num_gen: did you mean plan.num_generations?\n"

@@ -1,0 +1,32 @@
+"""Checks of how CPU time grows, which do not depend on the machine's load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def assert_linear(call: Callable[[int], Any], size: int, *, negligible: float = 0.05) -> None:
+    """Check that four times the size takes less than ten times this thread's CPU time; quadratic time takes sixteen.
+
+    Args:
+        call: does the work of a given size.
+        size: the smaller of the two sizes.
+        negligible: seconds that are too few to compare.
+
+    Raises:
+        AssertionError: naming both times.
+    """
+    small = large = float("inf")
+    for _ in range(3):  # a cold cache or a busy neighbor spoils one measurement, not three
+        small, large = min(small, _seconds(call, size)), min(large, _seconds(call, 4 * size))
+        if large < max(negligible, 10 * small):
+            return
+    raise AssertionError(f"{small:.3f} s of CPU time at size {size}, {large:.3f} s at {4 * size}: more than linear")
+
+
+def _seconds(call: Callable[[int], Any], size: int) -> float:
+    start = time.thread_time()
+    call(size)
+    return time.thread_time() - start

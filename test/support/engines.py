@@ -1,0 +1,123 @@
+"""Real vLLM engines that test files share, and the models that they are compared with.
+
+A vLLM engine takes ten CPU seconds and more to start, so there is one of each kind in a session. Tests that use one run
+on one worker of xdist, and find it with the weights of the first model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from support.checkpoints import save_checkpoint
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine
+from torchrl_rloo.engines.vllm_api import VLLMEngineBase
+from torchrl_rloo.weight_update import EngineUpdater
+
+CONTEXT = 16_384
+SETTINGS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+GROUP = "vllm"  # of xdist: the tests that share engines
+SHARED = ("shared_async_engine", "vllm_engines")
+
+
+@pytest.fixture(scope="session")
+def vllm() -> None:
+    """Skip where vLLM is not installed. Not imported here: an engine imports it with the settings that it wants."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+
+
+@pytest.fixture(scope="session")
+def models(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedModel]:
+    """Three models of one kind; the engines' checkpoint is of the first. Not to be changed."""
+    made = [build_model(tokenizer, seed).eval() for seed in range(3)]
+    for model in made:
+        model.config.max_position_embeddings = CONTEXT
+    return made
+
+
+@pytest.fixture(scope="session")
+def engine_checkpoint(
+    models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of the first of ``models``. Not to be changed."""
+    return save_checkpoint(tmp_path_factory.mktemp("engine_checkpoint"), models[0], tokenizer)
+
+
+@pytest.fixture(scope="session")
+def shared_async_engine(vllm, engine_checkpoint: Path) -> Iterator[AsyncVLLMEngine]:
+    """vLLM in a child process; use ``async_engine``."""
+    with AsyncVLLMEngine(engine_checkpoint, request_timeout=300.0, max_model_len=CONTEXT, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def async_engine(shared_async_engine: AsyncVLLMEngine, models: list[PreTrainedModel]) -> AsyncVLLMEngine:
+    """vLLM in a child process, with the weights of the first model."""
+    return _reset(shared_async_engine, models[0])
+
+
+class VLLMEngines:
+    """Engines in this process, of which only one can live: a request for other settings closes the present one."""
+
+    _engine: VLLMEngine | None = None  # of the class: the one in this process
+    _key: tuple | None = None
+
+    def __init__(self, checkpoint: Path):
+        self._checkpoint = checkpoint
+
+    def get(self, model: Path | None = None, **arguments: Any) -> VLLMEngine:
+        """Return an engine of a checkpoint, the shared one by default, and start it if it is not the present one."""
+        key = (model or self._checkpoint, tuple(sorted(arguments.items())))
+        if self._engine is None or self._engine.closed or key != self._key:
+            self.close()
+            VLLMEngines._engine = VLLMEngine(key[0], **{"max_model_len": 256} | SETTINGS | arguments)
+            VLLMEngines._key = key
+        return self._engine
+
+    @classmethod
+    def close(cls) -> None:
+        """Close the present engine."""
+        if cls._engine is not None:
+            cls._engine.close()
+            cls._engine = None
+
+
+@pytest.fixture(scope="session")
+def vllm_engines(vllm, engine_checkpoint: Path) -> Iterator[VLLMEngines]:
+    """``vllm_engines.get(checkpoint, **arguments)``: vLLM in this process."""
+    engines = VLLMEngines(engine_checkpoint)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def vllm_engine(vllm_engines: VLLMEngines, models: list[PreTrainedModel]) -> VLLMEngine:
+    """vLLM in this process, with the weights of the first model."""
+    return _reset(vllm_engines.get(), models[0])
+
+
+@pytest.fixture
+def make_vllm_engine(
+    vllm_engines: VLLMEngines, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., VLLMEngine]:
+    """``make_vllm_engine(model, **arguments)``: a new engine in this process, without LoRA; the others are closed."""
+
+    def make(model: PreTrainedModel, **arguments: Any) -> VLLMEngine:
+        folder = save_checkpoint(tmp_path_factory.mktemp("model"), model, tokenizer)
+        return vllm_engines.get(folder, **{"enable_lora": False} | arguments)
+
+    return make
+
+
+def _reset(engine: VLLMEngineBase, model: PreTrainedModel) -> VLLMEngineBase:
+    """Undo updates of a test before."""
+    if engine.version or engine._adapter or engine.failed_version is not None:
+        EngineUpdater(model, engine).push_weights(0)
+    return engine

@@ -1,0 +1,34 @@
+"""Recipes as modules: their functions, and their settings as a command line gives them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchrl_rloo.cli.main import recipe_file
+from torchrl_rloo.cli.recipe import parse_args
+
+
+def load_recipe(name: str) -> ModuleType:
+    """Import a recipe's file under a name of its own, so that nothing runs."""
+    file = recipe_file(name)
+    module_name = f"recipe_{file.stem}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return sys.modules[module_name]
+
+
+def settings(name: str, *overrides: str) -> Any:
+    """Return the typed configuration that a recipe makes of a command line; raise what is wrong with it."""
+    module = load_recipe(name)
+    return parse_args(module.Config, Path(module.__file__), module.__doc__, ["--traceback", *overrides])
+
+
+def run_recipe_here(name: str, *overrides: str) -> None:
+    """Run a recipe in this process; its errors are raised."""
+    load_recipe(name).main(settings(name, *overrides))

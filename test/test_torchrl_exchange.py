@@ -1,0 +1,327 @@
+"""Exchange with TorchRL: a test for each row of tutorials/torchrl.md, which works or is refused with a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.utils.data import DataLoader
+from torchrl.collectors.llm import LLMCollector as TheirCollector
+from torchrl.collectors.llm import vLLMUpdater
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data.llm.topk import TopKRewardSelector
+from torchrl.envs import RewardScaling, TransformedEnv
+from torchrl.envs import llm as their_envs
+from torchrl.envs.llm import transforms as their_transforms
+from torchrl.envs.utils import check_env_specs
+from torchrl.modules import llm as their_modules
+from torchrl.objectives import llm as their_objectives
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data.rows import stack_rows, tensor_rows
+from torchrl_rloo.embedded import build_model
+from torchrl_rloo.engines import TransformersEngine
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
+from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
+from torchrl_rloo.objectives import RLOOLoss
+from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.training import accumulate
+from torchrl_rloo.weight_update import InProcessWeightUpdater
+
+PAGE = Path(__file__).resolve().parents[1] / "tutorials" / "torchrl.md"
+
+
+class Parts:
+    """Our environment, policies and rows on a small model."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer):
+        self.model, self.tokenizer = model, tokenizer
+        questions = [{"query": [{"role": "user", "content": f"What is {a}+3?"}], "answer": str(a + 3)} for a in (1, 2)]
+        self.prompts = load_prompts(questions)
+
+    def env(self, input_mode: str = "history", **kwargs: Any) -> DatasetChatEnv:
+        settings = {"prompts_per_batch": 2, "num_generations": 2, "rewards": count_up, "input_mode": input_mode}
+        return DatasetChatEnv(self.prompts, self.tokenizer, **(settings | kwargs))
+
+    def policy(self, input_mode: str = "history") -> TransformersWrapper:
+        kwargs = {"max_new_tokens": 4, "seed": 0}
+        return TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode=input_mode, generate_kwargs=kwargs)
+
+    def scorer(self, input_mode: str = "tokens") -> TransformersWrapper:
+        return self.policy(input_mode).get_new_version(generate=False)
+
+    def their_policy(self, input_mode: str, generate: bool = True) -> their_modules.TransformersWrapper:
+        kwargs = {"input_mode": input_mode, "generate": generate, "return_log_probs": True, "pad_output": False}
+        return their_modules.TransformersWrapper(self.model, tokenizer=self.tokenizer, **kwargs)
+
+    def their_env(self, input_mode: str) -> their_envs.DatasetChatEnv:
+        loader = DataLoader([{"query": "What is 2+3?"}], collate_fn=lambda b: {"query": [x["query"] for x in b]})
+        settings = {"batch_size": (1,), "tokenizer": self.tokenizer, "input_mode": input_mode}
+        return their_envs.DatasetChatEnv.from_dataloader(loader, **settings)
+
+    def rows(self) -> TensorDictBase:
+        return LLMCollector(self.env(), self.policy()).collect()
+
+    def trained_rows(self) -> TensorDictBase:
+        return tensor_rows(MCAdvantage(2).inv(self.rows()))
+
+
+def count_up(completions: list, **columns: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+def buffer(transform: Any, storage: Any = None) -> ReplayBuffer:
+    storage = LazyStackStorage(16) if storage is None else storage
+    return ReplayBuffer(storage=storage, batch_size=4, sampler=SamplerWithoutReplacement(), transform=transform)
+
+
+@pytest.fixture(scope="module")
+def parts(tokenizer) -> Parts:
+    return Parts(build_model(tokenizer, seed=0).eval(), tokenizer)
+
+
+class Row(NamedTuple):
+    """A row of the table: a check that works, or an error that refuses."""
+
+    check: Callable[[Parts], None]
+    error: type[Exception] | None = None
+    message: str = ""
+
+
+ROWS: dict[str, Row] = {}
+
+
+def works(*names: str) -> Callable:
+    """Register the check of rows that work; one of several names is passed to it."""
+
+    def register(check: Callable) -> Callable:
+        ROWS.update({name: Row(partial(check, name=name) if len(names) > 1 else check) for name in names})
+        return check
+
+    return register
+
+
+def refused(name: str, error: type[Exception], message: str) -> Callable:
+    """Register the check of a row that is refused with an error."""
+
+    def register(check: Callable) -> Callable:
+        ROWS[name] = Row(check, error, message)
+        return check
+
+    return register
+
+
+@works("GRPOLoss", "DAPO", "CISPOLoss")
+def their_loss_on_our_rows(parts: Parts, name: str) -> None:
+    rows = parts.trained_rows()
+    loss = getattr(their_objectives, name)(parts.scorer())(rows)
+    assert loss.loss_objective.requires_grad and float(loss.ESS) == pytest.approx(1, abs=1e-4)
+
+
+@works("MCAdvantage")
+def their_advantages_of_our_groups(parts: Parts) -> None:
+    rows, out = parts.rows(), buffer(their_objectives.MCAdvantage(grpo_size=2, prompt_key=keys.GROUP_ID))
+    out.extend(tensor_rows(rows))
+    assert sorted(float(a) for row in out.sample() for a in row[keys.ADVANTAGE]) == pytest.approx(
+        [-0.707107] * 2 + [0.707107] * 2
+    )
+
+
+@works("LossModule.set_keys(advantage=)")
+def their_way_to_rename_the_advantage(parts: Parts) -> None:
+    rows, loss = parts.trained_rows(), RLOOLoss(parts.scorer())
+    expected = float(loss(rows).loss)
+    for row in rows.unbind(0):
+        row.rename_key_(keys.ADVANTAGE, "adv")
+    loss.set_keys(advantage="adv")
+    assert "adv" in loss.in_keys and keys.ADVANTAGE not in loss.in_keys
+    assert float(loss(rows).loss) == expected
+    assert len(accumulate(loss, rows, micro_batch_size=2)) == 2
+    with pytest.raises(ValueError, match="action is not an accepted tensordict key"):
+        loss.set_keys(action="ids")
+
+
+@refused("SFTLoss", KeyError, '"history"')
+def their_sft_loss_wants_conversations(parts: Parts) -> None:
+    their_objectives.SFTLoss(parts.scorer(), tokenizer=parts.tokenizer)(tensor_rows(parts.rows()))
+
+
+@works("TransformersWrapper, scoring for GRPOLoss")
+def their_scorer_in_their_loss(parts: Parts) -> None:
+    loss = their_objectives.GRPOLoss(parts.their_policy("tokens", generate=False))(parts.trained_rows())
+    assert float(loss.ESS) == pytest.approx(1, abs=1e-4)
+
+
+@refused("TransformersWrapper, scoring for RLOOLoss", ValueError, r"must have a score\(rows\) method")
+def their_scorer_in_our_loss(parts: Parts) -> None:
+    RLOOLoss(parts.their_policy("tokens", generate=False))
+
+
+@refused("TransformersWrapper, sampling", ValueError, "ChatEnv needs a policy that writes .*torchrl_rloo.modules")
+def their_policy_in_our_environment(parts: Parts) -> None:
+    LLMCollector(parts.env(), parts.their_policy("history")).collect()
+
+
+@refused("vLLMWrapper", ValueError, "model must be a string, vllm.LLM")
+def their_vllm_policy_on_our_engine(parts: Parts) -> None:
+    their_modules.vLLMWrapper(TransformersEngine(parts.model), tokenizer=parts.tokenizer)
+
+
+@refused("vllm.LLM as the engine of vLLMWrapper", TypeError, "must be a torchrl_rloo.engines.Engine")
+def what_their_vllm_policy_takes_in_ours(parts: Parts) -> None:
+    vLLMWrapper(parts.model, tokenizer=parts.tokenizer)
+
+
+@works("RetrieveLogProb")
+def their_reference_log_probs(parts: Parts) -> None:
+    for mode, kwargs in {"tokens": {}, "history": {"tokenizer": parts.tokenizer}}.items():
+        kwargs |= {"assistant_only": mode == "history", "log_probs_full_key": ("ref_log_probs", "full")}
+        rows = their_transforms.RetrieveLogProb(parts.scorer(mode), **kwargs)(parts.rows())
+        for row in rows.unbind(0):
+            torch.testing.assert_close(row[keys.REF_LOG_PROBS].detach(), row[keys.LOG_PROBS], rtol=0, atol=1e-5)
+
+
+@works("RetrieveKL")
+def their_kl_of_two_models(parts: Parts) -> None:
+    reference = parts.scorer()
+    reference.log_probs_key = "ref_log_probs"
+    models = {"gen_model": parts.scorer(), "ref_model": reference}
+    rows = their_transforms.RetrieveKL(**models, assistant_only=False, add_to_reward=False)(parts.rows())
+    assert all(float(row["next", "kl_penalty"].abs().max()) < 1e-5 for row in rows.unbind(0))
+
+
+@works("KLComputation")
+def their_kl_of_recorded_log_probs(parts: Parts) -> None:
+    rows = parts.rows()
+    for row in rows.unbind(0):
+        row["next", "log_probs"] = row["log_probs"].clone()
+        row["next", "ref_log_probs"] = row["log_probs"].clone()
+    rows = their_transforms.KLComputation(add_to_reward=False)(rows)
+    assert all(not row["next", "kl_penalty"].any() for row in rows.unbind(0))
+
+
+@refused("KLRewardTransform", AttributeError, "action_key")
+def their_kl_reward(parts: Parts) -> None:
+    transform = their_transforms.KLRewardTransform(parts.scorer(), coef=0.1, tokenizer=parts.tokenizer)
+    LLMCollector(parts.env("tokens", after_rewards=[transform]), parts.policy("tokens")).collect()
+
+
+@refused("PythonInterpreter and the other tool transforms", TypeError, r"PythonInterpreter edits .*use ToolTransform")
+def their_tools(parts: Parts) -> None:
+    parts.env(transforms=[their_transforms.PythonInterpreter(tokenizer=parts.tokenizer)])
+
+
+@refused("AddThinkingPrompt", TypeError, "use AddThinkingPrompt of torchrl_rloo.envs.transforms")
+def their_thinking_prompt(parts: Parts) -> None:
+    parts.env(transforms=[their_transforms.AddThinkingPrompt(cond=lambda td: True)])
+
+
+@works("ChatEnv")
+def our_policy_in_their_environment(parts: Parts) -> None:
+    for mode in ("history", "text", "tokens"):
+        env = their_envs.ChatEnv(batch_size=(1,), tokenizer=parts.tokenizer, input_mode=mode)
+        row = env.reset(TensorDict({"query": ["What is 2+3?"]}, [1]))
+        assert (mode, "prompt") in env.step(parts.policy(mode)(row))["next"].keys(True)
+
+
+@refused("DatasetChatEnv", KeyError, "have no 'group_id'.*use DatasetChatEnv")
+def their_dataset_in_our_collector(parts: Parts) -> None:
+    LLMCollector(parts.their_env("history"), parts.policy()).collect()
+
+
+@refused("DataLoadingPrimer", KeyError, "have no 'group_id'.*add a DataLoadingPrimer")
+def their_primer_in_our_environment(parts: Parts) -> None:
+    loader = DataLoader([{"query": "What is 2+3?"}], collate_fn=lambda b: {"query": [x["query"] for x in b]})
+    env = TransformedEnv(ChatEnv(parts.tokenizer), their_transforms.DataLoadingPrimer(loader, batch_size=(1,)))
+    LLMCollector(env, parts.policy("tokens")).collect()
+
+
+@works("LLMCollector")
+def our_environment_and_policy_in_their_collector(parts: Parts) -> None:
+    out = buffer(MCAdvantage(2))
+    settings = {"yield_completed_trajectories": True, "total_dialog_turns": 4, "replay_buffer": out}
+    for _ in TheirCollector(parts.env(), policy=parts.policy(), **settings):
+        pass
+    rows = out.sample()
+    assert sorted(float(a) for row in rows for a in row[keys.ADVANTAGE]) == [-1, -1, 1, 1]
+    assert float(RLOOLoss(parts.scorer())(rows).ESS) == pytest.approx(1, abs=1e-4)
+
+
+@refused("vLLMUpdater and other updaters", TypeError, "must be a torchrl_rloo.weight_update.WeightUpdater")
+def their_updater_in_our_collector(parts: Parts) -> None:
+    LLMCollector(parts.env(), parts.policy(), weight_updater=vLLMUpdater())
+
+
+@refused("LLMCollector(weight_updater=ours)", TypeError, "must be a subclass of WeightUpdaterBase")
+def our_updater_in_their_collector(parts: Parts) -> None:
+    updater = InProcessWeightUpdater(parts.model, parts.model)
+    TheirCollector(parts.env(), policy=parts.policy(), dialog_turns_per_batch=4, weight_updater=updater)
+
+
+@works("PolicyVersion")
+def their_policy_version(parts: Parts) -> None:
+    env = parts.env()
+    env.append_transform(their_transforms.PolicyVersion())
+    assert LLMCollector(env, parts.policy()).collect()[keys.POLICY_VERSION].tolist() == [0] * 4
+
+
+@works("RewardScaling")
+def their_reward_scaling(parts: Parts) -> None:
+    env = parts.env()
+    env.append_transform(RewardScaling(0.0, 2.0))
+    assert LLMCollector(env, parts.policy()).collect()[keys.REWARD].flatten().tolist() == [0, 2, 4, 6]
+
+
+@works("check_env_specs")
+def their_check_of_specs(parts: Parts) -> None:
+    check_env_specs(parts.env())
+
+
+@works("EnvBase.rollout")
+def their_rollout(parts: Parts) -> None:
+    assert parts.env().rollout(2, parts.policy()).batch_size == (4, 1)
+
+
+@works("LazyStackStorage", "ListStorage")
+def their_storages(parts: Parts, name: str) -> None:
+    storage = {"LazyStackStorage": LazyStackStorage, "ListStorage": ListStorage}[name](16)
+    out = buffer(MCAdvantage(2), storage)
+    out._collate_fn = stack_rows
+    out.extend(tensor_rows(parts.rows()))
+    assert float(RLOOLoss(parts.scorer())(out.sample()).ESS) == pytest.approx(1, abs=1e-4)
+
+
+@refused("LazyTensorStorage", RuntimeError, "Failed to stack tensors")
+def their_storage_of_rectangles(parts: Parts) -> None:
+    rows = parts.rows()
+    rows[0].set(keys.TOKENS, rows[0][keys.TOKENS][:-1])
+    buffer(MCAdvantage(2), LazyTensorStorage(16)).extend(tensor_rows(rows))
+
+
+@refused("TopKRewardSelector", TypeError, "Expected a string as prompt")
+def their_selection(parts: Parts) -> None:
+    selector = TopKRewardSelector(total_dialog_turns=2, topk_size=1, prompt_key=keys.QUERY)
+    buffer(selector).extend(parts.rows().unsqueeze(-1))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(parts: Parts, name: str) -> None:
+    check, error, message = ROWS[name]
+    if error is None:
+        check(parts)
+    else:
+        with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+            check(parts)
+
+
+def test_the_page_has_these_rows_and_no_others() -> None:
+    cells = re.findall(r"^\| `(.+?)`([^|]*?) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
+    claimed = {name + rest.replace("`", ""): verdict for name, rest, verdict in cells}
+    assert claimed == {name: "works" if row.error is None else "refused" for name, row in ROWS.items()}

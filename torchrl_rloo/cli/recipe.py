@@ -1,0 +1,215 @@
+"""Command line of a recipe: settings in, a typed configuration out, one line for what is wrong.
+
+Imports neither torch nor TorchRL, so that ``--help`` and a wrong setting answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_rloo.cli.schema import SettingError, check_names, explain, free_sections, help_text, near, to_object
+from torchrl_rloo.cli.settings_file import settings_file
+
+C = TypeVar("C")
+PROGRAM: ContextVar[str | None] = ContextVar("PROGRAM", default=None)  # command that runs the recipe; None: its file
+RECIPES = Path(__file__).resolve().parents[2] / "sota_implementations"
+if not RECIPES.is_dir():  # installed without a checkout
+    RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+GROUPS = RECIPES / "rloo" / "config"  # tasks and engines, for all recipes
+DEFAULT_GROUPS = {"task": "addition", "inference": "transformers"}
+
+
+def parse_args(config: type[C], recipe: str | Path, description: str | None, argv: Sequence[str] | None = None) -> C:
+    """Read a recipe's command line; print the help or the first error and exit where there is one.
+
+    Values come from ``config``, then from the file that ``--config`` names or, without it, from the YAML file that lies
+    next to the recipe and has its name, then from the overrides.
+
+    Args:
+        config: dataclass with all settings.
+        recipe: the recipe's file.
+        description: its docstring, shown by ``--help``.
+        argv: arguments; None takes the process's own.
+
+    Returns:
+        An instance of ``config``.
+    """
+    recipe = Path(recipe).resolve()
+    parser = argparse.ArgumentParser(prog=PROGRAM.get() or recipe.name, add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*", metavar="setting=value")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--config", "--config-name", metavar="NAME", help="a file of settings")
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
+    arguments = parser.parse_args(argv)
+    try:
+        cfg = load_config(config, recipe, arguments.overrides, arguments.config)
+        if arguments.help:
+            print(_help(config, cfg, parser.prog, (description or "").replace(recipe.name, parser.prog)))
+            raise SystemExit(0)
+        if arguments.yaml:
+            print(_settings_file(config, recipe, arguments.overrides, arguments.config), end="")
+            raise SystemExit(0)
+        typed = to_object(cfg)
+    except SettingError as error:
+        _fail(error, arguments.traceback)
+    cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
+    cfg.__dict__["traceback"] = arguments.traceback
+    return cfg
+
+
+def load_config(
+    config: type, recipe: Path, overrides: Sequence[str] = (), file: str | None = None, *, with_hydra: bool = False
+) -> DictConfig:
+    """Compose the settings of a recipe, with Hydra's own if asked for.
+
+    Raises:
+        SettingError: for an unknown name, a value of the wrong type or a file that is not there.
+    """
+    names = {f.name for f in fields(config)}
+    groups = [{name: choice} for name, choice in DEFAULT_GROUPS.items() if name in names]
+    defaults = field(default_factory=lambda: ["_self_", *groups])
+    others = {name.partition(".")[0] for name in group_settings()} - names  # sections that only other recipes have
+    extra = [("defaults", list[Any], defaults), *((name, Any, None) for name in sorted(others))]
+    node = make_dataclass(config.__name__, extra, bases=(config,))
+    ConfigStore.instance().store(name="schema", node=node)
+    primary = _primary(recipe, file)
+    folder = primary.parent if primary else GROUPS
+    overrides = [_normalize(override, config) for override in overrides]
+    places = [f"file://{place}" for place in (GROUPS, recipe.parent / "config") if place.is_dir()]
+    overrides.append(f"hydra.searchpath={places}")
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            name = primary.stem if primary else "schema"
+            return compose(name, overrides=overrides, return_hydra_config=with_hydra)
+    except OmegaConfBaseException as error:
+        raise SettingError(explain(error)) from error
+    except HydraException as error:
+        cause = error.__cause__
+        raise SettingError(explain(cause) if isinstance(cause, OmegaConfBaseException) else _line(error)) from error
+
+
+def run_recipe(main: Callable[[C], None], cfg: C) -> None:
+    """Run a recipe; turn an error that settings can mend into one line and exit code 1.
+
+    Modules in the working directory can be named in settings by their dotted path. The traceback of an error goes to
+    ``traceback.txt`` in the output directory, and to the terminal with ``--traceback``.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        main(cfg)
+    except (ValueError, TypeError, KeyError, ImportError, OSError, InstantiationException) as error:
+        _fail(error, cfg.__dict__.get("traceback", False), Path(cfg.output_dir))
+
+
+def _fail(error: Exception, with_traceback: bool, output: Path | None = None) -> None:
+    """Print an error in one line and exit with code 1."""
+    if with_traceback:
+        raise error
+    hint = "--traceback shows where"
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        file = output / "traceback.txt"
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+        hint = f"traceback in {file}"
+    print(f"error: {_line(error)} ({hint})" if output else f"error: {_line(error)}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's message in one line."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _primary(recipe: Path, file: str | None) -> Path | None:
+    """Find the file of settings: the one asked for, or the one beside the recipe that has its name."""
+    if file is None:
+        beside = recipe.with_suffix(".yaml")
+        return beside if beside.is_file() else None
+    folders = [recipe.parent / "config", recipe.parent, GROUPS]
+    places = [Path(file), *(folder / f"{file}.yaml" for folder in folders)]
+    for place in places:
+        if place.suffix in (".yaml", ".yml") and place.is_file():
+            return place.resolve()
+    names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise SettingError(f"--config {file}: no such file{near(file, names) if names else ''}")
+
+
+def _normalize(override: str, config: type) -> str:
+    """Return an override as Hydra takes it, or refuse its name.
+
+    A group is chosen by a file's name or, for tasks, by the dotted path of a class. A key of a free mapping is added.
+    """
+    name, separator, value = override.partition("=")
+    name = name.lstrip("+~")
+    if not separator:
+        raise SettingError(f"{override!r} must be setting=value")
+    groups = _groups(config)
+    if name in groups:
+        names = sorted(path.stem for path in groups[name].glob("[!_]*.yaml"))
+        if value in names:
+            return f"{name}={value}"
+        if name == "task" and "." in value:
+            return f"task.name={value}"
+        raise SettingError(f"{name}={value} is unknown{near(value, names)}; known: {', '.join(names)}")
+    check_names([name], config)
+    free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
+    return f"++{name}={value}" if free else f"{name}={value}"
+
+
+def _groups(config: type) -> dict[str, Path]:
+    """Return the folders of files to choose from, by the section that they fill."""
+    return {f.name: GROUPS / f.name for f in fields(config) if (GROUPS / f.name).is_dir()}
+
+
+def group_settings() -> list[str]:
+    """Return the dotted names of all settings outside their own section that some file of a group sets."""
+    found = {}
+    for file in GROUPS.glob("*/*.yaml"):
+        if "@package _global_" in (text := file.read_text(encoding="utf-8")):
+            content = yaml.safe_load(text)
+            found |= {f"{section}.{name}": None for section in content for name in content[section]}
+    return [name for name in found if name.partition(".")[0] not in DEFAULT_GROUPS]
+
+
+def _settings_file(config: type, recipe: Path, overrides: Sequence[str], file: str | None) -> str:
+    cfg = load_config(config, recipe, overrides, file, with_hydra=True)
+    choices = {group: cfg.hydra.runtime.choices[group] for group in _groups(config)}
+    given = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    own = OmegaConf.load(primary) if (primary := _primary(recipe, file)) else OmegaConf.create()
+    from_groups = [name for name in group_settings() if name not in given and OmegaConf.select(own, name) is None]
+    return settings_file(config, cfg, recipe.name, choices, from_groups)
+
+
+def _help(config: type, cfg: DictConfig, prog: str, description: str) -> str:
+    groups = [
+        f"  {name}=  {', '.join(sorted(file.stem for file in folder.glob('[!_]*.yaml')))}"
+        for name, folder in _groups(config).items()
+    ]
+    return "\n".join(
+        [
+            f"usage: {prog} [--config NAME] [--traceback] [--yaml] [setting=value ...]\n",
+            description.strip(),
+            "\n--yaml prints a file of all settings, which recipe.py reads as recipe.yaml",
+            *(["\nGroups of settings:", *groups] if groups else []),
+            "\nSettings and their values:",
+            help_text(config, cfg),
+        ]
+    )

@@ -1,0 +1,270 @@
+"""TurnSource: turns for single conversations, from an engine that takes requests at any time, or from batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, Request, Sample
+from torchrl_rloo.modules.vllm_policy import vLLMWrapper
+
+_LOGGER = logging.getLogger(__name__)
+_QUIET_S = 0.002  # without another row, while the event loop is idle, before a batch begins
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class TurnSource(ABC):
+    """Continues single rows of conversations, each by a turn of the policy.
+
+    If the policy can restart a dead engine (``recover``), turns wait until the caller calls :meth:`recover`: that reads
+    the training model's weights, so only the training loop knows when it may run.
+
+    Args:
+        policy: takes and returns rows.
+        version: returns the current policy version.
+        on_death: called on the event loop when the engine died and :meth:`recover` should be called.
+
+    Attributes:
+        death: error of an engine that waits for :meth:`recover`; None if there is none.
+    """
+
+    def __init__(self, policy: Policy, version: Callable[[], int], on_death: Callable[[], None] = lambda: None):
+        self.policy, self.version, self.on_death = policy, version, on_death
+        self.death: EngineDeadError | None = None
+        self._recover: Callable[[], Any] | None = getattr(policy, "recover", None)
+        self._recoveries = 0
+        self._waiting: set[asyncio.Future] = set()
+
+    async def turn(self, row: TensorDictBase) -> TensorDictBase:
+        """Continue one row by one turn.
+
+        Args:
+            row: without batch dimensions. It does not change if the turn fails or is cancelled.
+
+        Returns:
+            The row, or a copy, with the policy's outputs.
+
+        Raises:
+            EngineDeadError: if the engine died and cannot be restarted, or died again.
+            Exception: raised by the policy on this row.
+        """
+        recoveries = self._recoveries
+        try:
+            return await self._sample(row)
+        except EngineDeadError as error:
+            if self._recover is None:
+                raise
+            if self._recoveries == recoveries:
+                await self._recovery(error)
+            return await self._sample(row)
+
+    async def _recovery(self, error: EngineDeadError) -> None:
+        """Wait for :meth:`recover`, together with all other turns."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        if self.death is None:
+            self.death = error
+            self.on_death()
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
+
+    def recover(self) -> None:
+        """Restart a dead engine, once for all waiting turns; do not call it on the event loop. May be called again.
+
+        Raises:
+            Exception: raised by the policy's ``recover``; turns then still wait.
+        """
+        if self.death is None:
+            return
+        _LOGGER.warning("restarting a dead engine: %s", self.death)
+        self._recover()
+        self._recoveries += 1
+        self.death = None
+        for waiting in list(self._waiting):
+            waiting.get_loop().call_soon_threadsafe(lambda waiting=waiting: waiting.done() or waiting.set_result(None))
+
+    @abstractmethod
+    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
+        """Sample one turn, without any restart."""
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep weights in this process unused within the context. Updaters of engines need no such lock."""
+        yield
+
+    def close(self) -> None:  # noqa: B027  most have started nothing
+        """Stop threads that were started."""
+
+
+class EngineTurns(TurnSource):
+    """Samples each turn by one request of a :class:`vLLMWrapper` to its :class:`AsyncEngine`, sent at once.
+
+    Cancelling a turn cancels its request.
+    """
+
+    policy: vLLMWrapper
+
+    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
+        return await self.policy.turn(row, self._submit)
+
+    async def _submit(self, request: Request) -> Sample:
+        return await asyncio.wrap_future(self.policy.engine.submit(request))
+
+
+class BatchedTurns(TurnSource):
+    """Samples turns of any policy in batches: a thread calls it with all waiting rows.
+
+    A batch begins once no other row arrives for 2 ms, but waits no longer than the previous batch took, since answered
+    rows return one after the other. If the policy fails on a batch, it is retried row by row, so that only the failing
+    rows fail. Each row gets the version that sampled its first turn.
+
+    Args:
+        policy: takes and returns any number of rows. Rows have their own seeds; a sample must not depend on the others.
+        version: see :class:`TurnSource`.
+        on_death: see :class:`TurnSource`.
+        max_batch_size: limit of rows in a batch; None for all waiting rows.
+
+    Raises:
+        ValueError: for a ``max_batch_size`` below 1.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        version: Callable[[], int],
+        on_death: Callable[[], None] = lambda: None,
+        *,
+        max_batch_size: int | None = None,
+    ):
+        if max_batch_size is not None and max_batch_size < 1:
+            raise ValueError(f"max_batch_size={max_batch_size} must be None or at least 1")
+        super().__init__(policy, version, on_death)
+        if self._recover is not None:  # TurnSource.recover replaces the policy's
+            self.policy = policy.get_new_version(recover=None)
+        self.max_batch_size = max_batch_size
+        self._rows: SimpleQueue[tuple[TensorDictBase, asyncio.Future] | None] = SimpleQueue()
+        self._weights = threading.Lock()
+        self._seconds = 0.05  # of the last batch; a guess before the first
+        self._thread: threading.Thread | None = None
+
+    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="turns")
+            self._thread.start()
+        turn = asyncio.get_running_loop().create_future()
+        self._rows.put((row, turn))
+        return await turn
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the policy between two batches."""
+        with self._weights:
+            yield
+
+    def _work(self) -> None:
+        while (first := self._rows.get()) is not None:
+            batch, closed = self._gather(first)
+            if batch := [(row, turn) for row, turn in batch if not turn.cancelled()]:
+                begin = monotonic()
+                rows, turns = zip(*batch, strict=True)
+                with self._weights:
+                    outcomes = self._call(list(rows))
+                self._seconds = monotonic() - begin
+                turns[0].get_loop().call_soon_threadsafe(_deliver, turns, outcomes)
+            if closed:
+                return
+
+    def _gather(self, first: tuple) -> tuple[list[tuple[TensorDictBase, asyncio.Future]], bool]:
+        """Return the rows of the next batch, and whether the source is closed."""
+        batch, until = [first], monotonic() + self._seconds
+        while len(batch) != self.max_batch_size and (left := until - monotonic()) > 0:
+            turned = threading.Event()  # the event loop first finishes what is ready
+            first[1].get_loop().call_soon_threadsafe(turned.set)
+            turned.wait(left)
+            timeout = _QUIET_S
+            while len(batch) != self.max_batch_size:
+                try:
+                    more = self._rows.get(timeout=timeout)
+                except Empty:
+                    break
+                if more is None:
+                    return batch, True
+                batch.append(more)
+                timeout = 0.0
+            if timeout:
+                break
+        return batch, False
+
+    def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
+        copies = [row.copy() for row in rows]  # a failed turn must not change the row
+        for row in copies:
+            if keys.POLICY_VERSION not in row.keys():
+                row.set(keys.POLICY_VERSION, torch.tensor(self.version()))
+        try:
+            continued = list(self.policy(stack_rows(copies)).unbind(0))
+            if len(continued) != len(rows):
+                raise ValueError(f"the policy returned {len(continued)} rows for {len(rows)}")
+            return continued
+        except EngineDeadError as error:
+            return [error] * len(rows)
+        except Exception as error:
+            if len(rows) == 1:
+                return [error]
+            _LOGGER.warning("a batch of %d turns failed, retrying one by one: %r", len(rows), error)
+            return [self._call([row])[0] for row in rows]
+
+    def close(self) -> None:
+        """Stop the thread after its current batch."""
+        self._rows.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+
+
+def _deliver(turns: tuple[asyncio.Future, ...], outcomes: list[TensorDictBase | Exception]) -> None:
+    for turn, outcome in zip(turns, outcomes, strict=True):
+        if turn.done():  # cancelled
+            continue
+        if isinstance(outcome, Exception):
+            turn.set_exception(outcome)
+        else:
+            turn.set_result(outcome)
+
+
+def turn_source(
+    policy: Policy,
+    version: Callable[[], int],
+    on_death: Callable[[], None] = lambda: None,
+    *,
+    max_batch_size: int | None = None,
+) -> TurnSource:
+    """Return the source for a policy: requests for a :class:`vLLMWrapper` over an :class:`AsyncEngine`, else batches.
+
+    Args:
+        policy: takes and returns rows.
+        version: see :class:`TurnSource`.
+        on_death: see :class:`TurnSource`.
+        max_batch_size: see :class:`BatchedTurns`; engines have their own limits.
+
+    Raises:
+        ValueError: for a policy with several samples per row.
+    """
+    if getattr(policy, "num_samples", None) is not None:
+        raise ValueError(f"num_samples={policy.num_samples} must be None: a conversation has one next turn")
+    if isinstance(policy, vLLMWrapper) and isinstance(policy.engine, AsyncEngine):
+        return EngineTurns(policy, version, on_death)
+    return BatchedTurns(policy, version, on_death, max_batch_size=max_batch_size)

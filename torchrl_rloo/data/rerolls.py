@@ -1,0 +1,153 @@
+"""DeferredRerolls: prompts that nobody of a group solved come again later, when the policy may be able to."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.outcomes import Returns, by_group, final_return
+from torchrl_rloo.data.sampling import PromptSampler
+
+
+class DeferredRerolls:
+    """A :class:`~torchrl_rloo.data.sampling.PromptSampler` around another, which slips failed prompts in again.
+
+    A prompt of whose group no member earned more than ``threshold`` is queued, and drawn again once ``delay`` further
+    draws have passed; if it fails again, after ``growth`` times as many, up to ``max_tries`` times. After that it comes
+    only as the inner sampler has it, and is queued again only after a success. Give every collected batch to
+    :meth:`update`, and to the inner sampler's own, if it has one.
+
+    Between two re-rolls there are at least ``ceil(1 / max_share) - 1`` other draws, so they are at most ``max_share``
+    of any batch, rounded up to whole prompts. Queue and draws do not depend on the order of a batch's rows.
+
+    Args:
+        sampler: draws everything else.
+        delay: draws until the first re-roll, e.g. ``prompts_per_batch`` times 10 for ten batches later.
+        growth: what the delay is multiplied by each time.
+        max_share: of the draws, at most 0.5; rounded down to 1 over a whole number.
+        max_tries: re-rolls of a prompt that goes on failing.
+        threshold: the largest return that is a failure.
+        returns: see :mod:`torchrl_rloo.data.outcomes`, ``[B]``.
+
+    Attributes:
+        counts: ``"rerolls/queued"``, ``"rerolls/drawn"``, ``"rerolls/solved"`` (a re-rolled prompt of which a member
+            succeeded) and ``"rerolls/given_up"`` (failed at the last try), in prompts; and the inner sampler's.
+
+    Raises:
+        ValueError: for a setting out of range.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> from torchrl_rloo.data.sampling import MixtureSampler
+        >>> rerolls = DeferredRerolls(MixtureSampler([4]), delay=2)
+        >>> failed = {"group_id": torch.tensor(0), "prompt_id": torch.tensor(3), ("next", "reward"): torch.zeros(1, 1)}
+        >>> rerolls.update(lazy_stack([TensorDict(failed), TensorDict(failed)]))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> [rerolls.draw(generator) for _ in range(3)][2]
+        3
+    """
+
+    def __init__(
+        self,
+        sampler: PromptSampler,
+        *,
+        delay: int,
+        growth: float = 2.0,
+        max_share: float = 0.25,
+        max_tries: int = 3,
+        threshold: float = 0.0,
+        returns: Returns = final_return,
+    ):
+        for name, value in (("delay", delay), ("growth", growth), ("max_tries", max_tries)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0 < max_share <= 0.5:
+            raise ValueError(f"max_share={max_share} must be above 0 and at most 0.5")
+        self.sampler, self.delay, self.growth, self.max_tries = sampler, delay, growth, max_tries
+        self.spacing = math.ceil(1 / max_share)
+        self.threshold, self.returns = threshold, returns
+        self._counts: Counter[str] = Counter()
+        self._draws = 0
+        self._last = -self.spacing  # the draw that was a re-roll last
+        self._queue: dict[int, int] = {}  # prompt: the draw after which it is due
+        self._tries: dict[int, int] = {}  # re-rolls since a prompt's last success
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Counters of re-rolls, with those of the inner sampler."""
+        return Counter(self._counts | dict(getattr(self.sampler, "counts", {})))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the inner sampler."""
+        return self.sampler.metrics() if hasattr(self.sampler, "metrics") else {}
+
+    def __len__(self) -> int:
+        """Prompts that are queued."""
+        return len(self._queue)
+
+    def draw(self, generator: torch.Generator) -> int:
+        """The prompt that has been due the longest, or what the inner sampler draws."""
+        self._draws += 1
+        if self._queue and self._draws - self._last >= self.spacing:
+            due, prompt = min((due, prompt) for prompt, due in self._queue.items())
+            if due < self._draws:
+                del self._queue[prompt]
+                self._tries[prompt] = self._tries.get(prompt, 0) + 1
+                self._last = self._draws
+                self._counts["rerolls/drawn"] += 1
+                return prompt
+        return self.sampler.draw(generator)
+
+    def update(self, rows: TensorDictBase) -> None:
+        """Take in the outcome of finished groups, also for the inner sampler; pass over groups that abstained.
+
+        Args:
+            rows: batch size ``[B]``, whole groups, with ``"prompt_id"``.
+        """
+        if hasattr(self.sampler, "update"):
+            self.sampler.update(rows)
+        for members in by_group(rows).values():
+            returns, prompt = self.returns(members), int(members[0][keys.PROMPT_ID])
+            given = returns[~returns.isnan()]
+            if not len(given):
+                continue
+            if bool((given > self.threshold).any()):
+                self._queue.pop(prompt, None)
+                self._counts["rerolls/solved"] += self._tries.pop(prompt, 0) > 0
+            else:
+                self._defer(prompt)
+
+    def _defer(self, prompt: int) -> None:
+        tries = self._tries.get(prompt, 0)
+        if prompt in self._queue or tries > self.max_tries:
+            return
+        if tries == self.max_tries:
+            self._tries[prompt] = tries + 1  # so that it is given up, and counted, once
+            self._counts["rerolls/given_up"] += 1
+            return
+        self._queue[prompt] = self._draws + math.ceil(self.delay * self.growth**tries)
+        self._counts["rerolls/queued"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Queue, tries, counters and the inner sampler's state: plain values."""
+        return {
+            "draws": self._draws,
+            "last": self._last,
+            "queue": dict(self._queue),
+            "tries": dict(self._tries),
+            "counts": dict(self._counts),
+            "sampler": self.sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores all of it, the counters in place."""
+        self._draws, self._last = state["draws"], state["last"]
+        self._queue, self._tries = dict(state["queue"]), dict(state["tries"])
+        self._counts.clear()
+        self._counts.update(state["counts"])
+        self.sampler.load_state_dict(state["sampler"])

@@ -1,0 +1,165 @@
+"""Cached decoding with a transformers model: the logits of the next token of every line.
+
+Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from torchrl_rloo.data.rows import pad
+from torchrl_rloo.engines.attention import attention_of
+from torchrl_rloo.engines.head import Head
+
+_GROUPED = "torchrl_rloo_grouped"
+_SPARE = 64  # positions a layer of the cache has room for beyond those in use, at least
+
+
+class Decoder:
+    """A model with its key-value cache.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        head: the model's head, or None to use the model's own logits.
+        prompts: ids ``[P_i]`` of each line; equal prompts are read once.
+        track_seen: whether to keep ``seen``.
+
+    Attributes:
+        logits: ``[lines, V]`` of the next token.
+        seen: ``[lines, V]`` bool, the tokens that each line holds; or None.
+    """
+
+    def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool):
+        if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+            raise ValueError(
+                "gradient checkpointing in training mode switches the key-value cache off: call model.eval(); layers "
+                "are recomputed in evaluation mode too"
+            )
+
+        # Read each distinct prompt once, padded on the left
+        self.model, self.head = model, head
+        unique: dict[tuple[int, ...], int] = {}
+        lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
+        prompts = [torch.tensor(prompt) for prompt in unique]
+        ids = pad(prompts, side="left").to(model.device)
+        self.mask = pad([torch.ones_like(p) for p in prompts], side="left").to(model.device)
+        self.padded = not bool(self.mask.all())
+        self.cache = DynamicCache(config=model.config)
+        plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        self.cache.layers = [_Layer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
+        self.position = self.mask.sum(1)
+        self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
+
+        # Decode with masks and grouped heads of our own where the model takes them
+        config = model.config.get_text_config()
+        decoder = model if head is None else head.decoder
+        standard = plain and config._attn_implementation == "sdpa" and decoder._supports_attention_backend
+        self.own_mask = standard and self.padded
+        self.grouped = config if self.own_mask and model.device.type == "cpu" else None
+        self.seen = None
+        if track_seen:
+            self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
+            for row, prompt in enumerate(unique):
+                self.seen[row, list(prompt)] = True
+        if len(lines) != len(unique):
+            self.keep(torch.tensor(lines, device=model.device))
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if self.head is not None:
+            return self.head.logits(self.head.decoder(**inputs).last_hidden_state[:, -1])
+        return self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
+
+    def keep(self, lines: torch.Tensor) -> None:
+        """Keep the given lines: a bool mask, or indices which may repeat."""
+        indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
+        self.cache.batch_select_indices(indices)
+        self.mask, self.position, self.logits = self.mask[indices], self.position[indices], self.logits[indices]
+        if self.seen is not None:
+            self.seen = self.seen[indices]
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """Append one token to every line."""
+        mask = None
+        if self.padded:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+            mask = self.mask.bool()[:, None, None] if self.own_mask else self.mask
+        with nullcontext() if self.grouped is None else attention_of(self.grouped, _GROUPED):
+            self.logits = self._forward(tokens[:, None], mask, self.position[:, None])
+        self.position = self.position + 1
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+
+class _Layer(DynamicLayer):
+    """A layer of the cache with room to grow, so that a new token does not copy all tokens before it."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values ``[B, heads, n, D]``; return all of them, as views."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if start == 0:
+            self.lazy_initialization(key_states, value_states)
+            self.room = [_with_room(states, end) for states in (key_states, value_states)]
+        elif end > self.room[0].shape[-2]:
+            self.room = [_with_room(states, end) for states in (self.keys, self.values)]
+        for room, states in zip(self.room, (key_states, value_states), strict=True):
+            room[..., start:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self.room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these lines only."""
+        length = self.get_seq_length()
+        if length > 0:
+            self.room = [_with_room(states[indices], length) for states in (self.keys, self.values)]
+            self.keys, self.values = (room[..., :length, :] for room in self.room)
+
+
+def _with_room(states: torch.Tensor, length: int) -> torch.Tensor:
+    """Copy ``[B, heads, n, D]`` to the start of a buffer for ``length`` positions and half as many more."""
+    buffer = states.new_empty(*states.shape[:-2], length + max(_SPARE, length // 2), states.shape[-1])
+    buffer[..., : states.shape[-2], :] = states
+    return buffer
+
+
+def _grouped_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attend as "sdpa" does, to the same bits, without copying the keys and values that heads share.
+
+    transformers copies them wherever there is a mask, since CUDA has no fast kernel for both. CPUs have one.
+    """
+    if query.shape[2] > 1 or query.shape[1] == key.shape[1] or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(_GROUPED, _grouped_attention)
+AttentionMaskInterface.register(_GROUPED, sdpa_mask)

@@ -1,0 +1,399 @@
+"""ScriptedEngine: declared turns, latencies and failures, for tests of loops and for ideal throughput."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from threading import TIMEOUT_MAX, Condition, RLock, Thread, local
+from typing import Any, Literal, NamedTuple
+
+from torchrl_rloo.engines import base
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import WeightStep as Step
+from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, open_for
+from torchrl_rloo.weight_update.protocol import read_manifest
+from torchrl_rloo.weight_update.transport import DirectReceiver
+
+
+@dataclass(frozen=True)
+class ScriptedTurn:
+    """Outcome of a request.
+
+    Args:
+        tokens: ids to "sample"; those beyond the request's limit are dropped.
+        log_probs: of the tokens, in nats; None means 0.
+        latency: seconds of the engine's clock from start to end; tokens arrive evenly in that time.
+        finish: reason of the end.
+        error: raised at the end instead.
+    """
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    latency: float = 0.0
+    finish: Literal["stop", "length"] = "stop"
+    error: Exception | None = None
+
+    def __post_init__(self):
+        if self.log_probs is not None and len(self.log_probs) != len(self.tokens):
+            raise ValueError(f"log_probs has {len(self.log_probs)} entries for {len(self.tokens)} tokens")
+        if not self.latency >= 0:
+            raise ValueError(f"latency={self.latency} must be at least 0 seconds")
+
+
+class UpdateRecord(NamedTuple):
+    """Step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
+
+    step: Step
+    info: dict[str, Any]
+    paused: bool
+
+
+@dataclass
+class _Run:
+    index: int
+    turn: ScriptedTurn
+    limit: int
+    future: Future[Sample]
+    start: float = inf
+    versions: list[int] = field(default_factory=list)
+
+    due = property(lambda self: self.start + self.turn.latency)
+
+    def receive(self, now: float, version: int) -> None:
+        """Stamp the tokens that arrived since the last call with this version."""
+        n = min(len(self.turn.tokens), self.limit)
+        if now < self.due:
+            n = int(n * (now - self.start) / self.turn.latency + 1e-9)  # 28.999... is 29
+        self.versions += [version] * (n - len(self.versions))
+
+    def sample(self, finish: Literal["stop", "length", "abort"]) -> Sample:
+        n = len(self.versions)
+        log_probs = self.turn.log_probs or [0.0] * n
+        return Sample(list(self.turn.tokens[:n]), list(log_probs[:n]), finish, self.versions)
+
+
+class ScriptedEngine(base.AsyncEngine):
+    """Plays a script instead of a model, on one thread for any number of requests.
+
+    A turn without latency is done when :meth:`submit` returns, so such scripts are deterministic. With latencies they
+    are deterministic if the test moves the clock itself and calls :meth:`tick`. Turns begin and end at the scripted
+    times, even if the thread wakes up late: ``busy_seconds`` are those of an ideal engine.
+
+    Args:
+        script: returns (or raises) the turn for a request and its index; or a list of turns in order.
+        clock: in seconds.
+        max_concurrency: limit of running requests, others wait; None is no limit.
+        request_timeout: seconds that a request of :meth:`generate` may take, by the real clock.
+        update_latency: seconds by step of an update, by the engine's clock; infinity hangs until the time-out.
+        fail_updates: error by step, raised every time; or a list of errors and None, one per occurrence.
+
+    Attributes:
+        requests: all submitted requests.
+        updates: all steps of updates, as :class:`UpdateRecord`.
+        busy_seconds: time up to the last event or :meth:`tick` in which requests were running, and not frozen.
+        request_seconds: integral of their number over that time; divided by ``busy_seconds``, the mean batch size.
+
+    Example:
+        >>> engine = ScriptedEngine(lambda request, index: ScriptedTurn(tokens=[7, index]))
+        >>> [sample.tokens for sample in engine.generate([Request([1], limit=8, seed=0)] * 2)]
+        [[7, 0], [7, 1]]
+        >>> engine.close()
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        script: Callable[[Request, int], ScriptedTurn] | Sequence[ScriptedTurn],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        max_concurrency: int | None = None,
+        request_timeout: float = 600.0,
+        update_latency: Mapping[Step, float] | None = None,
+        fail_updates: Mapping[Step, Exception | list[Exception | None]] | None = None,
+    ):
+        super().__init__(request_timeout)
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ValueError(f"max_concurrency={max_concurrency} must be None or at least 1")
+        self._script, self.clock, self._places = script, clock, max_concurrency or inf
+        self.update_latency, self.fail_updates = dict(update_latency or {}), dict(fail_updates or {})
+        self.requests: list[Request] = []
+        self.updates: list[UpdateRecord] = []
+        self._dead, self._paused, self._frozen_at = None, False, None
+        self._waiting: deque[_Run] = deque()
+        self._running: dict[int, _Run] = {}
+        self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until due
+        self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # of the call that holds the lock
+        self._delivering = local()
+        self._connection = self._update = None
+        self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
+        lock = RLock()
+        self._wake, self._waiters = Condition(lock), Condition(lock)  # the thread; callers of pause and update_weights
+        Thread(target=self._run, name="scripted-engine", daemon=True).start()
+
+    def submit(self, request: Request) -> Future[Sample]:
+        with self._now():
+            self._check(ready=True)
+            index = len(self.requests)
+            self.requests.append(request)
+        future = Future()
+        future.add_done_callback(lambda f: self._drop(index) if f.cancelled() else None)
+        try:
+            turn = self._turn(request, index)
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        with self._now():
+            self._check(ready=True)  # the script may have done anything
+            self._waiting.append(_Run(index, turn, request.limit, future))
+        return future
+
+    def _turn(self, request: Request, index: int) -> ScriptedTurn:
+        if callable(self._script):
+            return self._script(request, index)
+        if index >= len(self._script):
+            raise EngineError(f"the script has {len(self._script)} turns, so there is none for request {index}")
+        return self._script[index]
+
+    def tick(self) -> None:
+        """Process everything due by the clock; call it after moving a clock by hand."""
+        with self._now():
+            pass
+
+    def _run(self) -> None:
+        while not self.closed:
+            self.tick()
+            with self._wake:
+                due = self._due[0][0] if self._due and self._frozen_at is None else inf
+                if not self.closed and (seconds := due - self.clock()) > 0:
+                    self._wake.wait(min(seconds, TIMEOUT_MAX))
+
+    @contextmanager
+    def _now(self) -> Iterator[float]:
+        """Hold the lock, process what is due before and after, and deliver results at the end. Do not wait within."""
+        results = []
+        try:
+            with self._wake:
+                now = self.clock()
+                self._advance(now)
+                try:
+                    yield now
+                finally:
+                    self._advance(self.clock())
+                    self._waiters.notify_all()
+                    results, self._results = self._results, results
+        finally:
+            self._deliver(results)
+
+    def _advance(self, now: float) -> None:
+        """End what is due by now, in the order of time; each free place goes to a waiting request at once."""
+        self._end_due(now)
+        self._count(now)
+        self._begin(now)
+        self._end_due(now)  # those without latency
+
+    def _end_due(self, now: float) -> None:
+        while self._due and self._frozen_at is None and self._due[0][0] <= now:
+            due, index = heappop(self._due)
+            if index in self._running:
+                self._count(due)
+                run = self._running.pop(index)
+                run.receive(due, self.version)
+                finish = run.turn.finish if len(run.turn.tokens) <= run.limit else "length"
+                self._results.append((run.future, run.turn.error or run.sample(finish)))
+                self._begin(due)
+
+    def _begin(self, now: float) -> None:
+        while self._waiting and len(self._running) < self._places and not self._paused and self.failed_version is None:
+            run = self._waiting.popleft()
+            if not run.future.cancelled():
+                self._count(now)
+                run.start, self._running[run.index] = now, run
+                heappush(self._due, (run.due, run.index))
+                if run.turn.latency > 0 and self._due[0][1] == run.index:
+                    self._wake.notify()
+
+    def _count(self, now: float) -> None:
+        """Add the time since the last change of the running requests; called before each change."""
+        running = len(self._running) if self._frozen_at is None else 0
+        self.busy_seconds += (now - self._counted_to) * (running > 0)
+        self.request_seconds += (now - self._counted_to) * running
+        self._counted_to = now
+
+    def _deliver(self, results: list[tuple[Future[Sample], Sample | Exception]]) -> None:
+        """Deliver results without the lock; what a callback submits is delivered after it, not within."""
+        if (queue := getattr(self._delivering, "queue", None)) is not None:
+            queue += results
+            return
+        self._delivering.queue = queue = deque(results)
+        while queue:
+            future, result = queue.popleft()
+            if future.set_running_or_notify_cancel():
+                (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
+        self._delivering.queue = None
+
+    def _receive(self, now: float) -> None:
+        for run in self._running.values():
+            run.receive(now if self._frozen_at is None else self._frozen_at, self.version)
+
+    def _drop(self, index: int) -> None:
+        with self._now():
+            self._running.pop(index, None)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._results += [(run.future, error) for run in (*self._running.values(), *self._waiting)]
+        self._running.clear()
+        self._waiting.clear()
+
+    def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
+        """See :meth:`WeightTarget.pause`. Requests over ``max_concurrency`` keep waiting; a time-out ends the pause."""
+        base.check_in_flight(in_flight)
+        with self._now() as now:
+            self._check()
+            self._thaw(now)
+            self._receive(now)
+            self._paused = True
+            if in_flight == "continue":
+                self._frozen_at = now
+            elif in_flight == "abort":
+                self._abort_running()
+        with self._waiters:
+            paused = in_flight == "continue" or self._waiters.wait_for(lambda: not self._running, timeout)
+        with self._now():
+            self._check()
+            if not paused:
+                self._paused = False
+                raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s: not paused")
+
+    def resume(self) -> None:
+        """See :meth:`WeightTarget.resume`. After a failed update frozen requests end as they are, waiting ones fail."""
+        with self._now() as now:
+            self._check()
+            self._thaw(now)
+            self._paused = False
+            if self.failed_version is not None:
+                self._abort_running()
+            if error := self._refusal(ready=True):
+                self._fail_all(error)
+
+    def _abort_running(self) -> None:
+        self._results += [(run.future, run.sample("abort")) for run in self._running.values()]
+        self._running.clear()
+
+    def _thaw(self, now: float) -> None:
+        if self._frozen_at is not None:
+            for run in self._running.values():
+                run.start += now - self._frozen_at
+            self._due = sorted((run.due, run.index) for run in self._running.values())
+            self._frozen_at = None
+            self._wake.notify()
+
+    def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        """See :meth:`WeightTarget.update_weights`. Checksums are compared with transport ``"direct"``, else trusted."""
+        info = dict(info or {})
+        with self._now():
+            self._check()
+            if self.asleep and step != "abort":
+                raise self._refusal(ready=True)
+            self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
+            update = self._update  # the one that this step belongs to
+            if step in ("bucket", "finish"):
+                open_for(update, info)
+            if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
+                self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
+        try:
+            self._play(step, timeout)
+            with self._now() as now:
+                self._check()
+                if update is not self._update:
+                    raise StaleStepError(f"{step} is late: its update was aborted")
+                return [{"rank": 0, **self._take(step, info, now)}]
+        except BaseException:
+            with self._now():
+                if update is self._update:
+                    self._update = None
+            raise
+
+    def _play(self, step: Step, timeout: float) -> None:
+        """Wait and fail as scripted."""
+        deadline, due = time.monotonic() + timeout, self.clock() + self.update_latency.get(step, 0.0)
+        with self._waiters:
+            while (left := due - self.clock()) > 0 and self._refusal() is None:
+                if (patience := deadline - time.monotonic()) <= 0:
+                    raise EngineTimeoutError(f"{step} was not done after timeout={timeout} s")
+                self._waiters.wait(min(left, patience))
+        failure = self.fail_updates.get(step)
+        if isinstance(failure, list):
+            failure = failure.pop(0) if failure else None
+        if failure is not None:
+            raise failure
+
+    def _take(self, step: Step, info: dict[str, Any], now: float) -> dict[str, Any]:
+        if step == "bucket":
+            direct = self._connection["transport"] == "direct"
+            self._update.take(info, DirectReceiver({}, None, 0) if direct else None)
+            return {}
+        if step == "finish":
+            self._update.complete()
+        if step in ("finish", "adapter"):
+            checksums = self._update.checksums if step == "finish" else [info["checksum"]]
+            self._receive(now)
+            self.version, self.failed_version, self._update = info["version"], None, None
+            return {"version": self.version, "checksums": checksums}
+        self._update = None
+        if step == "connect":
+            self._connection = info | {"manifest": read_manifest(info)}
+        elif step == "start" and self._connection is None:
+            raise EngineError("no transport is connected: connect before start")
+        elif step == "start":
+            self._update = OpenUpdate(self._connection["manifest"], info["version"])
+        return {}
+
+    def sleep(self) -> None:
+        """See :meth:`Engine.sleep`; refused while requests are running."""
+        with self._now():
+            self._check()
+            if self._running:
+                raise EngineError(f"{len(self._running)} requests are running: pause before sleep")
+            self.asleep = True
+
+    def wake(self) -> None:
+        self._check()
+        self.asleep = False
+
+    def kill(self, error: Exception | None = None) -> None:
+        """Kill the engine: all requests and calls raise EngineDeadError, caused by ``error``, until a restart."""
+        with self._now():
+            self._dead = error or RuntimeError("kill() was called")
+            self._fail_all(self._refusal())
+
+    def restart(self) -> None:
+        """See :meth:`WeightTarget.restart`; a living engine is killed first. A pause goes on."""
+        self.kill()
+        with self._now():
+            self._dead = self._frozen_at = self._connection = self._update = self.failed_version = None
+            self.asleep = False
+            self._check()
+            self.version, self.start_count = 0, self.start_count + 1
+
+    def check_health(self) -> None:
+        self._check()
+
+    def close(self) -> None:
+        with self._now():
+            self.closed = True
+            self._fail_all(self._refusal())
+            self._wake.notify()
+
+    def _refusal(self, ready: bool = False) -> EngineError | None:
+        if self._dead is not None and not self.closed:
+            death = EngineDeadError(f"this {type(self).__name__} is dead: {type(self._dead).__name__}: {self._dead}")
+            death.__cause__ = self._dead
+            return death
+        return super()._refusal(ready)

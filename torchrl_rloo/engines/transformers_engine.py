@@ -1,0 +1,302 @@
+"""TransformersEngine: a Hugging Face model as an engine, with the scorer's distribution and in-place updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Condition
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrl_rloo.engines.base import (
+    Engine,
+    EngineError,
+    EngineTimeoutError,
+    InFlight,
+    Request,
+    Sample,
+    WeightStep,
+    check_in_flight,
+)
+from torchrl_rloo.engines.generation import GenerationConfig, generate
+from torchrl_rloo.engines.head import current_head, find_head
+from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, open_for
+from torchrl_rloo.weight_update.protocol import checksum, read_manifest
+from torchrl_rloo.weight_update.transport import Receiver
+
+
+class TransformersEngine(Engine):
+    """Samples with a Hugging Face model in this process, on the model's device.
+
+    Requests that share distribution and stops are sampled in one batch; a request's tokens do not depend on the batch.
+    Calls from several threads take turns. :meth:`pause` waits for the running batch for any ``in_flight``, so no turn
+    has two versions.
+
+    Updates require the tensors of the model's ``state_dict``, tied ones under one name at least, and cast them to its
+    dtypes. With ``staged`` nothing is written before the last bucket has arrived.
+
+    Args:
+        model: causal language model. The engine does not change its train/eval mode; call ``model.eval()`` to sample.
+            Updates write into it, so it must be a copy of the training model.
+        tokenizer: decodes for stop strings; not needed without them.
+        request_timeout: seconds that :meth:`generate` waits for its turn, with any pause.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> tokenizer = build_tokenizer()
+        >>> engine = TransformersEngine(build_model(tokenizer, seed=0).eval(), tokenizer)
+        >>> sample, = engine.generate([Request(prompt=tokenizer("2+3=")["input_ids"], limit=4, seed=0)])
+        >>> len(sample.tokens), sample.versions
+        (4, [0, 0, 0, 0])
+    """
+
+    in_process = True
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, *, request_timeout: float = 600.0):
+        if request_timeout <= 0:
+            raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
+        self.model, self.tokenizer, self.request_timeout = model, tokenizer, request_timeout
+        self.head = find_head(model, warn=False)
+        own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self.stop_ids = tuple(i for i in (own if isinstance(own, list | tuple) else [own]) if i is not None)
+        self._turn = Condition()
+        self._busy = self._paused = False
+        self._device: torch.device | None = None  # where a sleeping model was
+        self._receiver: Receiver | None = None
+        self._abort()
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        """See :meth:`Engine.generate`; it waits for the end of a pause, for at most ``request_timeout`` seconds."""
+        for number, request in enumerate(requests):
+            self._check_request(number, request)
+        batches: dict[tuple, list[int]] = {}
+        for number, r in enumerate(requests):
+            batches.setdefault((r.distribution, frozenset(r.stop_ids), tuple(r.stop_strings)), []).append(number)
+        samples: dict[int, Sample] = {}
+        with self._exclusive(self.request_timeout):
+            self._check(ready=True)
+            for numbers in batches.values():
+                samples.update(zip(numbers, self._sample([requests[n] for n in numbers]), strict=True))
+        return [samples[n] for n in range(len(requests))]
+
+    def _check_request(self, number: int, request: Request) -> None:
+        if request.limit < 1:
+            raise EngineError(f"limit={request.limit} of request {number} must be at least 1")
+        if not request.prompt:
+            raise EngineError(f"the prompt of request {number} is empty; it needs at least one id to continue")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:  # on a GPU it would end the process's CUDA
+            raise EngineError(
+                f"the prompt of request {number} has ids from {min(request.prompt)} to {max(request.prompt)}, but the "
+                f"model knows those from 0 to {vocabulary - 1}"
+            )
+        if request.stop_strings and self.tokenizer is None:
+            raise EngineError(
+                f"stop_strings of request {number} need a tokenizer: TransformersEngine(model, tokenizer)"
+            )
+
+    def _sample(self, requests: Sequence[Request]) -> list[Sample]:
+        """Sample requests of one distribution and the same stops."""
+        limits = torch.tensor([r.limit for r in requests])
+        uniforms = torch.zeros(len(requests), int(limits.max()))
+        for row, r in zip(uniforms, requests, strict=True):
+            row[: r.limit] = torch.rand(r.limit, generator=torch.Generator().manual_seed(r.seed))
+        try:
+            self.head = current_head(self.model, self.head, warn=False)
+            turns = generate(
+                self.model,
+                [torch.tensor(r.prompt) for r in requests],
+                GenerationConfig(distribution=requests[0].distribution, stop_strings=requests[0].stop_strings),
+                uniforms=uniforms,
+                limits=limits,
+                stop_ids=requests[0].stop_ids,
+                tokenizer=self.tokenizer,
+                head=self.head,
+            )
+        except Exception as error:
+            raise EngineError(
+                f"the model failed on a batch of {len(requests)} requests: {type(error).__name__}: {error}"
+            ) from error
+        finish = {True: "length", False: "stop"}
+        return [
+            Sample(t.tokens.tolist(), t.log_probs.tolist(), finish[t.truncated], [self.version] * len(t.tokens))
+            for t in turns
+        ]
+
+    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        """See :meth:`WeightTarget.update_weights`; ``timeout`` limits the wait for a running batch.
+
+        ``adapter`` is refused. A failed step aborts its update; a late one has no effect on a newer update. The model
+        then has its old weights, unless ``failed_version`` is set.
+        """
+        steps = {
+            "connect": self._connect,
+            "start": self._start,
+            "bucket": self._take,
+            "finish": self._finish,
+            "abort": lambda info: self._abort(),
+            "adapter": _refuse_adapter,
+        }
+        with self._exclusive(timeout, even_paused=True):
+            self._check()
+            try:
+                with torch.no_grad():
+                    report = steps[step](info or {})
+            except StaleStepError:
+                raise
+            except Exception as error:
+                self._abort()
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(f"{step} of an update failed: {type(error).__name__}: {error}") from error
+        return [{"rank": 0, **(report or {})}]
+
+    def _connect(self, info: Mapping[str, Any]) -> None:
+        self._disconnect()
+        manifest, staged = read_manifest(info), info["staged"]
+        own = self.model.state_dict(keep_vars=True)  # the parameters themselves: tied ones are one object
+        for name, _, shape in manifest:
+            if name not in own:
+                raise EngineError(f"the engine's model has no tensor {name}; it has {', '.join(list(own)[:3])}, ...")
+            if shape != tuple(own[name].shape):
+                raise EngineError(
+                    f"the engine's {name} has shape {list(own[name].shape)}, but {list(shape)} is to come"
+                )
+        first_name = {id(own[i.name]): i.name for i in reversed(manifest)}
+        if missing := [name for name, tensor in own.items() if id(tensor) not in first_name]:
+            raise EngineError(
+                f"{len(missing)} of the engine's tensors would keep their old weights, the first is {missing[0]}: send "
+                "the whole model"
+            )
+        if info["transport"] not in RECEIVERS:
+            raise EngineError(f"transport={info['transport']!r} must be one of {sorted(RECEIVERS)}")
+        aliases = ((i.name, first_name[id(own[i.name])]) for i in manifest)
+        self._aliases = {name: first for name, first in aliases if name != first}
+        self._receiver = RECEIVERS[info["transport"]](info.get("options", {}), self.model.device, 0)
+        self._manifest, self._staged = manifest, staged
+
+    def _start(self, info: Mapping[str, Any]) -> None:
+        if self._receiver is None:
+            raise EngineError("no transport is connected: connect before start")
+        self._abort()
+        self._update = OpenUpdate(self._manifest, info["version"])
+
+    def _take(self, info: Mapping[str, Any]) -> None:
+        weights = open_for(self._update, info).take(info, self._receiver)
+        if self._staged:
+            self._staging |= {name: tensor.cpu() for name, tensor in weights.items()}
+        else:
+            self.failed_version = info["version"]
+            self._load(weights)
+
+    def _finish(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        update, version = open_for(self._update, info), info["version"]
+        update.complete()
+        if self._staged:
+            for name, first in self._aliases.items():
+                self._check_alias(name, self._staging[name], self._staging[first])
+            self.failed_version = version
+            self._load(self._staging)
+        self.version, self.failed_version = version, None
+        self._abort()
+        return {"version": version, "checksums": update.checksums}
+
+    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = self.model.state_dict()
+        for name, tensor in weights.items():
+            if name in self._aliases:  # its other name arrived before
+                self._check_alias(name, tensor, own[name])
+            else:
+                own[name].copy_(tensor)
+
+    def _check_alias(self, name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        if checksum([tensor.to(other)]) != checksum([other]):  # compare bytes, since NaN differs from itself
+            raise EngineError(
+                f"{name} and {self._aliases[name]} are one tensor in the engine's model but differ in what was sent: "
+                "untie them in the engine's model, or tie them in the training model"
+            )
+
+    def _abort(self) -> None:
+        self._update: OpenUpdate | None = None
+        self._staging: dict[str, torch.Tensor] = {}
+
+    def _disconnect(self) -> None:
+        self._abort()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
+        """Stop sampling once the running batch is done.
+
+        Raises:
+            EngineTimeoutError: if that takes longer than ``timeout``; sampling goes on.
+        """
+        check_in_flight(in_flight)
+        with self._turn:
+            self._check()
+            self._paused = True
+            if not self._turn.wait_for(lambda: not self._busy, timeout):
+                self._paused = False
+                self._turn.notify_all()
+                raise EngineTimeoutError(f"the running batch did not end within timeout={timeout} s: the pause is off")
+
+    def resume(self) -> None:
+        with self._turn:
+            self._paused = False
+            self._turn.notify_all()
+
+    @contextmanager
+    def _exclusive(self, timeout: float, even_paused: bool = False) -> Iterator[None]:
+        """Hold the model exclusively."""
+        with self._turn:
+            waits_for = lambda: not self._busy and (even_paused or not self._paused or self.closed)  # noqa: E731
+            if not self._turn.wait_for(waits_for, timeout):
+                reason = "another call runs" if self._busy else "the engine is paused: call resume()"
+                raise EngineTimeoutError(f"the model was not free within {timeout} s: {reason}")
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
+
+    def sleep(self) -> None:
+        """Move the model from the GPU into host memory; do nothing on CPU."""
+        with self._exclusive(self.request_timeout, even_paused=True):
+            self._check()
+            if self.model.device.type == "cuda":
+                self._device = self.model.device
+                self.model.to("cpu")
+                torch.cuda.empty_cache()
+            self.asleep = True
+
+    def wake(self) -> None:
+        with self._exclusive(self.request_timeout, even_paused=True):
+            self._check()
+            if self._device is not None:
+                self.model.to(self._device)
+                self._device = None
+            self.asleep = False
+
+    def check_health(self) -> None:
+        """Raise EngineError if the engine is closed; an engine in this process cannot die."""
+        self._check()
+
+    def close(self) -> None:
+        """Refuse all further calls; the caller keeps the model."""
+        with self._turn:
+            if not self.closed:
+                self.closed = True
+                self._disconnect()
+            self._turn.notify_all()
+
+
+def _refuse_adapter(info: Mapping[str, Any]) -> None:
+    raise EngineError(
+        "TransformersEngine cannot load adapters: send the merged model with EngineUpdater, or use a vLLM engine with "
+        "enable_lora=True"
+    )

@@ -1,0 +1,328 @@
+"""AsyncVLLMEngine: vLLM in a child process, which samples while the trainer trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import weakref
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing import connection
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+import torch
+
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.vllm_api import (
+    CHILD_WORKER,
+    NOISE,
+    TRAINER_PID,
+    UNIPROC,
+    adapter_request,
+    engine_arguments,
+    require_vllm,
+    sample_of,
+    sampling_arguments,
+    stop_ids_of,
+    vllm_environment,
+)
+from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+
+T = TypeVar("T")
+
+_STARTING = Lock()  # a start changes the environment, and identifies the processes that it began
+_LOG = "errors.log"
+_LAST_LINES = 12  # of the log, in errors
+_LAST_SECONDS = 1.0  # for a failed process to end
+
+
+class AsyncVLLMEngine(LoopEngine):
+    """Samples with vLLM's ``AsyncLLM``, whose engine core is a child process.
+
+    The child imports the main module, as in ``multiprocessing``: a script needs ``if __name__ == "__main__":``. It ends
+    with this process, even a killed one, and with the last reference to this object.
+
+    Args:
+        model: local directory or hub id, in Hugging Face format.
+        threads: OpenMP threads of the child; None leaves it to torch.
+        devices: GPUs of the child, as in ``CUDA_VISIBLE_DEVICES``: ``"1"`` leaves the first to the trainer; None uses
+            those of this process.
+        request_timeout: seconds that a request of :meth:`generate` may take.
+        start_timeout: seconds that the engine may take to start.
+        **arguments: of ``vllm.AsyncEngineArgs``: ``dtype``, ``max_model_len``, ``tensor_parallel_size``,
+            ``enable_lora``, and ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: for an argument that the toolkit sets itself, or a time of 0 or less.
+        EngineError: if vLLM does not start, with its error; EngineTimeoutError if it takes too long.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike,
+        *,
+        threads: int | None = 1,
+        devices: str | None = None,
+        request_timeout: float = 600.0,
+        start_timeout: float = 300.0,
+        **arguments: Any,
+    ):
+        super().__init__(request_timeout)
+        if start_timeout <= 0:
+            raise ValueError(f"start_timeout={start_timeout} must be above 0 seconds")
+        variables = {TRAINER_PID: str(os.getpid())}
+        if devices is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = devices
+        self._start_core = lambda: _Core(model, arguments, threads, variables, start_timeout)
+        self._ids = count()
+        self._start()
+
+    def _start(self) -> None:
+        self._core = self._start_core()
+        self._loop = self._core.loop
+        self._finalizer = weakref.finalize(self, self._core.close, CLOSED)  # also at the exit of the process
+        self.stop_ids = stop_ids_of(self._core.llm.model_config)
+        self.context_length = self._core.llm.model_config.max_model_len
+        self._stamp(0, timeout=60.0)
+
+    @property
+    def world_size(self) -> int:
+        return self._core.llm.vllm_config.parallel_config.world_size
+
+    def check_health(self) -> None:
+        self._check()
+        if self._core.dead():
+            raise self._core.death()
+
+    def close(self) -> None:
+        self.closed = True
+        self._end(CLOSED)
+
+    def restart(self) -> None:
+        self._end(NOT_RESTARTED)
+        self._start()
+        self._finish_restart()
+
+    def _end(self, error: EngineError) -> None:
+        self._finalizer.detach()  # it would keep the dead core
+        self._core.close(error)
+
+    async def _sample(self, request: Request) -> Sample:
+        output = await self._core.ask(self._core.complete(request, str(next(self._ids)), self._adapter))
+        return sample_of(request, output)
+
+    async def _pause_engine(self, mode: str) -> None:
+        await self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=True))
+
+    async def _resume_engine(self) -> None:
+        await self._core.ask(self._core.llm.resume_generation())
+
+    async def _collective(self, method: str, args: tuple, timeout: float) -> list:
+        return await self._core.ask(self._core.llm.collective_rpc(method, timeout, args))
+
+    async def _name_weights(self, version: int) -> None:
+        await self._core.ask(self._core.llm.update_weight_version(str(version)))
+        if not await self._core.ask(self._core.llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError("vLLM did not drop its prefix cache, so that samples may be of old weights")
+
+    async def _sleep_engine(self) -> None:
+        if torch.cuda.is_available() and not self.asleep:  # on CPU vLLM can free nothing
+            await self._core.ask(self._core.llm.sleep(level=1, mode="wait"))
+
+    async def _wake_engine(self) -> None:
+        if torch.cuda.is_available() and self.asleep:
+            await self._core.ask(self._core.llm.wake_up())
+
+    async def _load(self, path: str) -> None:
+        await self._core.ask(self._core.llm.add_lora(adapter_request(path, new=True)))
+
+    def _load_adapter(self, path: str, version: int, timeout: float) -> None:
+        self._loop.call(self._load(path), timeout, "loading an adapter")
+        self._adapter = adapter_request(path, new=False)
+
+
+class _Core:
+    """Started ``AsyncLLM`` with its loop and its processes."""
+
+    def __init__(
+        self,
+        model: str | PathLike,
+        arguments: Mapping[str, Any],
+        threads: int | None,
+        variables: Mapping[str, str],
+        timeout: float,
+    ):
+        self.loop = LoopThread("vllm")
+        self._folder = TemporaryDirectory(prefix="torchrl_rloo_vllm_")
+        self._processes: list[Any] = []
+        self._shared: set[str] = set()
+        self._closing = False
+        self._death: str | None = None
+        self._log_read = 0
+        try:
+            with _STARTING, vllm_environment(own_process=True, threads=threads, **variables):
+                require_vllm()
+                with self._child_logs():
+                    self._start(model, dict(arguments), timeout)
+        except BaseException:
+            self.close(CLOSED)
+            raise
+        Thread(target=self._watch, name="vllm-watch", daemon=True).start()
+
+    def _start(self, model: str | PathLike, arguments: dict[str, Any], timeout: float) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if not torch.cuda.is_available() and arguments.get("tensor_parallel_size", 1) == 1:
+            arguments.setdefault("distributed_executor_backend", UNIPROC)
+        settings = engine_arguments(model, arguments) | {"worker_extension_cls": CHILD_WORKER}
+
+        async def start() -> Any:  # on the loop, which vLLM then uses
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+
+        before = set(multiprocessing.active_children())
+        try:
+            self.llm = self.loop.call(start(), timeout, "starting vLLM")
+        except BaseException as error:
+            for process in set(multiprocessing.active_children()) - before:
+                if process.name.startswith("EngineCore"):
+                    process.kill()
+            if isinstance(error, EngineTimeoutError) or not isinstance(error, Exception):
+                raise
+            raise EngineError(
+                f"vLLM does not start with model={os.fspath(model)!r}: {type(error).__name__}: {error}{self._log()}"
+            ) from error
+        self._processes = list(self.llm.engine_core.resources.engine_manager.processes)
+        self._shared = _shared_files([process.pid for process in self._processes])
+
+    async def complete(self, request: Request, name: str, adapter: Any) -> Any:
+        """Return the finished ``CompletionOutput`` of a request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        async for output in self.llm.generate(prompt, params, name, lora_request=adapter):
+            last = output
+        return last.outputs[0]
+
+    async def ask(self, work: Awaitable[T]) -> T:
+        """Await an answer of vLLM, and raise its errors as ours."""
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        try:
+            return await work
+        except EngineError:
+            raise
+        except VLLMDeadError as error:
+            raise self.death() from error
+        except Exception as error:
+            if self.dead():
+                raise self.death() from error
+            self._log_read = self._log_size()  # later errors do not repeat these lines
+            cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
+            raise EngineError(f"vLLM: {type(cause).__name__}: {cause}") from error
+
+    def dead(self) -> bool:
+        """Return whether the engine is gone."""
+        return not hasattr(self, "llm") or self.llm.errored or not all(p.is_alive() for p in self._processes)
+
+    def death(self) -> EngineDeadError:
+        """Return the error of a dead engine."""
+        if self._death is None:  # once: all requests in flight ask
+            until = monotonic() + _LAST_SECONDS
+            while any(process.exitcode is None for process in self._processes) and monotonic() < until:
+                sleep(0.01)
+            ended = [process for process in self._processes if process.exitcode is not None]
+            ends = [f"{p.name} (pid {p.pid}) ended with exit code {p.exitcode}" for p in ended]
+            self._death = f"vLLM is gone: {', '.join(ends) or 'its engine core stopped'}"
+            self._death += f"; call restart(){self._log()}"
+        return EngineDeadError(self._death)
+
+    def close(self, error: EngineError) -> None:
+        """End the engine; requests in flight and later ones fail with ``error``. May be called again."""
+        self._closing = True
+        if hasattr(self, "llm"):
+            self.loop.end(error)
+            if (handler := self.llm.output_handler) is not None:
+                self.loop.loop.call_soon_threadsafe(handler.cancel)  # it would log the end as a failure
+            self.llm.shutdown(timeout=5.0)
+            del self.llm  # its finalizer would fail at Python's exit
+        for process in self._processes:
+            process.join(timeout=5.0)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=5.0)
+        for path in self._shared:
+            Path(path).unlink(missing_ok=True)  # left by killed processes
+        self.loop.close(error)
+        self._folder.cleanup()
+
+    def _watch(self) -> None:
+        connection.wait([process.sentinel for process in self._processes])
+        if not self._closing:
+            self.loop.end(self.death())
+
+    @contextmanager
+    def _child_logs(self) -> Iterator[None]:
+        """Log errors of the processes to start into a file, since vLLM reports little of them to the parent."""
+        if "VLLM_LOGGING_CONFIG_PATH" in os.environ:
+            yield
+            return
+        folder = Path(self._folder.name)
+        level, stream = os.environ["VLLM_LOGGING_LEVEL"], os.environ["VLLM_LOGGING_STREAM"]
+        line = "%(levelname)s %(asctime)s [%(processName)s %(filename)s:%(lineno)d] %(message)s"
+        console = {"class": "logging.StreamHandler", "level": level, "stream": stream, "formatter": "line"}
+        file = {"class": "logging.FileHandler", "level": "ERROR", "filename": str(folder / _LOG), "formatter": "line"}
+        settings = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"line": {"format": line}},
+            "handlers": {"console": console, "file": file},
+            "loggers": {"vllm": {"handlers": ["console", "file"], "level": level, "propagate": False}}
+            | {name: {"level": "ERROR"} for name in NOISE},
+        }
+        (folder / "logging.json").write_text(json.dumps(settings))
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(folder / "logging.json")
+        try:
+            yield
+        finally:
+            del os.environ["VLLM_LOGGING_CONFIG_PATH"]
+            logger = logging.getLogger("vllm")  # vLLM also configures this process
+            for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+                if Path(handler.baseFilename).parent == folder:
+                    logger.removeHandler(handler)
+                    handler.close()
+
+    def _log_size(self) -> int:
+        path = Path(self._folder.name) / _LOG
+        return path.stat().st_size if path.exists() else 0
+
+    def _log(self) -> str:
+        if self._log_size() <= self._log_read:
+            return ""
+        lines = (Path(self._folder.name) / _LOG).read_bytes()[self._log_read :].decode(errors="replace").splitlines()
+        return "\n".join(["; its log ends with:", *lines[-_LAST_LINES:]])
+
+
+def _shared_files(pids: list[int]) -> set[str]:
+    """Return named shared memory of processes and their descendants, except semaphores, which Python frees itself."""
+    if not sys.platform.startswith("linux"):
+        return set()
+    import psutil  # vLLM needs it too
+
+    roots = [psutil.Process(pid) for pid in pids]
+    processes = roots + [child for root in roots for child in root.children(recursive=True)]
+    paths = {region.path for process in processes for region in process.memory_maps()}
+    return {path for path in paths if path.startswith("/dev/shm/") and not path.startswith("/dev/shm/sem.")}

@@ -1,0 +1,37 @@
+"""ChildWorker: the weight worker in a child process, which ends with its trainer.
+
+vLLM imports this file by the name of its worker extension, :class:`ChildWorker`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+from torchrl_rloo.engines.vllm_api import TRAINER_PID
+from torchrl_rloo.engines.vllm_worker import WeightWorker
+
+
+class ChildWorker(WeightWorker):
+    """:class:`~torchrl_rloo.engines.vllm_worker.WeightWorker` in a process that ends with the trainer's."""
+
+
+def _end_with(pid: int) -> None:
+    """End this process once process ``pid`` is gone: vLLM would wait for ever and keep the device's memory."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    except (AttributeError, OSError):  # not on Linux, or an old one
+        return
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.poll()
+    os._exit(1)
+
+
+if TRAINER_PID in os.environ:
+    threading.Thread(
+        target=_end_with, args=(int(os.environ[TRAINER_PID]),), name="end with trainer", daemon=True
+    ).start()

@@ -1,0 +1,206 @@
+"""VLLMEngine: vLLM in the calling process, with weights by reference."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from threading import Condition, get_ident
+from typing import Any
+
+import torch
+
+from torchrl_rloo.engines.base import (
+    EngineDeadError,
+    EngineError,
+    EngineTimeoutError,
+    InFlight,
+    Request,
+    Sample,
+    check_in_flight,
+)
+from torchrl_rloo.engines.vllm_api import (
+    VLLMEngineBase,
+    adapter_request,
+    engine_arguments,
+    random_states_kept,
+    require_vllm,
+    sample_of,
+    sampling_arguments,
+    silence_noise,
+    stop_ids_of,
+    vllm_environment,
+)
+
+PATIENCE = 600.0  # seconds that generate waits for resume
+
+
+class VLLMEngine(VLLMEngineBase):
+    """Samples with vLLM in this process, e.g. on the GPU that trains, or inside an actor.
+
+    A process can have one live engine: vLLM keeps its parallel state in globals. Calls from several threads take turns,
+    so :meth:`pause` waits for a running :meth:`generate` for any ``in_flight``.
+
+    Args:
+        model: local directory or hub id, in Hugging Face format.
+        **arguments: of ``vllm.LLM``: ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``enable_lora``, and
+            ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: for an argument that the toolkit sets itself.
+        EngineError: if vLLM does not start, with its error.
+    """
+
+    in_process = True
+
+    def __init__(self, model: str | PathLike, **arguments: Any):
+        self._model, self._arguments = os.fspath(model), arguments
+        self._turn = Condition()  # held while the engine is used
+        self._paused_by: int | None = None  # a thread's ident
+        self._start()
+
+    def _start(self) -> None:
+        set_num_threads = torch.set_num_threads
+        with vllm_environment(own_process=False):
+            require_vllm()
+            from vllm import LLM
+
+            arguments = engine_arguments(self._model, self._arguments)
+            silence_noise()
+            try:
+                with random_states_kept():
+                    self.llm = LLM(**arguments)
+            except Exception as error:
+                raise EngineError(f"vLLM does not start with model={self._model!r}: {_text(error)}") from error
+            finally:
+                torch.set_num_threads = set_num_threads  # vLLM's CPU worker disables it for the whole process
+        self._death: str | None = None
+        self.stop_ids = stop_ids_of(self.llm.model_config)
+        self.context_length = self.llm.model_config.max_model_len
+        self._stamp(0, timeout=60.0)
+
+    @property
+    def world_size(self) -> int:
+        return self.llm.llm_engine.vllm_config.parallel_config.world_size
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        from vllm import SamplingParams
+
+        with self._turn:
+            self._wait_until_resumed()
+            self._check(ready=True)
+            try:
+                params = [SamplingParams(**sampling_arguments(r)) for r in requests]
+                prompts = [{"prompt_token_ids": list(r.prompt)} for r in requests]
+                with random_states_kept():
+                    outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
+            except BaseException as error:
+                if self.llm.llm_engine.has_unfinished_requests():  # it stopped between two steps and cannot continue
+                    self._death = _text(error)
+                if isinstance(error, EngineError) or not isinstance(error, Exception):
+                    raise
+                kind, what = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
+                raise kind(f"vLLM {what}: {_text(error)}") from error
+        return [sample_of(r, o.outputs[0]) for r, o in zip(requests, outputs, strict=True)]
+
+    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
+        check_in_flight(in_flight)
+        with self._taken(timeout, "pause"):
+            self._check()
+            self._paused_by = get_ident()
+            self._reset_cache()
+
+    def resume(self) -> None:
+        with self._turn:
+            self._paused_by = None
+            self._turn.notify_all()
+
+    def sleep(self) -> None:
+        with self._turn:
+            self._check()
+            if torch.cuda.is_available() and not self.asleep:  # on CPU vLLM can free nothing
+                self._try("sleep", self.llm.sleep, level=1)
+            self.asleep = True
+
+    def wake(self) -> None:
+        with self._turn:
+            self._check()
+            if torch.cuda.is_available() and self.asleep:
+                self._try("wake", self.llm.wake_up)
+            self.asleep = False
+
+    def check_health(self) -> None:
+        self._check()
+
+    def close(self) -> None:
+        with self._turn:
+            self.closed = True
+            self._end()
+            self._turn.notify_all()
+
+    def restart(self) -> None:
+        with self._turn:
+            self._end()
+            self._death = "restart() ended it and has not started it yet"
+            self._start()
+            self.closed = False
+            self._reset_to_checkpoint()
+
+    def _end(self) -> None:
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            gc.collect()  # vLLM's model is in reference cycles
+
+    def _rpc(self, method: str, *args: Any, timeout: float) -> list:
+        with self._taken(timeout, method):
+            self._check()
+            return self._try(method, self.llm.collective_rpc, method, args=args)
+
+    def _stamp(self, version: int, timeout: float) -> None:
+        with self._taken(timeout, "naming the weights"):
+            self.llm.llm_engine.set_weight_version(str(version))
+            self._reset_cache()
+
+    def _load_adapter(self, path: str, version: int, timeout: float) -> None:
+        with self._taken(timeout, "loading an adapter"):
+            self._check()
+            self._try("add_lora", self.llm.llm_engine.add_lora, adapter_request(path, new=True))
+            self._adapter = adapter_request(path, new=False)
+
+    def _reset_cache(self) -> None:
+        if not self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM did not drop its prefix cache, so that samples may be of old weights")
+
+    def _refusal(self, ready: bool) -> EngineError | None:
+        if self._death is not None and not self.closed:
+            return EngineDeadError(f"vLLM is gone: {self._death}; call restart()")
+        return super()._refusal(ready)
+
+    @contextmanager
+    def _taken(self, timeout: float, what: str) -> Iterator[None]:
+        if not self._turn.acquire(timeout=timeout):
+            raise EngineTimeoutError(f"{what}: the engine was busy for longer than timeout={timeout} s")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _wait_until_resumed(self) -> None:
+        if self._paused_by == get_ident():
+            raise EngineError("this thread paused the engine and would wait for itself: call resume() first")
+        if not self._turn.wait_for(lambda: self._paused_by is None or self.closed, timeout=PATIENCE):
+            raise EngineTimeoutError(f"the engine has been paused for {PATIENCE} s: call resume()")
+
+    def _try(self, what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            raise EngineError(f"{what} failed in vLLM: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

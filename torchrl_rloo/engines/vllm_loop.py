@@ -1,0 +1,230 @@
+"""LoopThread and LoopEngine: vLLM engines behind coroutines on one event loop, with pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future, TimeoutError
+from threading import Thread, current_thread
+from typing import Any, TypeVar
+
+from torchrl_rloo.engines.base import (
+    AsyncEngine,
+    EngineDeadError,
+    EngineError,
+    EngineTimeoutError,
+    InFlight,
+    Request,
+    Sample,
+    WeightStep,
+    check_in_flight,
+)
+from torchrl_rloo.engines.vllm_api import PAUSE_MODES, VLLMEngineBase
+
+T = TypeVar("T")
+
+
+CLOSED = EngineError("this engine is closed")
+NOT_RESTARTED = EngineDeadError("restart() ended this engine and has not started it yet")
+
+
+class LoopThread:
+    """Event loop on a daemon thread. It keeps no reference to whoever starts work on it.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str):
+        self.loop = asyncio.new_event_loop()
+        self._work: set[asyncio.Task] = set()
+        self._ended: EngineError | None = None
+        self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start work on the loop; cancelling the future cancels it."""
+        if self._ended is not None:
+            work.close()
+            failed: Future[T] = Future()
+            failed.set_exception(_copy(self._ended))
+            return failed
+        return asyncio.run_coroutine_threadsafe(self._until_ended(work), self.loop)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Run work on the loop and return its result.
+
+        Raises:
+            EngineTimeoutError: if it takes more than ``timeout`` seconds; the work is then cancelled.
+        """
+        future = self.start(work)
+        try:
+            return future.result(timeout)
+        except TimeoutError as error:
+            future.cancel()
+            raise EngineTimeoutError(f"{what} took longer than timeout={timeout} s") from error
+
+    def end(self, error: EngineError) -> None:
+        """Fail pending and later work with ``error``; a further call replaces the error."""
+        first, self._ended = self._ended is None, error  # set first: cancelled work raises it
+        if first:
+            self.loop.call_soon_threadsafe(self._cancel_work)
+
+    def close(self, error: EngineError) -> None:
+        """Stop the thread; pending and later work fails with ``error``. May be called again."""
+        self.end(error)
+        if self._thread is current_thread():  # called by the garbage collector on this thread
+            self.loop.stop()
+        elif self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
+            self._thread.join(timeout=10.0)
+        if not self._thread.is_alive() and not self.loop.is_closed():
+            self.loop.close()
+
+    def _cancel_work(self) -> None:
+        for task in list(self._work):
+            task.cancel()
+
+    async def _stop(self) -> None:
+        """Stop the loop once all work has ended: its waiters would wait for ever."""
+        await asyncio.sleep(0.1)  # lets other tasks of the loop end
+        if self._work:
+            await asyncio.wait(self._work, timeout=5.0)
+        self.loop.stop()
+
+    async def _until_ended(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        self._work.add(task)
+        if self._ended is not None:  # ended since the start
+            task.cancel()
+        try:
+            return await work
+        except BaseException:
+            if self._ended is None:
+                raise
+            raise _copy(self._ended) from None
+        finally:
+            self._work.discard(task)
+
+
+def _copy(error: EngineError) -> EngineError:
+    return type(error)(*error.args)  # one exception raised in many places would collect all their tracebacks
+
+
+def _gate(is_open: bool) -> asyncio.Event:
+    gate = asyncio.Event()  # bound to the loop that first waits for it, so each loop needs its own
+    if is_open:
+        gate.set()
+    return gate
+
+
+class LoopEngine(VLLMEngineBase, AsyncEngine):
+    """Base of vLLM engines that accept requests at any time; requests wait during a pause.
+
+    A subclass sets ``_loop`` and implements the abstract coroutines, which raise only EngineError and its subclasses.
+
+    Args:
+        request_timeout: seconds that a request of :meth:`generate` may take.
+    """
+
+    _loop: LoopThread
+
+    def __init__(self, request_timeout: float):
+        super().__init__(request_timeout)
+        self._open = _gate(True)  # closed during a pause
+        self._inside = 0  # requests that the engine has
+
+    @abstractmethod
+    async def _sample(self, request: Request) -> Sample:
+        """Sample a request."""
+
+    @abstractmethod
+    async def _pause_engine(self, mode: str) -> None:
+        """Pause sampling in one of vLLM's modes, and drop all caches."""
+
+    @abstractmethod
+    async def _resume_engine(self) -> None:
+        """Continue sampling."""
+
+    @abstractmethod
+    async def _collective(self, method: str, args: tuple, timeout: float) -> list:
+        """Call a method of every worker."""
+
+    @abstractmethod
+    async def _name_weights(self, version: int) -> None:
+        """Name the current weights, and drop all caches."""
+
+    @abstractmethod
+    async def _sleep_engine(self) -> None:
+        """Free memory on the device."""
+
+    @abstractmethod
+    async def _wake_engine(self) -> None:
+        """Allocate it again."""
+
+    def submit(self, request: Request) -> Future[Sample]:
+        return self._loop.start(self._sampled(request))
+
+    def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
+        check_in_flight(in_flight)
+        self._loop.call(self._paused(PAUSE_MODES[in_flight]), timeout, f"pause({in_flight!r})")
+
+    def resume(self) -> None:
+        self._loop.call(self._resumed(), self.request_timeout, "resume()")
+
+    def sleep(self) -> None:
+        self._loop.call(self._sleep_engine(), self.request_timeout, "sleep()")
+        self.asleep = True
+
+    def wake(self) -> None:
+        self._loop.call(self._wake_engine(), self.request_timeout, "wake()")
+        self.asleep = False
+
+    def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        loads = step in ("finish", "adapter") or (step == "start" and not self._staged)
+        if loads and self._open.is_set():  # a forward pass during a load would kill the engine
+            raise EngineError(f"{step!r} loads weights: pause the engine before")
+        return super().update_weights(step, info, timeout=timeout)
+
+    def _rpc(self, method: str, *args: Any, timeout: float) -> list:
+        return self._loop.call(self._collective(method, args, timeout), timeout, method)
+
+    def _stamp(self, version: int, timeout: float) -> None:
+        self._loop.call(self._name_weights(version), timeout, "naming the weights")
+
+    def _finish_restart(self) -> None:
+        """Reset the state after a :meth:`restart`; a pause goes on, since its caller will end it."""
+        paused = not self._open.is_set()
+        self._open = _gate(not paused)
+        self._reset_to_checkpoint()
+        self.closed = False
+        if paused:
+            self._loop.call(self._pause_engine("abort"), self.request_timeout, "pause()")
+
+    async def _sampled(self, request: Request) -> Sample:
+        self._check(ready=True)
+        await self._open.wait()
+        self._check(ready=True)  # an update may have failed, or the engine fallen asleep
+        self._inside += 1
+        try:
+            return await self._sample(request)
+        finally:
+            self._inside -= 1
+
+    async def _paused(self, mode: str) -> None:
+        self._open.clear()
+        try:
+            await self._pause_engine(mode)
+        except BaseException:  # also CancelledError at a time-out
+            try:
+                await self._resume_engine()
+            finally:
+                self._open.set()
+            raise
+
+    async def _resumed(self) -> None:
+        if self.failed_version is not None:
+            await self._pause_engine("abort")  # frozen requests would go on with mixed weights
+        await self._resume_engine()
+        self._open.set()

@@ -1,0 +1,298 @@
+"""VLLMServer: a running vLLM server over HTTP, and the command that starts one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from os import PathLike
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import torch
+
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.vllm_api import (
+    SERVER_VARIABLES,
+    UNIPROC,
+    plain_arguments,
+    process_variables,
+    sample_of_reply,
+    sampling_arguments,
+)
+from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+
+_POLL = 0.5  # seconds between two looks for a server that is starting
+_MINUS_INFINITY = -9999.0  # in the server's replies
+
+
+def server_command(
+    model: str | PathLike,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    **arguments: Any,
+) -> list[str]:
+    """Return the command that starts a server for :class:`VLLMServer`; run it in :func:`server_environment`.
+
+    Its control routes have no password: bind it to the loopback or to a private network.
+
+    Args:
+        model: local directory or hub id, in Hugging Face format.
+        host: address to listen at.
+        port: port to listen at.
+        dtype: of weights and activations, as in ``"bfloat16"``; ``"auto"`` takes that of the checkpoint.
+        tensor_parallel_size: number of GPUs that share the model.
+        **arguments: further arguments of vLLM's engine: ``max_model_len=4096`` becomes ``--max-model-len 4096``, True
+            and False become ``--flag`` and ``--no-flag``, dicts and lists JSON.
+
+    Raises:
+        ValueError: for an argument that the toolkit sets itself.
+
+    Example:
+        >>> command = server_command("my-model", dtype="float32", max_model_len=4096)
+        >>> command[1:5]
+        ['-m', 'vllm.entrypoints.openai.api_server', '--model', 'my-model']
+        >>> server = subprocess.Popen(command, env=server_environment())  # doctest: +SKIP
+    """
+    arguments |= {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
+    flags = plain_arguments(arguments) | {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+    if not torch.cuda.is_available() and tensor_parallel_size == 1:
+        flags.setdefault("distributed_executor_backend", UNIPROC)
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", os.fspath(model)]
+    words += ["--host", host, "--port", str(port)]
+    if not flags["disable_log_stats"]:
+        del flags["disable_log_stats"]  # there is no flag for False
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
+    return words
+
+
+def server_environment(threads: int | None = 1) -> dict[str, str]:
+    """Return the environment of a server: this process's variables, and those that vLLM requires where unset.
+
+    Args:
+        threads: OpenMP threads of the server; None leaves it to torch.
+    """
+    return dict(os.environ) | process_variables(own_process=True, threads=threads) | SERVER_VARIABLES
+
+
+class VLLMServer(LoopEngine):
+    """Samples with a running server of :func:`server_command`, for one trainer at a time.
+
+    Closing it leaves the server running. The server reads LoRA adapters from a directory that both sides must see.
+
+    Args:
+        url: of the server, as in ``"http://127.0.0.1:8000"``.
+        request_timeout: seconds that a request may take.
+        connect_timeout: seconds to wait for a server that is starting.
+        api_key: sent as a bearer token.
+
+    Raises:
+        ValueError: for an invalid url, or a time of 0 or less.
+        EngineDeadError: if no server answers in time.
+        EngineError: if the server was started without an option that :func:`server_command` sets.
+    """
+
+    def __init__(
+        self, url: str, *, request_timeout: float = 600.0, connect_timeout: float = 60.0, api_key: str | None = None
+    ):
+        super().__init__(request_timeout)
+        if connect_timeout <= 0:
+            raise ValueError(f"connect_timeout={connect_timeout} must be above 0 seconds")
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"url={url!r} must be like 'http://127.0.0.1:8000'")
+        self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connect()
+
+    def _connect(self) -> None:
+        self._loop = LoopThread("vllm-server")
+        self._http = _Http(self.url, self._headers, self.connect_timeout)
+        self._finalizer = weakref.finalize(self, _close, self._loop, self._http, CLOSED)
+        try:
+            limit = self.connect_timeout + self.request_timeout
+            self._world_size = self._loop.call(self._greet(), limit, f"connecting to {self.url}")
+        except BaseException:
+            self._disconnect(NOT_RESTARTED)
+            raise
+
+    def _disconnect(self, error: EngineError) -> None:
+        """Close the connection; a restart may follow."""
+        self._finalizer.detach()  # it would keep the closed loop
+        _close(self._loop, self._http, error)
+
+    async def _greet(self) -> int:
+        """Wait for the server, abort what a previous trainer left open, and check the server's options."""
+        until = monotonic() + self.connect_timeout
+        while True:
+            try:
+                await self._http.get("/health", self.connect_timeout)
+                break
+            except EngineDeadError:
+                if monotonic() + _POLL > until:
+                    raise
+                await asyncio.sleep(_POLL)
+        name = (await self._http.get("/weight_info", self.connect_timeout))["weight_version"]
+        self._lives_on = name.isdecimal()  # vLLM's initial name is no number
+        self.version = int(name) if self._lives_on else 0  # sent by a previous trainer
+        await self._collective("abort_weight_update", (), self.request_timeout)
+        await self._name_weights(self.version)
+        await self._resume_engine()
+        if not await self._returns_processed():
+            raise EngineError(
+                f"the server at {self.url} returns log-probs of the plain softmax, not of what it samples: start it "
+                "with --logprobs-mode processed_logprobs, as server_command does"
+            )
+        return (await self._http.get("/get_world_size", self.request_timeout))["world_size"]
+
+    async def _returns_processed(self) -> bool:
+        """Return whether log-probs are of the truncated softmax: tokens cut off by top-k then have minus infinity.
+
+        It samples two tokens, since all logits after a lone padding token may be equal.
+        """
+        settings = {"max_tokens": 2, "top_k": 1, "logprobs": 2, "ignore_eos": True, "seed": 0}
+        body = {"token_ids": [0], "sampling_params": settings}
+        reply = await self._http.post("/inference/v1/generate", self.request_timeout, body)
+        entries = [top["logprob"] for e in reply["choices"][0]["logprobs"]["content"] for top in e["top_logprobs"]]
+        return min(entries) <= _MINUS_INFINITY
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def check_health(self) -> None:
+        self._check()
+        self._loop.call(self._http.get("/health", self.connect_timeout), self.request_timeout, "check_health()")
+
+    def close(self) -> None:
+        self.closed = True
+        self._disconnect(CLOSED)
+
+    def restart(self) -> None:
+        """Connect again, to a server that was started again or that still runs with its weights."""
+        self._disconnect(NOT_RESTARTED)
+        self._connect()
+        kept = (self.version, self.failed_version, self._adapter) if self._lives_on else (0, None, None)
+        self._finish_restart()
+        self.version, self.failed_version, self._adapter = kept
+
+    async def _sample(self, request: Request) -> Sample:
+        body = {"token_ids": list(request.prompt), "sampling_params": sampling_arguments(request)}
+        if self._adapter is not None:
+            body["model"] = self._adapter
+        reply = await self._http.post("/inference/v1/generate", self.request_timeout, body)
+        return sample_of_reply(request, reply["choices"][0])
+
+    async def _pause_engine(self, mode: str) -> None:
+        await self._http.post("/pause", None, params={"mode": mode, "clear_cache": "true"})
+
+    async def _resume_engine(self) -> None:
+        await self._http.post("/resume", self.request_timeout)
+
+    async def _collective(self, method: str, args: tuple, timeout: float) -> list:
+        reply = await self._http.post("/collective_rpc", timeout, {"method": method, "args": args, "timeout": timeout})
+        return reply["results"]
+
+    async def _name_weights(self, version: int) -> None:
+        await self._http.post("/update_weight_version", self.request_timeout, {"new_version": str(version)})
+        params = {"reset_running_requests": "true"}
+        if not (await self._http.post("/reset_prefix_cache", self.request_timeout, params=params))["success"]:
+            raise EngineError("the server did not drop its prefix cache, so that samples may be of old weights")
+
+    async def _sleep_engine(self) -> None:
+        await self._http.post("/sleep", self.request_timeout, params={"level": "1", "mode": "wait"})
+
+    async def _wake_engine(self) -> None:
+        await self._http.post("/wake_up", self.request_timeout)
+
+    async def _load(self, path: str, name: str, timeout: float) -> None:
+        if self._inside:  # the server cannot replace a loaded adapter in place
+            raise EngineError(
+                f"{self._inside} requests were frozen by pause('continue') and would go on with the previous adapter: "
+                "pause with in_flight='finish' or 'abort'"
+            )
+        await self._http.post("/v1/load_lora_adapter", timeout, {"lora_name": name, "lora_path": path})
+        if self._adapter is not None:
+            await self._http.post("/v1/unload_lora_adapter", timeout, {"lora_name": self._adapter})
+
+    def _load_adapter(self, path: str, version: int, timeout: float) -> None:
+        name = f"policy-{version}-{uuid4().hex[:8]}"  # a previous trainer may have used the name
+        self._loop.call(self._load(path, name, timeout), timeout, "loading an adapter")
+        self._adapter = name
+
+
+class _Http:
+    """HTTP client of one server. aiohttp keeps hundreds of requests open on one thread; datasets depends on it."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float):
+        self.url, self.headers, self.connect_timeout = url, headers, connect_timeout
+        self.session: Any = None
+
+    async def get(self, path: str, timeout: float | None) -> Any:
+        return await self._send("GET", path, timeout)
+
+    async def post(
+        self, path: str, timeout: float | None, body: Any = None, params: Mapping[str, str] | None = None
+    ) -> Any:
+        return await self._send("POST", path, timeout, json=body, params=params)
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
+
+    async def _send(self, method: str, path: str, timeout: float | None, **content: Any) -> Any:
+        import aiohttp
+
+        if self.session is None:
+            # not reused: a server may close an idle connection while it is used again
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self.connect_timeout)
+        try:
+            async with self.session.request(method, self.url + path, timeout=limits, **content) as reply:
+                text = await reply.text()
+        except asyncio.TimeoutError as error:
+            raise EngineTimeoutError(f"{method} {self.url}{path} took longer than {timeout} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineDeadError(f"no server answers at {self.url}: {type(error).__name__}: {error}") from error
+        if reply.status >= 400:
+            hint = _HINTS.get((path, reply.status), "")
+            kind = EngineDeadError if reply.status == 503 else EngineError
+            raise kind(f"{method} {self.url}{path}: {reply.status} {reply.reason}: {_message(text)}{hint}")
+        return json.loads(text) if reply.content_type == "application/json" else text
+
+
+_HINTS = {
+    ("/weight_info", 404): ": start it with VLLM_SERVER_DEV_MODE=1, as server_environment does",
+    ("/inference/v1/generate", 403): ": start it with --enable-scale-out, as server_command does",
+    ("/v1/load_lora_adapter", 404): ": start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as server_environment does",
+}
+
+
+def _message(text: str) -> str:
+    """Return the server's own message in the body of an error."""
+    try:
+        body = json.loads(text)
+        error = body.get("error", body.get("detail", body))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return text[:2000]
+
+
+def _close(loop: LoopThread, http: _Http, error: EngineError) -> None:
+    with suppress(EngineError):  # the loop may be closed already
+        loop.call(http.close(), 5.0, "closing connections")
+    loop.close(error)

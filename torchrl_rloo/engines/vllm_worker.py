@@ -1,0 +1,229 @@
+"""WeightWorker: receives, checks and loads buckets in each worker of a vLLM engine.
+
+vLLM imports this file by the name of its worker extension, :class:`WeightWorker`. That registers the weight transfer
+backend, and adds methods to the worker. The backend works around three defects of vLLM 0.32's reload on CPU: a tied
+head keeps its old packed copy, experts are not packed again, and a failed load is repeated by the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+
+from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, TensorInfo, checksum, read_manifest
+from torchrl_rloo.weight_update.transport import Receiver
+
+BACKEND = "torchrl_rloo"
+
+
+@dataclass
+class Connection(WeightTransferInitInfo):
+    """``connect`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
+
+    transport: str
+    manifest: list
+    staged: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    """``bucket`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
+
+    version: int
+    bucket: int
+    first: int
+    last: int
+    checksum: str
+    payload: dict[str, Any]
+
+
+class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
+    """Weight transfer backend of vLLM that loads only tensors with the right checksum.
+
+    With ``staged`` it keeps all buckets in host memory and loads them after the last one, so that an update that fails
+    before changes nothing. Otherwise it loads each bucket as it arrives.
+    """
+
+    init_info_cls = Connection
+    update_info_cls = Bucket
+    supports_draft_weight_update = False
+
+    receiver: Receiver | None = None
+    manifest: list[TensorInfo]
+    staged = True
+    loading = False
+    update: OpenUpdate | None = None
+
+    def init_transfer_engine(self, init_info: Connection) -> None:
+        """Check that the manifest is the whole model, and open the transport."""
+        self.shutdown()
+        manifest = read_manifest(vars(init_info))
+        self._check_manifest(manifest)
+        self.manifest, self.staged = manifest, init_info.staged
+        rank = self.parallel_config.rank
+        self.receiver = RECEIVERS[init_info.transport](init_info.options, self.device, rank)
+
+    def start_weight_update(self) -> None:
+        """Open an update."""
+        if self.receiver is None:
+            raise RuntimeError("no transport is connected")
+        self.update = OpenUpdate(self.manifest)
+        self.staging: dict[str, torch.Tensor] = {}
+        if not self.staged:
+            self._start_loading()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take one bucket; a failure aborts the update."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.abort_update()
+            raise
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Receive, check, and stage or load one bucket."""
+        if self.update is None:
+            raise RuntimeError("no update is open: start one first")
+        weights = self.update.take(vars(update_info), self.receiver)
+        if self.staged:
+            self.staging |= {name: tensor.cpu() for name, tensor in weights.items()}
+        else:
+            self.model.load_weights(iter(weights.items()))
+
+    def finish_weight_update(self) -> None:
+        """Activate the new weights."""
+        if self.update is None:
+            raise RuntimeError("no update is open: start one first")
+        try:
+            self.update.complete()
+            if self.staged:
+                self._start_loading()
+                self.model.load_weights(iter(self.staging.items()))
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException:
+            self.abort_update()
+            raise
+        self.loading, self.staging = False, {}
+        if self.device.type == "cpu":
+            self._repack_tied_head()
+        else:
+            torch.accelerator.synchronize()
+
+    def abort_update(self) -> None:
+        """Cancel an open update; incomplete layers keep their old weights."""
+        self.update, self.staging = None, {}
+        if self.loading:
+            self._restore_layers()
+            self.loading = False
+
+    def shutdown(self) -> None:
+        """Close the transport."""
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    def _start_loading(self) -> None:
+        if self.device.type == "cpu":
+            for module in self.model.modules():
+                method = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None  # else the experts would not be packed again
+        self.loading = True
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def _restore_layers(self) -> None:
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        layerwise.LOADING_LAYERS.clear()
+
+    def _repack_tied_head(self) -> None:
+        tables = {
+            m.weight.data_ptr()
+            for m in self.model.modules()
+            if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead) and m.weight.numel()
+        }
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and module.weight.numel() and module.weight.data_ptr() in tables:
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def _check_manifest(self, manifest: list[TensorInfo]) -> None:
+        """Run the model's own loaders on tensors of the manifest's shapes, without any effect."""
+        process, layerwise._layerwise_process = layerwise._layerwise_process, lambda layer, info: None
+        self.loading = True
+        layerwise.initialize_layerwise_reload(self.model)
+        in_use = [
+            (p, p.data.clone()) for p in self.model.parameters() if not p.is_meta
+        ]  # loaders write to these at once
+        try:
+            for info in manifest:
+                tensor = torch.zeros((), dtype=info.torch_dtype).expand(info.shape)
+                try:
+                    self.model.load_weights(iter([(info.name, tensor)]))
+                except Exception as error:
+                    raise ValueError(
+                        f"the engine's model does not take tensor {info.name} of shape {list(info.shape)}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+            self._check_complete()
+        finally:
+            layerwise._layerwise_process = process
+            self.abort_update()
+            for parameter, values in in_use:
+                parameter.data.copy_(values)
+
+    def _check_complete(self) -> None:
+        tied = getattr(self.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
+        for name, layer in self.model.named_modules():
+            wanted = sum(p.numel() for p in layer.parameters(recurse=False) if p.is_meta)  # others are not reloaded
+            found = layerwise.get_layerwise_info(layer).load_numel or 0
+            if isinstance(layer, VocabParallelEmbedding):  # vocabularies are padded, and a tied head is repacked
+                wanted = 0 if tied and isinstance(layer, ParallelLMHead) else min(wanted, 1)
+            if found < wanted:
+                raise ValueError(
+                    f"the tensors sent fill {found} of {wanted} elements of {name}: send the whole model, or that "
+                    "layer would keep its old weights"
+                )
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, RLOOWeightTransfer)
+
+
+class WeightWorker:
+    """Methods added to vLLM's worker for weight updaters."""
+
+    def weight_report(self) -> dict[str, Any]:
+        """Return the rank, and version and checksums of the last update."""
+        update = self.weight_transfer_engine.update
+        version, checksums = (update.version, update.checksums) if update else (None, [])
+        return {"rank": self.rank, "version": version, "checksums": checksums}
+
+    def check_adapter(self, path: str, expected: str) -> None:
+        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's."""
+        tensors = load_file(Path(path) / ADAPTER_FILE)
+        if (found := checksum([tensors[name] for name in sorted(tensors)])) != expected:
+            raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")
+
+    def abort_weight_update(self) -> None:
+        """Cancel an open update."""
+        self.weight_transfer_engine.abort_update()
+        self.weight_transfer_engine.reset_weight_update_target()
+        self._weight_update_active = False

@@ -1,0 +1,35 @@
+"""Turns and limits of a task's conversations, with a user's settings in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchrl.envs import Transform
+
+from torchrl_rloo.envs.tasks.base import TaskBase
+
+
+def conversation_settings(
+    task: TaskBase, transforms: Sequence[Any] | None, limits: Mapping[str, Any], context: int | None
+) -> tuple[Callable[[], Sequence[Transform]], dict[str, Any]]:
+    """Return a factory of environment transforms, and the limits of a conversation.
+
+    Args:
+        task: has its own of both.
+        transforms: ``{_target_: dotted path, argument: value}`` each, in order; None takes the task's.
+        limits: arguments of :class:`~torchrl_rloo.envs.ChatEnv` in place of the task's.
+        context: tokens that the model takes; limits a conversation of several turns that has no other limit.
+
+    Returns:
+        ``(make_transforms, limits)``. Each call of the first makes new transforms, so that two environments share no
+        counters.
+    """
+    from hydra.utils import instantiate
+
+    limits = {**task.limits, **limits}
+    if task.make_transforms() if transforms is None else transforms:
+        limits = {"max_tokens": context} | limits
+    if transforms is None:
+        return task.make_transforms, limits
+    return lambda: [instantiate(transform) for transform in transforms], limits

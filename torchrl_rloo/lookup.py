@@ -1,0 +1,43 @@
+"""Names in a configuration: near matches for misspelled ones, objects for dotted paths. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the names close to ``name``, or ``""``.
+
+    >>> did_you_mean("gsm8", ["gsm8k", "math"])
+    " (did you mean 'gsm8k'?)"
+    """
+    matches = get_close_matches(name, list(names), n=3)
+    return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""
+
+
+def import_object(path: str, what: str) -> Any:
+    """Return what a dotted path names.
+
+    Args:
+        path: ``"package.module.name"``.
+        what: kind of object, for messages (``"reward"``).
+
+    Raises:
+        ValueError: if there is no such module, or nothing of that name in it.
+        Exception: whatever the module raises on import.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"{what} {path!r} must be a dotted path, module.name")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise ValueError(f"{what} {path!r}: there is no module {error.name!r}") from error
+    if not hasattr(found, name):
+        raise ValueError(f"{what} {path!r}: module {module!r} has no {name!r}{did_you_mean(name, dir(found))}")
+    return getattr(found, name)

@@ -1,0 +1,103 @@
+"""OpenUpdate: the engine's side of one weight update, for any transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchrl_rloo.weight_update.collective import Collective
+from torchrl_rloo.weight_update.files import Files
+from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
+from torchrl_rloo.weight_update.shared_memory import SharedMemory
+from torchrl_rloo.weight_update.target import EngineError
+from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
+
+TRANSPORTS: tuple[type[Transport], ...] = (Direct, SharedMemory, Collective, Files)
+RECEIVERS: dict[str, type[Receiver]] = {transport.name: transport.receiver for transport in TRANSPORTS}
+
+
+class StaleStepError(EngineError):
+    """Late or misplaced step of an update that is not open; it has no effect on the open one."""
+
+
+class OpenUpdate:
+    """Check of one update: its buckets come in order, uncorrupted, and are the whole manifest.
+
+    Args:
+        manifest: of ``connect``.
+        version: of ``start``; None takes that of the first bucket.
+
+    Attributes:
+        checksums: of the buckets taken so far.
+        taken: number of tensors in those buckets.
+    """
+
+    def __init__(self, manifest: Sequence[TensorInfo], version: int | None = None):
+        self.manifest, self.version = manifest, version
+        self.checksums: list[str] = []
+        self.taken = 0
+
+    def take(self, info: Mapping[str, Any], receiver: Receiver | None) -> dict[str, torch.Tensor]:
+        """Take the next bucket.
+
+        Args:
+            info: of ``bucket``.
+            receiver: source of its tensors; None trusts its checksum.
+
+        Returns:
+            Its tensors by name; none without a receiver.
+
+        Raises:
+            EngineError: if the bucket is not the next one of this update, or its tensors differ from the manifest or
+                from its checksum.
+        """
+        first, last = info["first"], info["last"]
+        at = f"bucket {info['bucket']} of version {info['version']}"
+        if self.version not in (None, info["version"]):
+            raise EngineError(f"{at} came within the update to version {self.version}")
+        if info["bucket"] != len(self.checksums):
+            raise EngineError(f"{at} came, expected bucket {len(self.checksums)}")
+        if first != self.taken or not first < last <= len(self.manifest):
+            due = f"tensor {self.taken} of {len(self.manifest)}"
+            raise EngineError(f"{at} brings tensors {first} to {last - 1}, expected {due} next")
+        tensors = {}
+        if receiver is not None:
+            infos = self.manifest[first:last]
+            received = receiver.receive(infos, info["payload"])
+            _check_tensors(at, infos, received, info["checksum"])
+            tensors = {i.name: t for i, t in zip(infos, received, strict=True)}
+        self.version, self.taken = info["version"], last
+        self.checksums.append(info["checksum"])
+        return tensors
+
+    def complete(self) -> None:
+        """Raise EngineError unless all tensors arrived."""
+        if self.taken != len(self.manifest):
+            raise EngineError(
+                f"the update to version {self.version} brought {self.taken} of {len(self.manifest)} tensors: "
+                f"{self.manifest[self.taken].name} is the first that is missing"
+            )
+
+
+def open_for(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpdate:
+    """Return the open update that a ``bucket`` or ``finish`` belongs to; raise StaleStepError if it is not open."""
+    if update is None or update.version != info["version"]:
+        now = "none" if update is None else f"one to version {update.version}"
+        raise StaleStepError(f"no update to version {info['version']} is open ({now} is): start one first")
+    return update
+
+
+def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor], expected: str) -> None:
+    if len(tensors) != len(infos):
+        raise EngineError(f"{at} brought {len(tensors)} tensors, not the {len(infos)} announced")
+    for wanted, tensor in zip(infos, tensors, strict=True):
+        if (found := TensorInfo.of(wanted.name, tensor)) != wanted:
+            raise EngineError(
+                f"{at} brought {wanted.name} as {found.dtype} {list(found.shape)}, announced as {wanted.dtype} "
+                f"{list(wanted.shape)}"
+            )
+    if (digest := checksum(tensors)) != expected:
+        names = f"{infos[0].name} to {infos[-1].name}"
+        raise EngineError(f"{at}, with {names}, is corrupt: its checksum is {digest}, not {expected}")

@@ -1,0 +1,106 @@
+"""Messages between a weight updater and an engine's workers: manifest, buckets, checksums.
+
+An update is ``connect`` (once), ``start``, one ``bucket`` per bucket, ``finish``. Everything but the tensors is plain
+JSON:
+
+- connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool}``
+- start: ``{"version": int}``
+- bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str, "payload": {...}}``: tensors
+  ``first`` to ``last - 1`` of the manifest
+- finish: ``{"version": int}``, that of the buckets
+- adapter: ``{"version": int, "path": str, "checksum": str}``: a directory in peft's format, and the checksum of its
+  tensors sorted by name
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from xxhash import xxh3_64
+
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+ALIGNMENT = 64  # bytes; a view needs its offset to be a multiple of its element size
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype (as in ``"bfloat16"``) and shape of a tensor to send."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorInfo:
+        """Describe a tensor, as it is or cast to ``dtype``."""
+        return cls(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Torch's dtype."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+def read_manifest(info: Mapping[str, Any]) -> list[TensorInfo]:
+    """Return the manifest in the ``info`` of ``connect``."""
+    return [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in info["manifest"]]
+
+
+def plan_buckets(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[tuple[int, int]]:
+    """Split a manifest into consecutive ``(first, last)`` of at most ``bucket_bytes`` each; larger tensors go alone.
+
+    Raises:
+        ValueError: if ``bucket_bytes`` is below 1, or the manifest is empty.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+    if not manifest:
+        raise ValueError("there are no tensors to send")
+    buckets, first, filled = [], 0, 0
+    for i, info in enumerate(manifest):
+        size = _aligned(info.nbytes)
+        if i > first and filled + size > bucket_bytes:
+            buckets.append((first, i))
+            first, filled = i, 0
+        filled += size
+    return [*buckets, (first, len(manifest))]
+
+
+def packed_size(infos: Sequence[TensorInfo]) -> int:
+    """Return the number of bytes that :func:`pack` needs."""
+    return sum(_aligned(info.nbytes) for info in infos)
+
+
+def pack(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copy tensors one after the other into ``buffer`` (uint8), from any device to any device."""
+    infos = [TensorInfo.of("", t) for t in tensors]
+    for view, tensor in zip(unpack(buffer, infos), tensors, strict=True):
+        view.copy_(tensor)
+
+
+def unpack(buffer: torch.Tensor, infos: Sequence[TensorInfo]) -> list[torch.Tensor]:
+    """Return views of a packed buffer (uint8)."""
+    views, offset = [], 0
+    for info in infos:
+        views.append(buffer[offset : offset + info.nbytes].view(info.torch_dtype).view(info.shape))
+        offset += _aligned(info.nbytes)
+    return views
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> str:
+    """Return XXH3-64 of the tensors' bytes, in order. It copies GPU tensors, which takes far longer than the hash."""
+    digest = xxh3_64()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
