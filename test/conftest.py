@@ -36,6 +36,7 @@ from support.engines import (  # noqa: F401  fixtures
 )
 from support.fork_server import ForkServer
 from support.hermetic import refuse_remote_connections
+from support.judges import math_judge, one_judge  # noqa: F401  fixtures
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start

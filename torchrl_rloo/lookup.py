@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -41,3 +45,28 @@ def import_object(path: str, what: str) -> Any:
     if not hasattr(found, name):
         raise ValueError(f"{what} {path!r}: module {module!r} has no {name!r}{did_you_mean(name, dir(found))}")
     return getattr(found, name)
+
+
+def check_path(what: str, name: str | os.PathLike) -> None:
+    """Refuse a path to a missing file or directory; a name that may be a hub id passes.
+
+    Args:
+        what: setting or argument, for messages.
+        name: path or hub id.
+
+    Raises:
+        FileNotFoundError: if the name can only be a path, and nothing is there.
+
+    Example:
+        >>> check_path("source", "openai/gsm8k")
+        >>> check_path("source", "nowhere.jsonl")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        FileNotFoundError: source='nowhere.jsonl' is neither a local file or directory (no '...nowhere.jsonl') nor ...
+    """
+    text, path = os.fspath(name), Path(name).expanduser()
+    local = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix.lower() in DATA_SUFFIXES
+    if local and not path.exists():
+        where = str(path.absolute())
+        raise FileNotFoundError(
+            f"{what}={text!r} is neither a local file or directory (no {where!r}) nor a hub id: correct the path"
+        )

@@ -20,7 +20,7 @@ from torchrl_rloo.cli.schema import given
 @dataclass
 class Config(c.RunConfig):
     output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # checkpoints, metrics, report, trained model
-    algorithm: str = "rloo_trl"  # rloo, rloo_trl, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp, ...
+    algorithm: str = "rloo_trl"  # or rloo, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
     loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss in place of the algorithm's
     advantage: dict[str, c.Any] = field(default_factory=dict)  # of make_advantage in place of the algorithm's
     lora: c.Any = None  # of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: full weights
@@ -40,6 +40,14 @@ class Config(c.RunConfig):
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)
     curriculum: c.CurriculumConfig = field(default_factory=c.CurriculumConfig)
     eval: c.EvalConfig = field(default_factory=c.EvalConfig)
+
+    def __post_init__(self):
+        c.check_algorithm(self.algorithm)
+        if self.collector.ahead and self.sampler.share_weights:
+            raise ValueError(
+                f"collector.ahead={self.collector.ahead} samples while the model trains, so it cannot be combined with "
+                "sampler.share_weights=true; set it to false"
+            )
 
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
@@ -168,11 +176,22 @@ def main(cfg: Config) -> None:
 
 
 def load_problem(cfg: Config) -> Problem:
-    """Load task, model and prompts; build rewards and method; check that all sizes fit."""
+    """Build task, rewards and method; load model and prompts; check that all sizes fit."""
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
     task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**given(cfg.task))
+    rewards = make_rewards(cfg, task)
+    method = make_method(
+        cfg.algorithm,
+        loss=cfg.loss,
+        advantage=cfg.advantage,
+        kl=given(cfg.kl),
+        max_new_tokens=cfg.generate.max_new_tokens,
+        prompts_per_step=cfg.plan.prompts_per_step,
+        num_generations=cfg.plan.num_generations,
+        reward_weights=rewards.weights,
+    )
     name = resolve_model(cfg.model.name, cfg.seed, task.name, log=print)
     model, tokenizer = modules.load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
     model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
@@ -194,17 +213,6 @@ def load_problem(cfg: Config) -> Problem:
     print(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
     print(f"training: {train_set}\nheld out: {eval_set}\n{plan}", flush=True)
     diagnostics.check_engine(cfg.inference.engine, plan, cfg.lora, cfg.sampler.dtype)
-    rewards = make_rewards(cfg, task)
-    method = make_method(
-        cfg.algorithm,
-        loss=cfg.loss,
-        advantage=cfg.advantage,
-        kl=given(cfg.kl),
-        max_new_tokens=plan.max_new_tokens,
-        prompts_per_step=plan.prompts_per_step,
-        num_generations=plan.num_generations,
-        reward_weights=rewards.weights,
-    )
     wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
     chat |= {"template_kwargs": template}
@@ -256,9 +264,9 @@ def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> dat
     if curriculum.pass_rate is not None:
         if sampler is not None:
             raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
-        sampler = data.PassRatePool(size, returns=returns, **curriculum.pass_rate)
+        sampler = data.PassRatePool(size, returns=returns, **given(curriculum.pass_rate))
     if curriculum.rerolls is not None:
-        settings = {"delay": 10 * problem.plan.prompts_per_step} | curriculum.rerolls
+        settings = {"delay": 10 * problem.plan.prompts_per_step} | given(curriculum.rerolls)
         sampler = data.DeferredRerolls(sampler or data.MixtureSampler([size]), returns=returns, **settings)
     return sampler
 
@@ -268,11 +276,6 @@ def make_policy(
 ) -> tuple[TurnPolicy, Engine | None, torch.nn.Module, WeightUpdater]:
     """Build what samples, the model whose weights it has, and what brings it new ones; prove that they arrive."""
     shares, dtype, tokenizer = cfg.sampler.share_weights, cfg.sampler.dtype, problem.wrapper["tokenizer"]
-    if shares and (dtype is not None or cfg.sampler.sync_every != 1):
-        raise ValueError(
-            f"sampler.dtype={dtype} and sampler.sync_every={cfg.sampler.sync_every} cannot be combined with "
-            "sampler.share_weights=true; set it to false"
-        )
     sampler = problem.model if shares else modules.frozen_copy(problem.model, dtype and data.parse_dtype(dtype))
     to_sampler = InProcessWeightUpdater(problem.model, sampler)
     if cfg.inference.engine is None:
@@ -299,16 +302,9 @@ def make_policy(
 
 def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:
     """Build what drives the conversations: turn by turn together, or each at its own pace."""
-    settings = {k: v for k, v in asdict(cfg.collector).items() if v != getattr(c.CollectorConfig, k)}
-    if not settings.pop("asynchronous", False):
-        if settings:
-            raise ValueError(f"collector.{next(iter(settings))} requires collector.asynchronous=true")
+    settings = asdict(cfg.collector)
+    if not settings.pop("asynchronous"):
         return LLMCollector(env, policy, weight_updater=updater)
-    if cfg.collector.ahead and cfg.sampler.share_weights:
-        raise ValueError(
-            f"collector.ahead={cfg.collector.ahead} samples while the model trains, so it cannot be combined with "
-            "sampler.share_weights=true; set it to false"
-        )
     return AsyncLLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, **settings)
 
 
@@ -324,12 +320,12 @@ def make_source(
                 "curriculum.refill drops groups without signal, but these advantages compare groups of a step; set "
                 "curriculum.refill=null, or an algorithm that compares rows of one group (rloo, grpo, dapo)"
             )
-        settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | refill
+        settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
         returns = problem.rewards.returns(each=isinstance(advantage.credit, NormalizeThenSum))
         signal = ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
         refill = RefillingCollector(collector, signal, cfg.plan.prompts_per_step, **settings)
     if cache is not None:
-        cache = GroupCache(scorer=trainer, **problem.limits, **cache)
+        cache = GroupCache(scorer=trainer, **problem.limits, **given(cache))
     return GroupSource(collector, refill, cache, observe)
 
 

@@ -17,12 +17,12 @@ from torchrl_rloo.weight_update import EngineUpdater, WeightSyncError, WeightUpd
 
 @pytest.fixture
 def make_collector(tokenizer, prompts) -> Callable:
-    def make(fail: list | None = None, **kwargs) -> tuple[LLMCollector, ScriptedEngine]:
+    def make(fail: list | None = None, recover: bool = False, **kwargs) -> tuple[LLMCollector, ScriptedEngine]:
         turn = ScriptedTurn([7, tokenizer.eos_token_id])
         engine = ScriptedEngine(lambda request, index: turn, fail_updates={"finish": list(fail or [])})
         env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
-        policy = vLLMWrapper(engine, tokenizer=tokenizer)
         updater = EngineUpdater(build_model(tokenizer, seed=0), engine)
+        policy = vLLMWrapper(engine, tokenizer=tokenizer, recover=updater.restart if recover else None)
         return LLMCollector(env, policy, weight_updater=updater, **kwargs), engine
 
     return make
@@ -44,6 +44,24 @@ def test_a_version_counts_once_it_is_confirmed(make_collector) -> None:
     rows = collector.collect()
     assert rows[keys.POLICY_VERSION].tolist() == [2] * 4
     assert rows[0][keys.ACTION_VERSIONS].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("recover", [True, False])
+def test_an_engine_found_dead_by_an_update_restarts_where_the_policy_can(make_collector, caplog, recover: bool) -> None:
+    collector, engine = make_collector(recover=recover)
+    collector.update_policy_weights_()
+    engine.kill(RuntimeError("out of memory"))
+    if recover:
+        collector.update_policy_weights_()
+        assert "restarting a dead engine" in caplog.text and "out of memory" in caplog.text
+    else:
+        with pytest.raises(WeightSyncError, match="out of memory"):
+            collector.update_policy_weights_()
+        assert collector.policy_version == 1
+        engine.restart()
+        collector.update_policy_weights_()
+    assert collector.policy_version == engine.version == 2
+    assert collector.collect()[keys.POLICY_VERSION].tolist() == [2] * 4
 
 
 def test_a_schedule_updates_before_every_nth_batch(make_collector) -> None:

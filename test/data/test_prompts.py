@@ -133,7 +133,7 @@ def test_values_of_a_csv_stay_text(tmp_path: Path):
 
 def test_a_path_that_does_not_exist(tmp_path: Path, monkeypatch):
     missing = str(tmp_path / "missing.jsonl")
-    with raises(f"source '{missing}' is neither a local file or directory", FileNotFoundError):
+    with raises(f"source='{missing}' is neither a local file or directory", FileNotFoundError):
         load_prompts(missing)
     monkeypatch.chdir(tmp_path)
     for form in ("missing.jsonl", "./missing", "a/b/missing"):
@@ -144,7 +144,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path, monkeypatch):
 def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = "source 'nobody/nothing' is neither a local file or directory"
+    message = "source='nobody/nothing' is neither a local file or directory"
     with raises(message, FileNotFoundError) as caught:
         load_prompts("nobody/nothing")
     assert isinstance(caught.value.__cause__, ConnectionError)

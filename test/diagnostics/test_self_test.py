@@ -243,8 +243,8 @@ def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
         self_test(EngineUpdater(WeightSource(model, convert=convert), engine), model, TOKENIZER, engine)
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_vllm_with_an_adapter(engine: Engine, works: bool):
+@pytest.mark.parametrize("case", ["trained", "frozen copy", "of another model"])
+def test_vllm_with_an_adapter(engine: Engine, case: str):
     peft = pytest.importorskip("peft")
     from torchrl_rloo.weight_update.lora import LoRAUpdater
 
@@ -252,7 +252,9 @@ def test_vllm_with_an_adapter(engine: Engine, works: bool):
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are 0
     before = copy.deepcopy(model)
-    if works:
+    if case == "frozen copy":
+        model.requires_grad_(False)
+    if case != "of another model":
         found = self_test(LoRAUpdater(model, engine), model, TOKENIZER, engine)
         assert max(found.gap_before, found.gap_changed, found.gap_after) < 1e-5 and found.movement > 0.05
     else:

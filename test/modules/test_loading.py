@@ -50,15 +50,15 @@ def test_a_template_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("/no/such/model", "is neither a local directory .* nor a hub id: correct the path"),
-        ("./model", "is neither a local directory .* nor a hub id: correct the path"),
-        ("a/b/c", "is neither a local directory .* nor a hub id: correct the path"),
+        ("/no/such/model", "is neither a local file or directory .* nor a hub id: correct the path"),
+        ("./model", "is neither a local file or directory .* nor a hub id: correct the path"),
+        ("a/b/c", "is neither a local file or directory .* nor a hub id: correct the path"),
         ("org/no-such-model", "is neither a local directory nor a hub id: "),
         (".", "is a directory without config.json"),
     ],
 )
 def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"^model {re.escape(repr(name))} {reason}") as caught:
+    with pytest.raises(FileNotFoundError, match=f"^model={re.escape(repr(name))} {reason}") as caught:
         load_model(name, local_files_only=True)
     assert "\n" not in str(caught.value)

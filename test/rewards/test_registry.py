@@ -6,13 +6,11 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from torchrl_rloo.rewards.lengths import SoftOverlong
-from torchrl_rloo.rewards.math_judge import MathJudge
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, is_async, reward_name
 from torchrl_rloo.rewards.registry import REWARDS, TRL_NAMES, load_reward
 from torchrl_rloo.rewards.runner import RewardRunner
@@ -59,13 +57,7 @@ else:
     PICKLERS = [pickle, cloudpickle]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_judge() -> Iterator[None]:
-    """The judges of all rewards here share a process, which takes two seconds to start; copies have their own."""
-    judge = MathJudge()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrl_rloo.rewards.accuracy.MathJudge", lambda timeout: judge)
-        yield
+pytestmark = pytest.mark.usefixtures("one_judge")
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def test_names_and_paths_of_functions_and_classes():
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """A user's module."""
-    (tmp_path / "own_rewards.py").write_text(
+    (tmp_path / "users_module.py").write_text(
         """
 import asyncio
 NOT_CALLABLE = 3
@@ -166,30 +158,30 @@ def scores(spec, n: int = 2) -> list[float | None]:
 
 
 def test_settings_of_a_reward_function_are_bound_to_it(own):
-    reward = load_reward({"_target_": "own_rewards.scaled", "by": 0.5})
+    reward = load_reward({"_target_": "users_module.scaled", "by": 0.5})
     assert scores(reward) == [1, 1] and reward_name(reward) == "scaled"
-    assert scores({"_target_": "own_rewards.anything"}) == [1, 1]
+    assert scores({"_target_": "users_module.anything"}) == [1, 1]
 
 
 def test_a_function_that_makes_rewards_is_called(own):
-    assert scores({"_target_": "own_rewards.make_constant", "value": 3}) == [3, 3]
+    assert scores({"_target_": "users_module.make_constant", "value": 3}) == [3, 3]
 
 
 def test_another_log_name_leaves_the_function_alone(own):
-    import own_rewards
+    import users_module
 
-    renamed = load_reward({"_target_": "own_rewards.scaled", "name": "length_of_text"})
-    assert reward_name(renamed) == "length_of_text" and reward_name(own_rewards.scaled) == "scaled"
-    assert reward_name(load_reward({"_target_": "own_rewards.Constant", "value": 1, "name": "one"})) == "one"
-    assert reward_name(load_reward({"_target_": "own_rewards.Named", "value": 1, "name": "given"})) == "given"
-    assert load_reward({"_target_": "own_rewards.whole", "name": "all"}).whole_batch is True
-    waiting = load_reward({"_target_": "own_rewards.waits", "name": "slow"})
+    renamed = load_reward({"_target_": "users_module.scaled", "name": "length_of_text"})
+    assert reward_name(renamed) == "length_of_text" and reward_name(users_module.scaled) == "scaled"
+    assert reward_name(load_reward({"_target_": "users_module.Constant", "value": 1, "name": "one"})) == "one"
+    assert reward_name(load_reward({"_target_": "users_module.Named", "value": 1, "name": "given"})) == "given"
+    assert load_reward({"_target_": "users_module.whole", "name": "all"}).whole_batch is True
+    waiting = load_reward({"_target_": "users_module.waits", "name": "slow"})
     assert is_async(waiting) and reward_name(pickle.loads(pickle.dumps(waiting))) == "slow"
 
 
 def test_an_object_of_a_module_under_two_names(own):
-    first = load_reward({"_target_": "own_rewards.judge", "name": "first"})
-    second = load_reward({"_target_": "own_rewards.judge", "scale": 2.0, "name": "second"})
+    first = load_reward({"_target_": "users_module.judge", "name": "first"})
+    second = load_reward({"_target_": "users_module.judge", "scale": 2.0, "name": "second"})
     assert (reward_name(first), reward_name(second)) == ("first", "second")
     for judge in (first, second):
         assert is_async(judge) and judge.whole_batch is True and judge.concurrency == 2
@@ -222,9 +214,9 @@ def test_specs_inside_specs():
     [
         ("acuracy", ValueError, "no reward is named 'acuracy' .did you mean 'accuracy'.*there are .*think_format"),
         ("no_module_at_all.reward", ValueError, "there is no module 'no_module_at_all'"),
-        ("own_rewards.scale", ValueError, "module 'own_rewards' has no 'scale' .did you mean 'scaled'"),
-        ("own_rewards.scaled.more", ValueError, "there is no module 'own_rewards.scaled'"),
-        ("own_rewards.NOT_CALLABLE", TypeError, "is 3, which is not callable"),
+        ("users_module.scale", ValueError, "module 'users_module' has no 'scale' .did you mean 'scaled'"),
+        ("users_module.scaled.more", ValueError, "there is no module 'users_module.scaled'"),
+        ("users_module.NOT_CALLABLE", TypeError, "is 3, which is not callable"),
         ("needs_more.reward", ModuleNotFoundError, "no_such_module_at_all"),
         ("soft_overlong", ValueError, "SoftOverlong needs the settings max_completion_len, soft_punish_cache"),
         ({"_target_": "soft_overlong", "max_completion_len": 4}, ValueError, "needs the settings soft_punish_cache"),
@@ -234,8 +226,8 @@ def test_specs_inside_specs():
             "no setting 'ngramsize'.*'ngram_size'.*max_pen",
         ),
         ({"_target_": "boxed_accuracy", "column": "a"}, None, None),  # it takes any keyword
-        ({"_target_": "own_rewards.make_nothing"}, TypeError, "make_nothing made 3, which is not callable"),
-        ({"_target_": "own_rewards.make_constant"}, ValueError, "make_constant needs the settings value"),
+        ({"_target_": "users_module.make_nothing"}, TypeError, "make_nothing made 3, which is not callable"),
+        ({"_target_": "users_module.make_constant"}, ValueError, "make_constant needs the settings value"),
         ({"function": "accuracy"}, TypeError, "needs '_target_'"),
         (3, TypeError, "a reward is a callable, a name.*not 3"),
         ("", ValueError, "no reward is named ''"),
@@ -261,7 +253,7 @@ def test_the_registry_imports_neither_torch_nor_what_it_names():
 
 
 def test_async_functions_through_names(own):
-    reward = load_reward({"_target_": "stop_properly", "function": "own_rewards.waits", "coefficient": 0.5})
+    reward = load_reward({"_target_": "stop_properly", "function": "users_module.waits", "coefficient": 0.5})
     assert is_async(reward)
     assert asyncio.run(reward(["?"] * 2, ["ab"] * 2, [[1]] * 2, truncated=[False, True])) == [2, 1]
     assert not is_async(load_reward(functools.partial(len)))

@@ -15,12 +15,9 @@ from support.waiting import wait_until
 from torchrl_rloo.cli.main import RECIPES, recipe_file
 
 # A user's module. It stops the process where HOLD says: "train:3" before its third optimizer step. Rewards decide by
-# the completion's ids, so that a test can tell afterwards what they gave.
+# the completion's ids, and fail by the answer, so that a test can tell afterwards what they gave.
 OWN_REWARDS = """
 import ctypes, os, signal, time, zlib
-
-import torch
-from transformers import PreTrainedModel
 
 PHASE, _, AT = os.environ.get("HOLD", "").partition(":")
 calls = 0
@@ -68,24 +65,24 @@ def flat(completion_ids, **columns):
     return [1.0] * len(completion_ids)
 
 
-def hangs(completion_ids, **columns):
-    if number(completion_ids[0]) == 10:
+def hangs(answer, **columns):
+    if int(answer[0]) % 8 == 0:
         time.sleep(1000)
     return [1.0]
 
 
-def raises(completion_ids, **columns):
-    if number(completion_ids[0]) == 11:
-        raise RuntimeError("eleven")
+def raises(answer, **columns):
+    if int(answer[0]) % 8 == 1:
+        raise RuntimeError("one")
     return [1.0]
 
 
-def gives_nan(completion_ids, **columns):
-    return [float("nan") if number(completion_ids[0]) == 12 else 1.0]
+def gives_nan(answer, **columns):
+    return [float("nan") if int(answer[0]) % 8 == 2 else 1.0]
 
 
-def segfaults(completion_ids, **columns):
-    if number(completion_ids[0]) == 13:
+def segfaults(answer, **columns):
+    if int(answer[0]) % 8 == 3:
         ctypes.string_at(0)
     return [1.0]
 
@@ -94,7 +91,10 @@ def broken(completion_ids, **columns):
     raise RuntimeError("always")
 
 
-if PHASE:
+if PHASE:  # in the run itself: workers of rewards need neither import
+    import torch
+    from transformers import PreTrainedModel
+
     reached("start")
     hold_before(torch.optim.AdamW, "step", "train")
     hold_before(os, "replace", "save", lambda source, target: "step_" in os.path.basename(target))

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-from support.recipes import load_recipe, run_recipe_here
+from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
+from torchrl_rloo.cli.config import ALGORITHMS
 from torchrl_rloo.cli.main import recipe_file
+from torchrl_rloo.objectives import PRESETS
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +35,19 @@ def overrides(warm_model) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- methods
 CLIP = {"name": "clip", "low": 0.2}
+CONSTANT = {"name": "constant", "length": 12}  # the longest completion
+WHITEN = {"name": "whiten", "groups": 4}  # over all groups of a step
 METHODS = {  # estimator, normalization of advantages, ratio, surrogate, aggregation, where the method has its KL
     "rloo": ("rloo", None, "none", None, "sequence_sum", "reward"),
     "rloo_trl": ("rloo", None, "sequence", CLIP, "sequence_sum", "reward"),
     "rloo_openrlhf": ("rloo", None, "token", CLIP, "token_mean", "token"),
     "grpo": ("grpo", None, "token", CLIP, "sequence_mean", "loss"),
-    "dr_grpo": ("dr_grpo", None, "token", CLIP, "constant", None),
+    "dr_grpo": ("dr_grpo", None, "token", CLIP, CONSTANT, None),
     "dapo": ("grpo", None, "token", CLIP | {"high": 0.28}, "token_mean", None),
     "gspo": ("grpo", None, "sequence_mean", {"name": "clip", "low": 3e-4, "high": 4e-4}, "sequence_mean", None),
     "cispo": ("grpo", None, "token", "cispo", "token_mean", None),
-    "reinforce_pp": ("reinforce", "whiten", "token", CLIP, "token_mean", "token"),
-    "reinforce_pp_baseline": ("dr_grpo", "whiten", "token", CLIP, "token_mean", "loss"),
+    "reinforce_pp": ("reinforce", WHITEN, "token", CLIP, "token_mean", "token"),
+    "reinforce_pp_baseline": ("dr_grpo", WHITEN, "token", CLIP, "token_mean", "loss"),
 }
 
 
@@ -74,7 +78,6 @@ def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch,
     advantage, loss, reward = made["MCAdvantage"], made["RLOOLoss"], made["KLRewardTransform"]
     assert (advantage["estimator"], advantage.get("normalize")) == (estimator, normalize)
     assert (loss["ratio"], loss.get("surrogate"), loss["aggregation"]) == (ratio, surrogate, aggregation)
-    assert loss.get("aggregation_constant") == (12 if aggregation == "constant" else None)
     where = {
         "reward": reward["kl_to_ref_coeff"],
         "token": advantage["kl"].coeff if "kl" in advantage else 0,
@@ -102,6 +105,40 @@ def test_options_of_a_step_train(overrides, importable, tmp_path, options):
 
 
 # ----------------------------------------------------------------------------------------------------- wrong settings
+EARLY = [  # refused before torch is imported
+    ("generate.top_q=0.5", "did you mean generate.top_p?"),
+    ("plan.num_gen=4", "did you mean plan.num_generations?"),
+    ("data.max_promt_length=4", "did you mean data.max_prompt_length?"),
+    ("collector.max_in_flihgt=3", "did you mean collector.max_in_flight?"),
+    ("environment.max_turn=3", "did you mean environment.max_turns?"),
+    ("algorithm=grppo", "algorithm=grppo is unknown (did you mean 'grpo'"),
+    ("algorithm=ppo", "use tutorials/ppo.py"),
+    ("data.source=nowhere.jsonl", "data.source='nowhere.jsonl' is neither a local file or directory"),
+    ("data.eval_source=./other", "data.eval_source='./other' is neither"),
+    ("model.name=/no/such/model", "model.name='/no/such/model' is neither"),
+    ("sampler.sync_every=2", "sampler.sync_every=2 cannot be combined with sampler.share_weights=true"),
+    ("sampler.dtype=bfloat16", "sampler.dtype=bfloat16 and"),
+    ("collector.ahead=4", "collector.ahead requires collector.asynchronous=true"),
+    ("collector.reward_threads=2", "collector.reward_threads requires collector.asynchronous=true"),
+    ("collector.asynchronous=true collector.ahead=4", "sampler.share_weights=true"),
+    ("curriculum.refill={max_batch:3}", "did you mean curriculum.refill.max_batches?"),
+    ("curriculum.refill.max_batches=many", "curriculum.refill.max_batches=many must be an integer"),
+    ("curriculum.refill=4", "curriculum.refill=4 must be null or settings"),
+    ("curriculum.cache={capacity:8}", "curriculum.cache requires curriculum.refill"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), EARLY, ids=[bad for bad, _ in EARLY])
+def test_a_wrong_setting_is_refused_at_once(bad, message):
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        settings("rloo", *bad.split())
+    assert message in str(raised.value)
+
+
+def test_every_method_without_a_critic_can_be_trained():
+    assert set(ALGORITHMS) == {name for name, preset in PRESETS.items() if not preset.critic}
+
+
 BAD = [
     ("plan.minibatches=3", "4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
     ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
@@ -109,39 +146,27 @@ BAD = [
     ("loss.correction=tis loss.old_log_probs=proximal", "ratio='sequence'"),
     ("plan.prompts_per_step=100000", "fewer than the 100000 of a step"),
     ("generate.max_new_tokens=5000", "more than the model's context of 2048"),
-    ("generate.top_q=0.5", "did you mean generate.top_p?"),
     ("generate.temperature=-1", "temperature=-1"),
     ("generate.temperature=0", "temperature=0"),
-    ("plan.num_gen=4", "did you mean plan.num_generations?"),
-    ("data.max_promt_length=4", "did you mean data.max_prompt_length?"),
-    ("curriculum.refill={max_batch:3}", "max_batch"),
     ("resume=yes", "resume='yes' must be one of"),
     ("sampler.dtype=float33 sampler.share_weights=false", "dtype='float33' is not a torch dtype"),
     ("eval.batch_size=0", "batch_size=0 must be at least 1"),
-    ("sampler.sync_every=2", "sampler.sync_every=2 cannot be combined with sampler.share_weights=true"),
-    ("data.eval_source=other.jsonl", "source='embedded' has its own held-out prompts"),
+    ("data.eval_source=other/data", "source='embedded' has its own held-out prompts"),
     ("eval.scorer=own_rewards.broken", "scorer broken failed on all 16 completions"),
     ("model.dtype=float33", "dtype='float33' is not a torch dtype"),
-    ("algorithm=grppo", "grppo"),
-    ("algorithm=ppo", "see tutorials/ppo.py"),
     ("advantage.estimatr=rloo", "estimatr"),
     ("train.packing=pack", "packing='pack' must be one of"),
     ("loss.ratio=tokens", "ratio='tokens'"),
     ("loss.clip_epsilon=-0.1", "clip_epsilon"),
     ("log.loggers=[tensorbored]", "tensorbored"),
     ("reward.weights=[1,2]", "2 weights [1.0, 2.0] for 1 reward functions"),
-    ("data.source=nowhere.jsonl", "is neither a local file"),
     ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
-    ("collector.ahead=4", "collector.ahead requires collector.asynchronous=true"),
-    ("collector.asynchronous=true collector.ahead=4", "sampler.share_weights=true"),
-    ("collector.max_in_flihgt=3", "did you mean collector.max_in_flight?"),
-    ("environment.max_turn=3", "did you mean environment.max_turns?"),
 ]
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD, ids=[bad for bad, _ in BAD])
 def test_impossible_settings_are_refused(overrides, importable, tmp_path, bad, message):
-    with pytest.raises((ValueError, RuntimeError)) as raised:
+    with pytest.raises((ValueError, RuntimeError, FileNotFoundError)) as raised:
         run_recipe_here("rloo", *overrides, *bad.split(), f"output_dir={tmp_path}")
     assert message in str(raised.value)
 

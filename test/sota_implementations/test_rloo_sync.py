@@ -152,9 +152,10 @@ def test_a_sampler_of_half_precision(overrides, importable, tmp_path):
     assert 1e-5 < read_jsonl(tmp_path / "metrics.jsonl")[-1]["parity/max"] < 0.5
 
 
-def test_a_policy_is_on_policy_over_a_run_of_the_defaults(warm_model, tmp_path):
+def test_a_policy_is_on_policy_over_a_run_of_the_defaults(warm_model, importable, tmp_path):
     """Sampler and trainer are one model: in a step's first pass their log-probs differ by rounding alone."""
     sizes = ["plan.steps=3", "plan.prompts_per_step=4", "data.limit=64", "data.eval_size=8", "inference.parity_every=1"]
+    sizes.append("reward.functions=[own_rewards.distinct]")  # every step has a gradient
     run_recipe_here("rloo", f"model.name={warm_model()}", *sizes, f"output_dir={tmp_path}")
     records = read_jsonl(tmp_path / "metrics.jsonl")[1:]
     assert all(r["parity/max"] <= 2.5e-5 and r["log_ratio_max"] <= 2.5e-5 and r["staleness"] == 0 for r in records)

@@ -33,6 +33,7 @@ OWN_TRANSFORM = """{
              tool: slow_calculator},
     timeout: 0.5, show_schemas: false, max_calls: 2}"""
 AHEAD = ["collector.ahead=4", "sampler.share_weights=false"]
+SIGNAL = "reward.functions=[own_rewards.distinct]"  # every step has a gradient
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
 
 def test_a_run_that_was_killed_goes_on(tiny, start, finish, tmp_path) -> None:
     """Groups that were begun and not delivered come again under their ids: none is lost, none comes twice."""
-    overrides = [*tiny, *AHEAD, "checkpoint.every=1"]
+    overrides = [*tiny, *AHEAD, SIGNAL, "checkpoint.every=1"]
     start(overrides, tmp_path, hold="train:3", recipe="rloo_tools").kill()
     assert "resumed after step 2" in finish(overrides, tmp_path, recipe="rloo_tools")
     logged = read_jsonl(tmp_path / "metrics.jsonl")
@@ -85,7 +86,7 @@ def test_a_run_that_was_killed_goes_on(tiny, start, finish, tmp_path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on(tiny, start, finish, tmp_path) -> None:
-    overrides = [*tiny, *AHEAD, "checkpoint.every=0"]
+    overrides = [*tiny, *AHEAD, SIGNAL, "checkpoint.every=0"]
     process = start(overrides, tmp_path, hold="train:2", recipe="rloo_tools")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

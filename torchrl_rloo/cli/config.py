@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchrl_rloo.cli.schema import section
+from torchrl_rloo.lookup import check_path, did_you_mean
+
+ALGORITHMS = ("rloo", "rloo_trl", "rloo_openrlhf", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp")
+ALGORITHMS += ("reinforce_pp_baseline",)  # objectives.PRESETS without those that train a critic
+
 
 @dataclass
 class ModelConfig:
@@ -14,6 +20,9 @@ class ModelConfig:
     chat_template: str | None = None  # .jinja file, tokenizer directory or template; null: the tokenizer's own
     gradient_checkpointing: bool = False  # true: recompute activations in the backward pass; less memory, more time
     kwargs: dict[str, Any] = field(default_factory=dict)  # for from_pretrained: model.kwargs.attn_implementation=sdpa
+
+    def __post_init__(self):
+        check_path("model.name", self.name)
 
 
 @dataclass
@@ -32,6 +41,10 @@ class DataConfig:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template: {enable_thinking: false}
     max_prompt_length: int | None = None  # drop longer prompts, in tokens
     limit: int | None = None  # rows of source to read; null: all
+
+    def __post_init__(self):
+        check_path("data.source", self.source or "")
+        check_path("data.eval_source", self.eval_source or "")
 
 
 @dataclass
@@ -85,12 +98,24 @@ class CollectorConfig:
     max_batch_size: int | None = None  # rows sampled at once by the Hugging Face model; null: all that wait
     max_consecutive_failures: int | None = 100  # turns in a row that may fail; null: any number
 
+    def __post_init__(self):
+        changed = [name for name, value in asdict(self).items() if value != getattr(CollectorConfig, name)]
+        if changed and not self.asynchronous:
+            raise ValueError(f"collector.{changed[0]} requires collector.asynchronous=true")
+
 
 @dataclass
 class SamplerConfig:
     share_weights: bool = True  # sample with the training model itself; false: with a copy
     dtype: str | None = None  # of the copy, e.g. bfloat16; null: the training model's
     sync_every: int = 1  # steps between weight updates; 0: never
+
+    def __post_init__(self):
+        if self.share_weights and (self.dtype is not None or self.sync_every != 1):
+            raise ValueError(
+                f"sampler.dtype={self.dtype} and sampler.sync_every={self.sync_every} cannot be combined with "
+                "sampler.share_weights=true; set it to false"
+            )
 
 
 @dataclass
@@ -113,11 +138,59 @@ class RewardConfig:
 
 
 @dataclass
+class PassRateConfig:
+    """Arguments of PassRatePool; null: its own."""
+
+    target: list[float] | None = None  # lowest and highest pass rate preferred
+    floor: float | None = None  # share of the draws that goes to all prompts
+    window: int | None = None  # groups of an estimate
+    retire: float | None = None  # pass rate from which a prompt is drawn no more
+    success: float | None = None  # return that counts as passed
+
+
+@dataclass
+class RerollsConfig:
+    """Arguments of DeferredRerolls; null: its own."""
+
+    delay: int | None = None  # draws until the first re-roll; null: those of ten steps
+    growth: float | None = None  # of the delay from one re-roll to the next
+    max_share: float | None = None  # of the draws
+    max_tries: int | None = None  # re-rolls of one prompt
+    threshold: float | None = None  # largest return of an unsolved prompt
+
+
+@dataclass
+class RefillConfig:
+    """Arguments of RefillingCollector and its ZeroSignalFilter; null: their own."""
+
+    max_batches: int | None = None  # collected for one step
+    max_age: int | None = None  # policy versions that a surplus group may be behind
+    tolerance: float | None = None  # returns of a group that differ by no more have no signal
+
+
+@dataclass
+class CacheConfig:
+    """Arguments of GroupCache; null: its own."""
+
+    capacity: int = 64  # groups kept
+    max_uses: int | None = None  # of each group
+    max_age: int | None = None  # policy versions that a group may be behind
+
+
+@dataclass
 class CurriculumConfig:
-    pass_rate: Any = None  # {target: [0.1, 0.9]}: prefer prompts solved sometimes; PassRatePool
-    rerolls: Any = None  # {max_share: 0.25}: draw unsolved prompts again later; DeferredRerolls
-    refill: Any = None  # {max_batches: 4}: train only on groups with signal, sample until full
-    cache: Any = None  # {capacity: 64}: fill what refill leaves empty with earlier groups; GroupCache
+    pass_rate: Any = None  # {target: [0.1, 0.9], floor, window, retire, success}: prefer prompts solved sometimes
+    rerolls: Any = None  # {delay, growth, max_share: 0.25, max_tries, threshold}: draw unsolved prompts again later
+    refill: Any = None  # {max_batches: 4, max_age, tolerance}: train only on groups with signal, sample until full
+    cache: Any = None  # {capacity: 64, max_uses, max_age}: fill what refill leaves empty with earlier groups
+
+    def __post_init__(self):
+        self.pass_rate = section(PassRateConfig, self.pass_rate, "curriculum.pass_rate")
+        self.rerolls = section(RerollsConfig, self.rerolls, "curriculum.rerolls")
+        self.refill = section(RefillConfig, self.refill, "curriculum.refill")
+        self.cache = section(CacheConfig, self.cache, "curriculum.cache")
+        if self.cache is not None and self.refill is None:
+            raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
 
 
 @dataclass
@@ -207,3 +280,15 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
         "loggers": cfg.log.loggers,
         "logger_kwargs": cfg.log.logger_kwargs,
     }
+
+
+def check_algorithm(name: str) -> None:
+    """Refuse the name of a method that a recipe cannot train.
+
+    Raises:
+        ValueError: with near matches.
+    """
+    if name == "ppo":
+        raise ValueError("algorithm=ppo needs a critic, which the recipe does not train; use tutorials/ppo.py")
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm={name} is unknown{did_you_mean(name, ALGORITHMS)}; valid: {', '.join(ALGORITHMS)}")

@@ -66,9 +66,9 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
             print(_settings_file(config, recipe, arguments.overrides, arguments.config), end="")
             raise SystemExit(0)
         typed = to_object(cfg)
-    except SettingError as error:
+        cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
+    except (ValueError, OSError) as error:  # a SettingError, or what a section refuses
         _fail(error, arguments.traceback)
-    cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
     cfg.__dict__["traceback"] = arguments.traceback
     return cfg
 

@@ -99,6 +99,31 @@ def explain(error: OmegaConfBaseException) -> str:
     return f"{key}: {message}" if key and key not in message else message
 
 
+def section(config: type, values: Any, name: str) -> Any:
+    """Return a section that may be null as its dataclass.
+
+    Args:
+        config: dataclass of the section.
+        values: its settings; None, or an instance of ``config``, is returned as it is.
+        name: dotted name of the section.
+
+    Raises:
+        SettingError: for an unknown name or a value of the wrong type.
+    """
+    if values is None or isinstance(values, config):
+        return values
+    if not isinstance(values, dict):
+        raise SettingError(f"{name}={values} must be null or settings, such as {{}}")
+    known = {f.name: f"{name}.{f.name}" for f in fields(config)}
+    for key in values:
+        if key not in known:
+            raise SettingError(f"unknown setting {name}.{key}{near(f'{name}.{key}', [*known.values()])}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
+    except OmegaConfBaseException as error:
+        raise SettingError(f"{name}.{explain(error)}") from error
+
+
 def to_object(cfg: DictConfig) -> Any:
     """Return the dataclass instance that a composed configuration stands for."""
     try:

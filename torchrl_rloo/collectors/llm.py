@@ -6,6 +6,7 @@ be resumed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,10 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import as_lazy, concatenate, ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.stepping import release_rows, step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
-from torchrl_rloo.weight_update.base import WeightUpdater
+from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update.target import EngineDeadError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class CollectionProgress(NamedTuple):
@@ -125,10 +129,24 @@ class LLMCollector(BaseCollector):
         self._weight_updater = value
 
     def update_policy_weights_(self) -> None:
-        """Send the training model's weights to the policy; the version grows once they have arrived."""
+        """Send the training model's weights to the policy; the version grows once they have arrived.
+
+        The policy's ``recover`` restarts an engine that is found dead, once; the weights are then sent again.
+
+        Raises:
+            WeightSyncError: if the weights did not arrive.
+        """
         if self._weight_updater is None:
             raise RuntimeError("the collector has no weight_updater; pass LLMCollector(weight_updater=...)")
-        self._weight_updater.push_weights(self.policy_version + 1)
+        try:
+            self._weight_updater.push_weights(self.policy_version + 1)
+        except WeightSyncError as error:
+            recover = getattr(self.policy, "recover", None)
+            if recover is None or not isinstance(error.__cause__, EngineDeadError):
+                raise
+            _LOGGER.warning("restarting a dead engine: %s", error)
+            recover()
+            self._weight_updater.push_weights(self.policy_version + 1)
         self.policy_version += 1
 
     def iterator(self) -> Iterator[TensorDictBase]:

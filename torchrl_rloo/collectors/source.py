@@ -46,7 +46,7 @@ class GroupSource:
         observe: Callable[[TensorDictBase], None] | None = None,
     ):
         if cache is not None and refill is None:
-            raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
+            raise ValueError("cache requires refill, which leaves the places that it fills; pass a RefillingCollector")
         self.collector, self.refill, self.cache, self.observe = collector, refill, cache, observe
 
     def collect(self) -> StepRows:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.lookup import DATA_SUFFIXES, check_path
+
 Located = Iterator[tuple[str, Any]]  # rows, each after the words that tell a user where it is
 
 
@@ -70,15 +72,16 @@ def _load_directory(path: Path) -> Any:
 
 
 def _load_from_hub(source: str, path: Path, split: str | None, name: str | None) -> Any:
-    message = f"source {source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor "
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix.lower() in _READERS:
-        raise FileNotFoundError(message + "a hub id: correct the path")  # asking the hub would only take time
+    check_path("source", source)  # asking the hub would only take time
     import datasets
 
     try:
         return datasets.load_dataset(source, name, split=split)
     except OSError as error:
-        raise FileNotFoundError(message + f"a hub id that can be reached: {error}") from error
+        raise FileNotFoundError(
+            f"source={source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor a hub id that "
+            f"can be reached: {error}"
+        ) from error
     except ValueError as error:  # an unknown split or configuration
         raise ValueError(f"hub dataset {source!r} cannot give split={split!r} with name={name!r}: {error}") from error
 
@@ -124,7 +127,7 @@ def _read_parquet(file: io.BufferedIOBase) -> Located:
     return ((f"row {i}", row) for i, row in enumerate(rows))
 
 
-_READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
+_READERS = dict(zip(DATA_SUFFIXES, (_read_json_lines, _read_json, _read_parquet, _read_csv), strict=True))
 _SUFFIXES = " or ".join(_READERS)
 
 

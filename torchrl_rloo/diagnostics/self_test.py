@@ -68,13 +68,13 @@ def self_test(
     prompts: Sequence[str] | None = None,
     tolerance: float | None = None,
 ) -> SelfTest:
-    """Proves that engines get the model's weights: all of them, each in its place, and with nothing cached of old ones.
+    """Prove that engines get the model's weights: all of them, each in its place, and with nothing cached of old ones.
 
     Pushes the present weights, then changed ones, then the present ones again, each time under the engines' present
-    version, and compares the log-probs of what the engines sample with the model's. Every parameter that is trained (if
-    none is, every one) is changed by noise of its own, since a common factor would cancel in normalised layers and two
-    tensors that changed places would not show. Afterwards the model has the same bits as before, and so have the
-    engines. Not to be called between a forward pass and its backward pass.
+    version, and compares the log-probs of what the engines sample with the model's. Noise changes every trained
+    parameter (of a frozen copy: those of its LoRA adapter, or all), each its own: a common factor would cancel in
+    normalized layers, and two tensors that changed places would not show. Afterwards model and engines have the same
+    bits as before. Not to be called between a forward pass and its backward pass.
 
     Args:
         updater: brings the weights of ``model`` to ``engines``.
@@ -205,8 +205,9 @@ def _push(updater: WeightUpdater, version: int, what: str) -> None:
 @contextmanager
 def _changed(model: nn.Module) -> Iterator[None]:
     """The model with other weights, which it has had back, bit for bit, on leaving."""
-    floating = [p for p in model.parameters() if p.is_floating_point()]
-    trained = [p for p in floating if p.requires_grad] or floating
+    floating = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    adapter = [p for name, p in floating.items() if ".lora_" in name]  # of a frozen copy of a peft model
+    trained = [p for p in floating.values() if p.requires_grad] or adapter or list(floating.values())
     kept = [p.detach().to("cpu", copy=True) for p in trained]
     try:
         for number, p in enumerate(trained):

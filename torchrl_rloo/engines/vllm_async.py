@@ -247,6 +247,7 @@ class _Core:
             ended = [process for process in self._processes if process.exitcode is not None]
             ends = [f"{p.name} (pid {p.pid}) ended with exit code {p.exitcode}" for p in ended]
             self._death = f"vLLM is gone: {', '.join(ends) or 'its engine core stopped'}"
+            self._log_read = 0  # an error of the engine's last moments may have had its lines
             self._death += f"; call restart(){self._log()}"
         return EngineDeadError(self._death)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
+from torchrl_rloo.lookup import check_path
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(f"model {str(name)!r} is neither a local directory nor a hub id: {reason}") from error
+        raise FileNotFoundError(f"model={str(name)!r} is neither a local directory nor a hub id: {reason}") from error
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.eos_token_id is None:
@@ -132,13 +133,11 @@ def read_chat_template(source: str | os.PathLike) -> str:
 
 def _check_path(name: str | os.PathLike, subfolder: str) -> None:
     """Refuse a local path that does not lead to a model, before anything slow."""
-    text, path = os.fspath(name), Path(name).expanduser()
-    if path.is_dir():
-        if not any((path / subfolder / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise FileNotFoundError(f"model {text!r} is a directory without config.json: give one with a saved model")
-    elif text.startswith((".", "/", "~")) or text.count("/") > 1:
+    check_path("model", name)
+    path, files = Path(name).expanduser(), ("config.json", "adapter_config.json")
+    if path.is_dir() and not any((path / subfolder / file).is_file() for file in files):
         raise FileNotFoundError(
-            f"model {text!r} is neither a local directory (no {str(path.absolute())!r}) nor a hub id: correct the path"
+            f"model={os.fspath(name)!r} is a directory without config.json: give one with a saved model"
         )
 
 

@@ -101,6 +101,7 @@ class RewardRunner:
             raise ValueError(
                 f"max_consecutive_failures={max_consecutive_failures} must be at least 1, or None for no limit"
             )
+        self.executor = None if isinstance(executor, Mapping) else executor
         self.executors = self._executors(executor)
         self.max_consecutive_failures, self.deduplicate = max_consecutive_failures, deduplicate
         self.quarantine, self._loop = Quarantine(quarantine), EventLoop()
@@ -247,8 +248,9 @@ class RewardRunner:
 
     def close(self) -> None:
         """Ends the workers and the event loop; the next call starts them again."""
-        for executor in self.executors:
-            executor.close()
+        for executor in (self.executor, *self.executors):
+            if executor is not None:
+                executor.close()
         self._loop.close()
 
     def state_dict(self) -> dict[str, dict[str, int]]:

@@ -123,9 +123,9 @@ class RewardTransform(Transform):
         return self.runner.latency
 
     @property
-    def executor(self) -> Executor:
-        """Where functions are called."""
-        return self.runner.executors[0]
+    def executor(self) -> Executor | None:
+        """The one executor given for all functions, even for none; else None."""
+        return self.runner.executor
 
     @property
     def quarantine(self) -> Quarantine:
