@@ -49,9 +49,7 @@ def commands(tmp_path_factory) -> list[list[str]]:
 
 
 def test_commands_of_the_readme_have_settings_that_exist(commands, monkeypatch):
-    monkeypatch.setattr(
-        "torchrl_rloo.cli.config.check_path", lambda *_: None
-    )  # files are the user's, or of earlier runs
+    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # the user's files, or of earlier runs
     checked = 0
     for program, *arguments in commands:
         if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "evaluate"):
