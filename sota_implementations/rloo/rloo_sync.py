@@ -43,11 +43,7 @@ class Config(c.RunConfig):
 
     def __post_init__(self):
         c.check_algorithm(self.algorithm)
-        if self.collector.ahead and self.sampler.share_weights:
-            raise ValueError(
-                f"collector.ahead={self.collector.ahead} samples while the model trains, so it cannot be combined with "
-                "sampler.share_weights=true; set it to false"
-            )
+        c.check_ahead(self.collector, self.sampler)
 
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
@@ -56,14 +52,12 @@ if __name__ == "__main__":  # before torch is imported: --help and wrong setting
 import json
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
 from tensordict import TensorDictBase
-from torch.optim.lr_scheduler import LRScheduler
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
@@ -73,25 +67,15 @@ from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
 from torchrl_rloo.engines import Engine, sleeping
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_settings
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
-from torchrl_rloo.objectives import (
-    AdaptiveKLCoefficient,
-    Preset,
-    RLOOLoss,
-    RLOOLossOutput,
-    make_method,
-    merge_outputs,
-)
+from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
 from torchrl_rloo.replay import FIRST_CACHED_GROUP, GroupCache, MCAdvantage, NormalizeThenSum, ZeroSignalFilter
 from torchrl_rloo.rewards import load_reward, make_executor
 from torchrl_rloo.run import Run, meters
 from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightUpdater
-
-HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")
 
 
 class Problem(NamedTuple):
@@ -139,10 +123,9 @@ def main(cfg: Config) -> None:
     evaluation = make_evaluation(cfg, problem, policy)
 
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
-    parts |= {} if sampler is model else {"sampler": sampler}
-    kl_coeff = method.kl.coeff if method.kl else 0.0
-    parts |= {"kl_coeff": kl_coeff} if isinstance(kl_coeff, AdaptiveKLCoefficient) else {}
-    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=HEADLINE)
+    parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
+    headline = ("reward", "eval/greedy", "eval/sampled", "time/step")
+    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=headline)
     with engine or nullcontext(), closing(rewards), closing(source), run:
         rewards.quarantine.rewind(run.step)  # steps that come again write their failed samples again
         if run.step == 0:
@@ -166,9 +149,8 @@ def main(cfg: Config) -> None:
             with run.time("sync"):  # 4. bring the weights to the sampler
                 if run.is_due(cfg.sampler.sync_every):
                     collector.update_policy_weights_()
-            log_training(run, outputs, norms, scheduler)
-            adapt_kl(run, kl_coeff, len(sampled))
-            run.log(meters(env.base_env, *transforms_of(env), env.primer.sampler, advantage, *source.parts))
+            log_update(run, method, outputs, norms, len(sampled))
+            run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 evaluate(run, cfg, evaluation)
     if run.finished:
@@ -291,10 +273,8 @@ def make_policy(
     diagnostics.check_parity(
         policy,
         trainer,
-        [row["query"] for row in islice(problem.eval_set, 8)],
+        problem.eval_set,
         sampler_dtype=(dtype or cfg.model.dtype) if arguments.get("dtype") == "float32" else arguments.get("dtype"),
-        trainer_dtype=cfg.model.dtype,
-        max_new_tokens=cfg.generate.max_new_tokens,
         template_kwargs=cfg.data.template_kwargs,
     )
     return policy, engine, sampler, SequentialWeightUpdater(to_sampler, to_engine)
@@ -375,17 +355,13 @@ def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, c
         run.log_table("training completions", diagnostics.completion_table(sampled, cfg.log.samples))
 
 
-def log_training(run: Run, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], scheduler: LRScheduler) -> None:
-    """Log metrics of the loss and the optimizer; a step without signal has no updates."""
-    run.log(merge_outputs(outputs, num_updates=len(norms)) | {"learning_rate": scheduler.get_last_lr()[0]})
+def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], rows: int) -> None:
+    """Log metrics of loss and optimizer, of which a step without signal has none; adapt the coefficient of the KL."""
+    run.log(merge_outputs(outputs, num_updates=len(norms)))
     run.log({"grad_norm": float(torch.stack(norms).mean())} if norms else {})
-
-
-def adapt_kl(run: Run, coeff: float | AdaptiveKLCoefficient, num_rows: int) -> None:
-    """Log the coefficient of the KL; move one that follows a target."""
-    run.log({"kl_coeff": float(coeff)} if coeff != 0 else {})
-    if isinstance(coeff, AdaptiveKLCoefficient):
-        coeff.update(run.metrics["kl"], num_rows)
+    run.log({"kl_coeff": float(method.kl.coeff)} if method.kl else {})
+    if method.adaptive_kl is not None:
+        method.adaptive_kl.update(run.metrics["kl"], rows)
 
 
 def evaluate(run: Run, cfg: Config, evaluation: diagnostics.Evaluation) -> None:
@@ -406,10 +382,7 @@ def finish(run: Run, cfg: Config, problem: Problem) -> None:
     folder = run.directory / "model"
     problem.model.save_pretrained(folder)
     problem.wrapper["tokenizer"].save_pretrained(folder)
-    result = {"cpu_seconds": round(run.cpu_seconds, 1)}
-    for name in ("eval/greedy", "eval/sampled"):
-        before, after = run.first_and_last(name)
-        result |= {f"{name}_before": before, f"{name}_after": after}
+    result = run.summary("eval/greedy", "eval/sampled")
     report = diagnostics.write_report(
         run.directory,
         history=run.logger.history,

@@ -282,6 +282,19 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
+    """Refuse to sample ahead with the weights that train.
+
+    Raises:
+        ValueError: if both are asked for.
+    """
+    if collector.ahead and sampler.share_weights:
+        raise ValueError(
+            f"collector.ahead={collector.ahead} samples while the model trains, so it cannot be combined with "
+            "sampler.share_weights=true; set it to false"
+        )
+
+
 def check_algorithm(name: str) -> None:
     """Refuse the name of a method that a recipe cannot train.
 

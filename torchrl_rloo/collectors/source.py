@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors.llm import LLMCollector
 from torchrl_rloo.collectors.refill import RefillingCollector
+from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.replay.cache import GroupCache
 
 
@@ -78,9 +79,10 @@ class GroupSource:
 
     @property
     def parts(self) -> list[Any]:
-        """The parts that count or measure something."""
-        signal = None if self.refill is None else self.refill.signal
-        return [part for part in (self.collector, signal, self.refill, self.cache) if part is not None]
+        """All parts that may count or measure something, those of the environment among them."""
+        env, signal = self.collector.env, None if self.refill is None else self.refill.signal
+        base, sampler = getattr(env, "base_env", env), getattr(getattr(env, "primer", None), "sampler", None)
+        return [base, *transforms_of(env), sampler, self.collector, signal, self.refill, self.cache]
 
     def _stateful(self) -> dict[str, Any]:
         parts = {"collector": self.collector, "refill": self.refill, "cache": self.cache}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from torchrl_rloo.data import encode_prompt, keys
+from torchrl_rloo.data import PromptDataset, encode_prompt, keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics.parity import ParityProbe
 from torchrl_rloo.diagnostics.plan import TrainingPlan
@@ -56,11 +57,9 @@ def check_engine(
 def check_parity(
     policy: TurnPolicy,
     trainer: TransformersWrapper,
-    queries: Sequence[Any],
+    prompts: PromptDataset,
     *,
     sampler_dtype: str | None,
-    trainer_dtype: str,
-    max_new_tokens: int,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Print how far an engine's log-probs are from the trainer's, and what to do about it.
@@ -68,16 +67,15 @@ def check_parity(
     Args:
         policy: samples by the engine.
         trainer: scores with the training model.
-        queries: a few prompts, text or messages.
+        prompts: sampled from; the first eight are.
         sampler_dtype: dtype that the engine computes in; None if unknown.
-        trainer_dtype: the same of the trainer.
-        max_new_tokens: tokens of a completion, at most.
         template_kwargs: for the chat template.
     """
-    prompts = [torch.tensor(encode_prompt(policy.tokenizer, query, **(template_kwargs or {}))) for query in queries]
-    rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in prompts])
-    dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer_dtype}
-    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=max_new_tokens, **dtypes)()
+    queries = [row[keys.QUERY] for row in islice(prompts, 8)]
+    encoded = [torch.tensor(encode_prompt(policy.tokenizer, query, **(template_kwargs or {}))) for query in queries]
+    rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded])
+    dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer.model.dtype}
+    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=policy.config.max_new_tokens, **dtypes)()
     print(
         f"sampler against trainer: {gap.mean:.2g} nats a token, at most {gap.max:.2g}", *advice, sep="\n- ", flush=True
     )

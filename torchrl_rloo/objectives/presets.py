@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.rloo import RLOOLoss
 
@@ -35,6 +36,12 @@ class Preset:
     loss: Mapping[str, Any]
     kl: KL | None = None
     critic: bool = False
+
+    @property
+    def adaptive_kl(self) -> AdaptiveKLCoefficient | None:
+        """Coefficient of the KL that follows a target; None for a constant one."""
+        coeff = None if self.kl is None else self.kl.coeff
+        return coeff if isinstance(coeff, AdaptiveKLCoefficient) else None
 
     @property
     def loss_arguments(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Run:
     Args:
         directory: where all files of the run go.
         total_steps: number of the last step.
-        parts: objects with ``state_dict`` and ``load_state_dict``, by name: model, optimizer, collector, ...
+        parts: objects with ``state_dict`` and ``load_state_dict``, by name: model, optimizer, collector, ...; None for
+            one that this run does not have.
         settings: the run's configuration in plain values; a resumed run must have the same.
         defaults: the configuration's defaults, which stand for settings that an older checkpoint lacks.
         resume: ``"auto"`` continues from the newest checkpoint, ``"extend"`` also where steps, engine, evaluation or
@@ -80,7 +81,7 @@ class Run:
         self.logger = RunLogger(
             directory, total_steps=total_steps, headline=headline, loggers=loggers, logger_kwargs=logger_kwargs
         )
-        self.parts = {**parts, "logger": self.logger}
+        self.parts = {name: part for name, part in parts.items() if part is not None} | {"logger": self.logger}
         self._resume, self._checkpoint_every = resume, checkpoint_every
         self._checkpoints = Checkpointer(self.directory / "checkpoints", keep=keep)
         self._timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
@@ -163,6 +164,13 @@ class Run:
         """Return the first and the last value logged of a metric; NaN if there is none."""
         values = [record[name] for record in self.logger.history if name in record]
         return (values[0], values[-1]) if values else (math.nan, math.nan)
+
+    def summary(self, *names: str) -> dict[str, float]:
+        """Return ``cpu_seconds``, and each metric's first and last value as ``<name>_before`` and ``<name>_after``."""
+        found = {"cpu_seconds": round(self.cpu_seconds, 1)}
+        for name in names:
+            found[f"{name}_before"], found[f"{name}_after"] = self.first_and_last(name)
+        return found
 
     def _write(self) -> None:
         if not self.metrics and not self._timings:
