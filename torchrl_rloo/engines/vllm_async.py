@@ -42,7 +42,7 @@ T = TypeVar("T")
 _STARTING = Lock()  # a start changes the environment, and identifies the processes that it began
 _LOG = "errors.log"
 _LAST_LINES = 12  # of the log, in errors
-_LAST_SECONDS = 1.0  # for a failed process to end
+_LAST_SECONDS = 10.0  # for a failed process to end, with what it logs last
 
 
 class AsyncVLLMEngine(LoopEngine):
@@ -255,7 +255,7 @@ class _Core:
         """End the engine; requests in flight and later ones fail with ``error``. May be called again."""
         self._closing = True
         if hasattr(self, "llm"):
-            self.loop.end(error)
+            self.loop.end(error, final=True)
             if (handler := self.llm.output_handler) is not None:
                 self.loop.loop.call_soon_threadsafe(handler.cancel)  # it would log the end as a failure
             self.llm.shutdown(timeout=5.0)

@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future, TimeoutError
-from threading import Thread, current_thread
+from threading import RLock, Thread, current_thread
 from typing import Any, TypeVar
 
 from torchrl_rloo.engines.base import (
@@ -40,6 +40,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._work: set[asyncio.Task] = set()
         self._ended: EngineError | None = None
+        self._ending = RLock()  # the garbage collector may call `end` within it
         self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -65,15 +66,18 @@ class LoopThread:
             future.cancel()
             raise EngineTimeoutError(f"{what} took longer than timeout={timeout} s") from error
 
-    def end(self, error: EngineError) -> None:
-        """Fail pending and later work with ``error``; a further call replaces the error."""
-        first, self._ended = self._ended is None, error  # set first: cancelled work raises it
+    def end(self, error: EngineError, *, final: bool = False) -> None:
+        """Fail pending and later work with ``error``, or with an earlier call's unless this one is final."""
+        with self._ending:
+            first = self._ended is None
+            if first or final:
+                self._ended = error  # before the cancellation: cancelled work raises it
         if first:
             self.loop.call_soon_threadsafe(self._cancel_work)
 
     def close(self, error: EngineError) -> None:
         """Stop the thread; pending and later work fails with ``error``. May be called again."""
-        self.end(error)
+        self.end(error, final=True)
         if self._thread is current_thread():  # called by the garbage collector on this thread
             self.loop.stop()
         elif self._thread.is_alive():

@@ -27,7 +27,7 @@ class CustomTask(Task):
             ValueError: without rewards.
         """
         if rewards is None:
-            raise ValueError(f"task={self.name!r} has no scorer of its own: set eval.scorer, or pass the rewards")
+            raise ValueError(f"task={self.name!r} has no scorer of its own: set eval.scorers={{name: my_module.score}}")
         return {reward_name(function): function for function in rewards} or None
 
 
