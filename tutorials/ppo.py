@@ -7,7 +7,7 @@ else, rows, buffer, policy loss, is the same.
 """
 
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import load_prompts, tensor_rows
@@ -16,7 +16,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, ValueHead, frozen_reference, load_model
 from torchrl_rloo.objectives import PRESETS, RLOOLoss, ValueLoss
-from torchrl_rloo.replay import TokenGAE
+from torchrl_rloo.replay import RowStorage, TokenGAE
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
@@ -39,7 +39,7 @@ env = DatasetChatEnv(
 )
 collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
 buffer = ReplayBuffer(
-    storage=LazyStackStorage(PROMPTS * COMPLETIONS),
+    storage=RowStorage(),
     sampler=SamplerWithoutReplacement(),
     transform=TokenGAE(critic, **preset.advantage_arguments),
     batch_size=PROMPTS * COMPLETIONS // 2,

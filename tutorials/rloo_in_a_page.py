@@ -1,5 +1,5 @@
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import load_prompts, tensor_rows
@@ -8,7 +8,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, frozen_reference, load_model
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
@@ -33,7 +33,7 @@ collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(mode
 
 # Rows enter the buffer with their leave-one-out advantage, once their group is complete.
 buffer = ReplayBuffer(
-    storage=LazyStackStorage(128), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=128
+    storage=RowStorage(), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=128
 )
 loss_fn = RLOOLoss(scorer)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.0)

@@ -5,7 +5,7 @@ import random
 import re
 
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import load_prompts, tensor_rows
@@ -16,7 +16,7 @@ from torchrl_rloo.envs.tools import RegexParser, tool
 from torchrl_rloo.envs.transforms import ToolTransform
 from torchrl_rloo.modules import TransformersWrapper, load_model
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
@@ -62,7 +62,7 @@ env = DatasetChatEnv(
 # Each conversation goes on as soon as its own turn is sampled and its own calls are answered.
 collector = AsyncLLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
 buffer = ReplayBuffer(
-    storage=LazyStackStorage(128), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=128
+    storage=RowStorage(), sampler=SamplerWithoutReplacement(), transform=MCAdvantage(), batch_size=128
 )
 loss_fn = RLOOLoss(policy.get_new_version(generate=False))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.0)

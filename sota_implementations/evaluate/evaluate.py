@@ -11,7 +11,7 @@ Examples:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
@@ -27,6 +27,9 @@ class ScoringConfig:
     votes: Any = None  # dotted path of a function from text to an answer, for maj@k; null: the task's; false: no maj@k
     batch_size: int = 256  # conversations at once
     transcripts: bool = False  # true: a page of the conversations, token by token
+
+    def __post_init__(self):
+        c.check_ks(self.ks or [], self.num_samples)
 
 
 @dataclass
@@ -45,6 +48,14 @@ class Config:
     environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
     inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # only the engine matters here
     eval: ScoringConfig = field(default_factory=ScoringConfig)
+
+    unused: ClassVar = ("model.gradient_checkpointing", "inference.updater", "inference.self_test", "inference.sleep")
+    unused += ("inference.parity_every",)
+
+    def __post_init__(self):
+        for name, unset in (("dtype", "float32"), ("device", "cpu"), ("kwargs", {})):
+            if self.inference.engine is not None and getattr(self.model, name) != unset:
+                raise ValueError(f"model.{name} has no effect with an engine; set inference.engine.{name}")
 
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
@@ -103,12 +114,13 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
         prompts = held_out_prompts(cfg, task, policy.tokenizer)
         print(f"{cfg.model.name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
         # Completions and scores
-        asked, started = cfg.eval, perf_counter()
+        asked, started, scorer = cfg.eval, perf_counter(), task.make_scorer()
+        scorer = scorer if isinstance(scorer, dict) else {"score": scorer}
         half_and_all = sorted({k for k in (asked.num_samples // 2, asked.num_samples) if k > 1})
         evaluation = Evaluation(
             policy,
             prompts,
-            {name: load_reward(spec) for name, spec in asked.scorers.items()} or {"score": task.make_scorer()},
+            {name: load_reward(spec) for name, spec in asked.scorers.items()} or scorer,
             num_samples=asked.num_samples,
             ks=half_and_all if asked.ks is None else asked.ks,
             greedy=asked.greedy,

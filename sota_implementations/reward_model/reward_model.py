@@ -39,6 +39,12 @@ class PairsConfig:
     max_length: int | None = None  # drop longer conversations, in tokens; null: the model's context
     options: dict[str, Any] = field(default_factory=dict)  # for load_preferences: {drop_bad_rows: true}
 
+    def __post_init__(self):
+        c.check_path("data.source", self.source)
+        c.check_path("data.eval_source", self.eval_source or "")
+        if self.eval_split is not None and self.eval_source is None:
+            raise ValueError(f"data.eval_split={self.eval_split} is a split of data.eval_source, which is null; set it")
+
 
 @dataclass
 class TrainConfig:
@@ -70,7 +76,7 @@ class Config(c.RunConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: c.OptimizerConfig = field(default_factory=lambda: c.OptimizerConfig(lr=1e-3))
-    schedule: c.ScheduleConfig = field(default_factory=lambda: c.ScheduleConfig(warmup_steps=20))
+    schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: c.CheckpointConfig = field(default_factory=lambda: c.CheckpointConfig(every=50))
     log: c.LoggerConfig = field(default_factory=lambda: c.LoggerConfig(samples=4))
@@ -91,7 +97,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import DEFINITIONS, Calibration, calibrate, write_calibration, write_report
 from torchrl_rloo.diagnostics.calibration import PICTURE
 from torchrl_rloo.embedded import addition_preferences, resolve_model
-from torchrl_rloo.modules import context_length
+from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
 from torchrl_rloo.objectives.reward_model import RewardModelLoss
@@ -195,9 +201,7 @@ def finish(
     run: Run, cfg: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, found: Calibration
 ) -> None:
     """Save the model with its calibration, write the report, and print the result as one line of JSON."""
-    folder = run.directory / "model"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = save_model(model, tokenizer, run.directory / "model")
     write_calibration(found, folder)
     result = {
         "held_out_accuracy_before": run.first_and_last("eval/pair_accuracy")[0],

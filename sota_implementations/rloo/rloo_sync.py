@@ -42,7 +42,7 @@ class Config(c.RunConfig):
     eval: c.EvalConfig = field(default_factory=c.EvalConfig)
 
     def __post_init__(self):
-        c.check_algorithm(self.algorithm)
+        c.check_settings("lora", self.lora)
         c.check_ahead(self.collector, self.sampler)
 
 
@@ -58,10 +58,10 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import instantiate
 from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
-from torchrl_rloo import data, diagnostics, modules
+from torchrl_rloo import data, diagnostics, modules, replay
 from torchrl_rloo.collectors import AsyncLLMCollector, GroupSource, LLMCollector, RefillingCollector, StepRows
 from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
@@ -71,7 +71,7 @@ from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_set
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
-from torchrl_rloo.replay import FIRST_CACHED_GROUP, GroupCache, MCAdvantage, NormalizeThenSum, ZeroSignalFilter
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.rewards import load_reward, make_executor
 from torchrl_rloo.run import Run, meters
 from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
     # Learning: leave-one-out advantages as rows enter the buffer, loss, optimizer
     advantage = MCAdvantage(**method.advantage_arguments)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(plan.rows_per_step),
+        storage=RowStorage(),
         sampler=SamplerWithoutReplacement(),
         transform=advantage,
         generator=torch.Generator().manual_seed(cfg.seed),
@@ -205,6 +205,8 @@ def load_problem(cfg: Config) -> Problem:
 def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
     """Build the reward functions: the user's, or the task's."""
     reward, own = cfg.reward, cfg.reward.functions is not None
+    if reward.functions == [] and (task is CUSTOM or task.make_rewards()):
+        raise ValueError("reward.functions=[] leaves nothing to learn from: name one, or null for the task's")
     return RewardTransform(
         [load_reward(spec) for spec in reward.functions] if own else task.make_rewards(),
         weights=reward.weights if own or reward.weights else task.reward_weights,
@@ -301,11 +303,11 @@ def make_source(
                 "curriculum.refill=null, or an algorithm that compares rows of one group (rloo, grpo, dapo)"
             )
         settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
-        returns = problem.rewards.returns(each=isinstance(advantage.credit, NormalizeThenSum))
-        signal = ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
+        returns = problem.rewards.returns(each=isinstance(advantage.credit, replay.NormalizeThenSum))
+        signal = replay.ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
         refill = RefillingCollector(collector, signal, cfg.plan.prompts_per_step, **settings)
     if cache is not None:
-        cache = GroupCache(scorer=trainer, **problem.limits, **given(cache))
+        cache = replay.GroupCache(scorer=trainer, **problem.limits, **given(cache))
     return GroupSource(collector, refill, cache, observe)
 
 
@@ -336,7 +338,7 @@ def score_old_log_probs(
     if parity or {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
         rows = modules.record_log_probs(loss_fn.actor_network, rows, entropy=keys.PROXIMAL_ENTROPY, **problem.limits)
     if parity:  # over rows of the current weights; a cache's log-probs are the trainer's own
-        fresh = (rows[keys.POLICY_VERSION] == version) & (rows[keys.GROUP_ID] < FIRST_CACHED_GROUP)
+        fresh = (rows[keys.POLICY_VERSION] == version) & (rows[keys.GROUP_ID] < replay.FIRST_CACHED_GROUP)
         run.log(diagnostics.parity_metrics(rows[fresh]) if fresh.any() else {})
     return rows
 
@@ -379,9 +381,7 @@ def evaluate(run: Run, cfg: Config, evaluation: diagnostics.Evaluation) -> None:
 
 def finish(run: Run, cfg: Config, problem: Problem) -> None:
     """Save the model, write the report, and print the result as one line of JSON."""
-    folder = run.directory / "model"
-    problem.model.save_pretrained(folder)
-    problem.wrapper["tokenizer"].save_pretrained(folder)
+    folder = modules.save_model(problem.model, problem.wrapper["tokenizer"], run.directory / "model")
     result = run.summary("eval/greedy", "eval/sampled")
     report = diagnostics.write_report(
         run.directory,

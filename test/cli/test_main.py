@@ -52,8 +52,8 @@ def test_help_ends_with_examples_that_parse(capsys, command):
     head, examples = out.lower().split("examples:", 1)
     assert code == 0 and "usage: torchrl-rloo" in head and "torchrl-rloo" in examples
     if command not in ("evaluate", "ls", ""):
-        code, out, _ = outcome(capsys, command)  # without its arguments
-        assert code == 2
+        code, _, err = outcome(capsys, command)  # without its arguments
+        assert code == 1 and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -95,7 +95,8 @@ def test_a_copy_has_the_same_settings_in_a_file(capsys, name):
     text = Path("mine.py").read_text()
     assert f"{stem}.py" not in text and "mine.py" in text
     settings = outcome(capsys, "run", name, "--yaml")[1]
-    expected = settings.replace(f"{stem}.py", "mine.py").replace(f"outputs/{stem}/", "outputs/mine/")
+    expected = settings.replace(f"{stem}.py", "mine.py")
+    expected = expected.replace(f"outputs/{stem}/", "outputs/mine/").replace(f"outputs/{name}/", "outputs/mine/")
     assert Path("mine.yaml").read_text() == expected
     assert outcome(capsys, "run", "mine.py", "--yaml")[1] == expected  # what is written is read, and as it was
     assert all("#" in line for line in expected.splitlines() if line.startswith("seed"))

@@ -9,8 +9,8 @@ import pytest
 
 from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
-from torchrl_rloo.cli.config import ALGORITHMS
 from torchrl_rloo.cli.main import recipe_file
+from torchrl_rloo.cli.values import CHOICES
 from torchrl_rloo.objectives import PRESETS
 
 
@@ -111,7 +111,7 @@ EARLY = [  # refused before torch is imported
     ("data.max_promt_length=4", "did you mean data.max_prompt_length?"),
     ("collector.max_in_flihgt=3", "did you mean collector.max_in_flight?"),
     ("environment.max_turn=3", "did you mean environment.max_turns?"),
-    ("algorithm=grppo", "algorithm=grppo is unknown (did you mean 'grpo'"),
+    ("algorithm=grppo", "algorithm=grppo: unknown (did you mean 'grpo'"),
     ("algorithm=ppo", "use tutorials/ppo.py"),
     ("data.source=nowhere.jsonl", "data.source='nowhere.jsonl' is neither a local file or directory"),
     ("data.eval_source=./other", "data.eval_source='./other' is neither"),
@@ -125,6 +125,32 @@ EARLY = [  # refused before torch is imported
     ("curriculum.refill.max_batches=many", "curriculum.refill.max_batches=many must be an integer"),
     ("curriculum.refill=4", "curriculum.refill=4 must be null or settings"),
     ("curriculum.cache={capacity:8}", "curriculum.cache requires curriculum.refill"),
+    ("plan.steps=0", "plan.steps=0 must be at least 1"),
+    ("eval.every=-1", "eval.every=-1 must be at least 0"),
+    ("eval.batch_size=0", "eval.batch_size=0 must be at least 1"),
+    ("eval.num_samples=2 eval.ks=[1,4]", "[4] are not between 1 and num_samples=2"),
+    ("threads=-1", "threads=-1 must be at least 1"),
+    ("train.max_grad_norm=0", "train.max_grad_norm=0.0 must be above 0"),
+    ("generate.temperature=-1", "generate.temperature=-1.0 must be at least 0"),
+    ("generate.top_p=1.5", "generate.top_p=1.5 must be between 0 and 1"),
+    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be two numbers"),
+    ("reward.clip_range=[1]", "reward.clip_range=[1.0] must be [low, high]"),
+    ("reward.functions=my_rewards.good", "reward.functions must be a list"),
+    ("reward.executor.mode=proces", "reward.executor.mode=proces: unknown (did you mean 'process'?)"),
+    ("resume=yes", "resume=yes: unknown; valid: auto, extend, never"),
+    ("train.packing=pack", "train.packing=pack: unknown (did you mean 'packed'?)"),
+    ("model.dtype=float33", "model.dtype=float33: unknown (did you mean 'float32'"),
+    ("sampler.dtype=fp16 sampler.share_weights=false", "sampler.dtype=fp16: unknown"),
+    ("log.loggers=[csv,tensorbored]", "log.loggers=tensorbored: unknown (did you mean 'tensorboard'?)"),
+    ("kl.where=token", "kl.where=token has no effect with kl.coeff=0"),
+    ("kl.target=0.1 kl.coeff=0", "kl.target=0.1 has no effect with kl.coeff=0"),
+    ("kl.coeff=0.1 kl.where=rewards", "kl.where=rewards: unknown (did you mean 'reward'?)"),
+    ("lora=16", "lora=16 must be null or settings by name"),
+    ("task.mixture=addition", "task.mixture=addition must be null or settings by name"),
+    ("inference.engine=vllm", "inference.engine=vllm must be null or settings by name"),
+    ("inference.engine.dtype=bfloat16", "choose one as well, such as inference=vllm"),
+    ("inference.sleep=true", "inference.sleep requires an engine, such as inference=vllm"),
+    ("inference.self_test=false", "inference.self_test requires an engine"),
 ]
 
 
@@ -135,30 +161,32 @@ def test_a_wrong_setting_is_refused_at_once(bad, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["Think, then {answer}: it's [easy]", "a=b", r"C:\\dir\\", "'quoted, too'"])
+def test_text_needs_no_quotes_of_its_own(text):
+    cfg = settings("rloo", f"data.system_prompt={text}")
+    assert cfg.data.system_prompt == text.strip("'")
+
+
 def test_every_method_without_a_critic_can_be_trained():
-    assert set(ALGORITHMS) == {name for name, preset in PRESETS.items() if not preset.critic}
+    assert set(CHOICES["algorithm"]) == {name for name, preset in PRESETS.items() if not preset.critic}
 
 
 BAD = [
+    ("algorithm=dapo kl.coeff=null kl.where=loss", "the method has no KL of its own; set kl.coeff"),
+    ("reward.functions=[]", "reward.functions=[] leaves nothing to learn from"),
+    ("environment.max_turns=3", "environment.max_turns=3 has no effect: conversations of task addition have one turn"),
+    ("data.chat=false", "chat=False keeps text prompts text"),
     ("plan.minibatches=3", "4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
     ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
-    ("kl.target=0.1 kl.coeff=0", "target"),
     ("loss.correction=tis loss.old_log_probs=proximal", "ratio='sequence'"),
     ("plan.prompts_per_step=100000", "fewer than the 100000 of a step"),
     ("generate.max_new_tokens=5000", "more than the model's context of 2048"),
-    ("generate.temperature=-1", "temperature=-1"),
     ("generate.temperature=0", "temperature=0"),
-    ("resume=yes", "resume='yes' must be one of"),
-    ("sampler.dtype=float33 sampler.share_weights=false", "dtype='float33' is not a torch dtype"),
-    ("eval.batch_size=0", "batch_size=0 must be at least 1"),
     ("data.eval_source=other/data", "source='embedded' has its own held-out prompts"),
     ("eval.scorer=own_rewards.broken", "scorer broken failed on all 16 completions"),
-    ("model.dtype=float33", "dtype='float33' is not a torch dtype"),
     ("advantage.estimatr=rloo", "estimatr"),
-    ("train.packing=pack", "packing='pack' must be one of"),
     ("loss.ratio=tokens", "ratio='tokens'"),
     ("loss.clip_epsilon=-0.1", "clip_epsilon"),
-    ("log.loggers=[tensorbored]", "tensorbored"),
     ("reward.weights=[1,2]", "2 weights [1.0, 2.0] for 1 reward functions"),
     ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
 ]

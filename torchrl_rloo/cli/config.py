@@ -6,10 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrl_rloo.cli.schema import section
-from torchrl_rloo.lookup import check_path, did_you_mean
-
-ALGORITHMS = ("rloo", "rloo_trl", "rloo_openrlhf", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp")
-ALGORITHMS += ("reinforce_pp_baseline",)  # objectives.PRESETS without those that train a critic
+from torchrl_rloo.lookup import check_path
 
 
 @dataclass
@@ -34,6 +31,7 @@ class DataConfig:
     eval_split: str | None = None  # of eval_source; null: the same as of source
     eval_size: int = 256  # held-out prompts, at most
     prompt_column: str | None = None  # column with the prompt, text or chat messages; null: prompt, query or messages
+    columns: list[str] | None = None  # other columns to keep, for rewards; null: all
     column_map: dict[str, str] = field(default_factory=dict)  # renames columns: {target: answer} makes answer of target
     row_map: str | None = None  # dotted path of a function from a row to a row with a prompt; null: the task's
     system_prompt: str | None = None  # put before prompts without a system message; null: the task's
@@ -136,6 +134,10 @@ class RewardConfig:
     shaping: list[Any] = field(default_factory=list)  # of scores, in order: [{_target_: ...NormalizeRewards}]
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)  # calls the functions; a failed sample abstains
 
+    def __post_init__(self):
+        if self.clip_range is not None and (len(self.clip_range) != 2 or not self.clip_range[0] < self.clip_range[1]):
+            raise ValueError(f"reward.clip_range={self.clip_range} must be [low, high] with low < high")
+
 
 @dataclass
 class PassRateConfig:
@@ -201,12 +203,22 @@ class KLConfig:
     clip: float | None = None  # limit of a token's estimate, where=token; null: none
     target: float | None = None  # nats per action token: adapt the coefficient to hold this KL; null: constant
 
+    def __post_init__(self):
+        for name in ("where", "estimator", "clip", "target"):
+            if self.coeff == 0 and getattr(self, name) is not None:
+                value = getattr(self, name)
+                raise ValueError(f"kl.{name}={value} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
+
 
 @dataclass
 class OptimizerConfig:
     lr: float = 3.0e-4  # peak learning rate of AdamW; models of billions of weights take about 1e-6
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
     weight_decay: float = 0.0
+
+    def __post_init__(self):
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={self.betas} must be two numbers from 0 to below 1")
 
 
 @dataclass
@@ -222,6 +234,9 @@ class EvalConfig:
     batch_size: int = 256  # conversations at once
     num_samples: int = 1  # sampled completions of each prompt, for eval/sampled
     ks: list[int] = field(default_factory=list)  # of pass@k and maj@k, at most num_samples
+
+    def __post_init__(self):
+        check_ks(self.ks, self.num_samples)
 
 
 @dataclass
@@ -248,6 +263,9 @@ class TaskConfig:
     name: str = "addition"  # a task's name or the dotted path of one of yours
     mixture: Any = None  # for task=mixture: {addition: {weight: 2}, countdown: 1}
 
+    def __post_init__(self):
+        check_settings("task.mixture", self.mixture)
+
 
 @dataclass
 class InferenceConfig:
@@ -256,6 +274,17 @@ class InferenceConfig:
     self_test: bool = True  # before training, change the weights, see the engine follow, and change them back
     sleep: bool = False  # free the engine's GPU memory while training; needs engine.enable_sleep_mode=true
     parity_every: int = 0  # steps between parity/* metrics, sampler against trainer; 0: never
+
+    def __post_init__(self):
+        for name in ("engine", "updater"):
+            check_settings(f"inference.{name}", getattr(self, name))
+        if self.engine is not None and "_target_" not in self.engine:
+            raise ValueError("inference.engine is a part of an engine: choose one as well, such as inference=vllm")
+        for name, unset in (("updater", None), ("sleep", False), ("self_test", True)):
+            if self.engine is None and getattr(self, name) != unset:
+                raise ValueError(
+                    f"inference.{name} requires an engine, such as inference=vllm: the model itself samples"
+                )
 
 
 @dataclass
@@ -282,6 +311,26 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_settings(name: str, values: Any) -> None:
+    """Refuse what is neither null nor settings by name.
+
+    Raises:
+        ValueError: for a value of another kind.
+    """
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{name}={values} must be null or settings by name, such as {{key: value}}")
+
+
+def check_ks(ks: list[int], num_samples: int) -> None:
+    """Refuse numbers that pass@k cannot be estimated for.
+
+    Raises:
+        ValueError: for a number below 1 or above ``num_samples``.
+    """
+    if wrong := [k for k in ks if not 1 <= k <= num_samples]:
+        raise ValueError(f"eval.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples")
+
+
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
     """Refuse to sample ahead with the weights that train.
 
@@ -293,15 +342,3 @@ def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
             f"collector.ahead={collector.ahead} samples while the model trains, so it cannot be combined with "
             "sampler.share_weights=true; set it to false"
         )
-
-
-def check_algorithm(name: str) -> None:
-    """Refuse the name of a method that a recipe cannot train.
-
-    Raises:
-        ValueError: with near matches.
-    """
-    if name == "ppo":
-        raise ValueError("algorithm=ppo needs a critic, which the recipe does not train; use tutorials/ppo.py")
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm={name} is unknown{did_you_mean(name, ALGORITHMS)}; valid: {', '.join(ALGORITHMS)}")

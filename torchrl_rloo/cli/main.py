@@ -120,8 +120,9 @@ def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
         raise SystemExit(1)
     copy.parent.mkdir(parents=True, exist_ok=True)
     for file, text in ((copy, source.read_text(encoding="utf-8")), (copy.with_suffix(".yaml"), printed.getvalue())):
-        for name in (source.name, f"outputs/{source.stem}/"):  # the copy's outputs go to a folder of their own
-            text = text.replace(name, name.replace(source.stem, copy.stem))
+        text = text.replace(source.name, copy.name)
+        for name in (source.stem, recipe):  # the copy's outputs go to a folder of their own
+            text = text.replace(f"outputs/{name}/", f"outputs/{copy.stem}/")
         file.write_text(text, encoding="utf-8")
     print(f"{copy}: the recipe\n{copy.with_suffix('.yaml')}: its settings\nrun it: python {copy}")
 
@@ -164,8 +165,8 @@ def recipe_file(recipe: str) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _make(argparse.ArgumentParser, "", "torchrl-rloo", description="RLOO post-training for language models.")
-    commands = parser.add_subparsers(dest="command", metavar="command")
+    parser = _make(_Parser, "", "torchrl-rloo", description="RLOO post-training for language models.")
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Parser)
     made = {
         name: _make(commands.add_parser, name, name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         for name, text in COMMANDS.items()
@@ -183,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")
     server.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _fail(f"{message} ({self.prog} --help)")
 
 
 def _make(make, command: str, *args, **kwargs) -> argparse.ArgumentParser:

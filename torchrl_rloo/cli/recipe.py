@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,12 +19,22 @@ from typing import Any, TypeVar
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_rloo.cli.schema import SettingError, check_names, explain, free_sections, help_text, near, to_object
+from torchrl_rloo.cli.schema import (
+    SettingError,
+    check_names,
+    explain,
+    free_sections,
+    help_text,
+    near,
+    text_settings,
+    to_object,
+)
 from torchrl_rloo.cli.settings_file import settings_file
+from torchrl_rloo.cli.values import check_values
 
 C = TypeVar("C")
 PROGRAM: ContextVar[str | None] = ContextVar("PROGRAM", default=None)  # command that runs the recipe; None: its file
@@ -31,6 +42,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "sota_implementations"
 if not RECIPES.is_dir():  # installed without a checkout
     RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 GROUPS = RECIPES / "rloo" / "config"  # tasks and engines, for all recipes
+_TOLD = (ValueError, TypeError, KeyError, ImportError, OSError, HydraException)
 DEFAULT_GROUPS = {"task": "addition", "inference": "transformers"}
 
 
@@ -57,18 +69,23 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
     arguments = parser.parse_args(argv)
+    text = None
     try:
         cfg = load_config(config, recipe, arguments.overrides, arguments.config)
         if arguments.help:
-            print(_help(config, cfg, parser.prog, (description or "").replace(recipe.name, parser.prog)))
-            raise SystemExit(0)
-        if arguments.yaml:
-            print(_settings_file(config, recipe, arguments.overrides, arguments.config), end="")
-            raise SystemExit(0)
-        typed = to_object(cfg)
-        cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
+            text = _help(config, cfg, parser.prog, (description or "").replace(recipe.name, parser.prog))
+        elif arguments.yaml:
+            text = _settings_file(config, recipe, arguments.overrides, arguments.config)
+        else:
+            typed = to_object(cfg)
+            cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
+            check_values(cfg)
+            _check_effects(cfg, arguments.overrides)
     except (ValueError, OSError) as error:  # a SettingError, or what a section refuses
         _fail(error, arguments.traceback)
+    if text is not None:
+        print(text.rstrip("\n"))
+        raise SystemExit(0)
     cfg.__dict__["traceback"] = arguments.traceback
     return cfg
 
@@ -89,6 +106,8 @@ def load_config(
     node = make_dataclass(config.__name__, extra, bases=(config,))
     ConfigStore.instance().store(name="schema", node=node)
     primary = _primary(recipe, file)
+    if primary is not None:
+        _check_file(primary, config, sorted(others))
     folder = primary.parent if primary else GROUPS
     overrides = [_normalize(override, config) for override in overrides]
     places = [f"file://{place}" for place in (GROUPS, recipe.parent / "config") if place.is_dir()]
@@ -99,13 +118,24 @@ def load_config(
             return compose(name, overrides=overrides, return_hydra_config=with_hydra)
     except OmegaConfBaseException as error:
         raise SettingError(explain(error)) from error
+    except OverrideParseException as error:
+        raise SettingError(
+            f"{error.override} is malformed: {_line(error)}; quote text, as in 'name=\"a, b\"'"
+        ) from error
     except HydraException as error:
         cause = error.__cause__
         raise SettingError(explain(cause) if isinstance(cause, OmegaConfBaseException) else _line(error)) from error
 
 
+def _check_effects(cfg: Any, overrides: Sequence[str]) -> None:
+    """Refuse settings of shared sections that this recipe has no use for, as its class lists them in ``unused``."""
+    for name in (override.partition("=")[0].lstrip("+~") for override in overrides):
+        if name in getattr(cfg, "unused", ()):
+            raise SettingError(f"{name} has no effect in this recipe; leave it out")
+
+
 def run_recipe(main: Callable[[C], None], cfg: C) -> None:
-    """Run a recipe; turn an error that settings can mend into one line and exit code 1.
+    """Run a recipe; turn an error into one line and exit code 1.
 
     Modules in the working directory can be named in settings by their dotted path. The traceback of an error goes to
     ``traceback.txt`` in the output directory, and to the terminal with ``--traceback``.
@@ -114,7 +144,7 @@ def run_recipe(main: Callable[[C], None], cfg: C) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         main(cfg)
-    except (ValueError, TypeError, KeyError, ImportError, OSError, InstantiationException) as error:
+    except Exception as error:
         _fail(error, cfg.__dict__.get("traceback", False), Path(cfg.output_dir))
 
 
@@ -133,9 +163,13 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None) ->
 
 
 def _line(error: BaseException) -> str:
-    """Return an error's message in one line."""
+    """Return an error's message in one line, after its kind where the message may not tell what went wrong."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its own names what it was building
+        target = re.search(r"'([\w.]+)'", str(error))
+        return f"{target[1]}: {_line(error.__cause__)}" if target else _line(error.__cause__)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return " ".join(text.split()) or type(error).__name__
+    told = isinstance(error, _TOLD) or type(error).__module__.startswith("torchrl_rloo")
+    return " ".join(text.split() if told else [f"{type(error).__name__}:", *text.split()]) or type(error).__name__
 
 
 def _primary(recipe: Path, file: str | None) -> Path | None:
@@ -150,6 +184,28 @@ def _primary(recipe: Path, file: str | None) -> Path | None:
             return place.resolve()
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     raise SettingError(f"--config {file}: no such file{near(file, names) if names else ''}")
+
+
+def _check_file(file: Path, config: type, others: Sequence[str]) -> None:
+    """Refuse a file of settings that is malformed, lacks the schema, or has a name that the recipe does not know."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise SettingError(f"{file} is not valid YAML: {_line(error)}") from error
+    if not isinstance(content, dict) or "schema" not in (content.pop("defaults", None) or ()):
+        raise SettingError(f"{file} must be settings by name that begin with `defaults: [schema, _self_]`")
+    names = [name for section, values in content.items() for name in _dotted(section, values)]
+    own = [name for name in names if name.partition(".")[0] not in ("hydra", *others)]
+    try:
+        check_names(own, config)
+    except SettingError as error:
+        raise SettingError(f"{file}: {error}") from error
+
+
+def _dotted(name: str, values: Any) -> list[str]:
+    if not isinstance(values, dict) or not values:
+        return [name]
+    return [dotted for key, value in values.items() for dotted in _dotted(f"{name}.{key}", value)]
 
 
 def _normalize(override: str, config: type) -> str:
@@ -171,6 +227,8 @@ def _normalize(override: str, config: type) -> str:
         raise SettingError(f"{name}={value} is unknown{near(value, names)}; known: {', '.join(names)}")
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
+    if name in text_settings(config) and value[:1] not in ("'", '"') and value not in ("", "null"):
+        value = "'" + re.sub(r"(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"  # commas and braces are text
     return f"++{name}={value}" if free else f"{name}={value}"
 
 

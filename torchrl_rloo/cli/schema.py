@@ -66,6 +66,18 @@ def free_sections(config: type) -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
+def text_settings(config: type, prefix: str = "") -> tuple[str, ...]:
+    """Return the dotted names of fields that hold text."""
+    found = []
+    for name, hint in get_type_hints(config).items():
+        if is_dataclass(hint):
+            found += text_settings(hint, f"{prefix}{name}.")
+        elif hint in (str, str | None):
+            found.append(f"{prefix}{name}")
+    return tuple(found)
+
+
 def check_names(names: list[str], config: type, groups: list[str] = ()) -> None:
     """Refuse the first name that a configuration does not have.
 
@@ -96,6 +108,10 @@ def explain(error: OmegaConfBaseException) -> str:
     if value:
         kinds = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "String": "text"}
         return f"{key}={value[1]} must be {kinds.get(value[2], value[2])}"
+    if "is not a ListConfig" in message:
+        return f"{key} must be a list: {key}=[...]"
+    if "to Dict[" in message:
+        return f"{key} must be settings by name: {key}={{name: value}}"
     return f"{key}: {message}" if key and key not in message else message
 
 

@@ -258,13 +258,18 @@ def turn_source(
         policy: takes and returns rows.
         version: see :class:`TurnSource`.
         on_death: see :class:`TurnSource`.
-        max_batch_size: see :class:`BatchedTurns`; engines have their own limits.
+        max_batch_size: see :class:`BatchedTurns`; engines have their own limits, and take none.
 
     Raises:
-        ValueError: for a policy with several samples per row.
+        ValueError: for a policy with several samples per row, or a ``max_batch_size`` for an engine.
     """
     if getattr(policy, "num_samples", None) is not None:
         raise ValueError(f"num_samples={policy.num_samples} must be None: a conversation has one next turn")
     if isinstance(policy, vLLMWrapper) and isinstance(policy.engine, AsyncEngine):
+        if max_batch_size is not None:
+            raise ValueError(
+                f"max_batch_size={max_batch_size} has no effect with {type(policy.engine).__name__}, which forms its "
+                "own batches: leave it None, and limit max_in_flight instead"
+            )
         return EngineTurns(policy, version, on_death)
     return BatchedTurns(policy, version, on_death, max_batch_size=max_batch_size)

@@ -212,6 +212,8 @@ def load_prompts(
     rows = _rows(located, prompt_column, column_map or {}, columns)
     if not rows:
         raise ValueError(f"{shown(source)} is empty: give at least one row")
+    if chat is False and not isinstance(rows[0][keys.QUERY], str):
+        raise ValueError(f"chat=False keeps text prompts text, but those of {shown(source)} are messages: leave it out")
     for row in rows if chat or system_prompt is not None else ():
         row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
     dataset = PromptDataset(rows, chat=chat)

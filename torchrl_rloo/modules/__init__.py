@@ -1,6 +1,6 @@
 """Policies that generate and score, over TorchRL's LLM wrapper contract."""
 
-from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, load_tokenizer
+from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, load_tokenizer, save_model
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
@@ -29,6 +29,7 @@ __all__ = [
     "load_tokenizer",
     "load_reward_model",
     "record_log_probs",
+    "save_model",
     "supports_packing",
     "vLLMWrapper",
 ]

@@ -141,6 +141,31 @@ def _check_path(name: str | os.PathLike, subfolder: str) -> None:
         )
 
 
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> Path:
+    """Save a model with its tokenizer in Hugging Face format, in place of what an earlier run saved there.
+
+    Weights that an earlier model left behind would be loaded with these, such as an adapter's.
+
+    Args:
+        model: the model, or its LoRA adapter.
+        tokenizer: its tokenizer.
+        folder: made if it does not exist.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    for stale in (
+        *folder.glob("*.safetensors"),
+        *folder.glob("*.safetensors.index.json"),
+        folder / "adapter_config.json",
+    ):
+        stale.unlink(missing_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.Module:
     """Add a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) to a model; only the adapter is trained.
 

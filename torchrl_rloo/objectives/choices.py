@@ -90,3 +90,6 @@ def check_parts(loss: RLOOLoss) -> None:
             raise ValueError(message)
     for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "router_loss_coeff", "entropy_coeff"):
         check_coefficient(name, getattr(loss, name), negative=name == "entropy_coeff")
+    for name in ("mask_truncated_completions", "kl_importance_weighted"):
+        if not isinstance(value := getattr(loss, name), bool):
+            raise TypeError(f"{name}={value!r} must be True or False")

@@ -266,6 +266,10 @@ def _merged_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL
         for key in given:
             if key not in known:
                 raise ValueError(f"kl.{key} is unknown{did_you_mean(key, known)}; valid: {known}")
+        if own is None and given.get("where") is not None and given.get("coeff") is None:
+            raise ValueError(
+                f"kl.where={given['where']!r} requires kl.coeff: the method has no KL of its own; set kl.coeff"
+            )
         base = asdict(own or KL())
         if given.get("where", base["where"]) != base["where"]:
             base = {"coeff": base["coeff"]} if given["where"] is not None else {}

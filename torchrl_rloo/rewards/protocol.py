@@ -196,9 +196,14 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
         what: what to call the functions in the message.
 
     Raises:
-        ValueError: naming the function, the column and the remedy.
+        ValueError: naming the function, the column and the remedy; also for one that takes nothing to judge by.
     """
     for function in functions:
+        if (accepted := _accepted(function)) is not None and not accepted & {*columns, *_ALWAYS_GIVEN}:
+            raise ValueError(
+                f"{what} {reward_name(function)} takes none of the arguments that it could judge by: name completions, "
+                f"completion_ids, prompts, or a column of {list(columns)} in its signature"
+            )
         if missing := missing_columns(function, columns):
             remedy = "" if what == "reward" else f", choose another {what} (eval.scorer, or task=custom: the rewards)"
             raise ValueError(
@@ -290,9 +295,14 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names that a function takes; None for any."""
-    parameters = inspect.signature(function).parameters.values()
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
+    """Return the names that a function takes; None for any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have none
+        return None
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return None if any_name else frozenset(p.name for p in parameters if p.kind not in unnamed)
 
 
 def _finish(function: RewardFunction, call: RewardCall, scores: Any, n: int, start: float) -> RewardCall:

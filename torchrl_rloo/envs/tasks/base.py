@@ -15,7 +15,7 @@ from torchrl_rloo.data.prompts import PromptDataset, load_prompts, split_prompts
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.transforms.reward import RewardTransform
-from torchrl_rloo.rewards.protocol import RewardFunction
+from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 from torchrl_rloo.rewards.registry import load_reward
 
 _LOGGER = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Task(TaskBase):
             read; None: it is one already.
         rewards: what is trained on, each a spec of :func:`~torchrl_rloo.rewards.load_reward`; none where the
             environment itself rewards.
-        scorer: what an answer is judged by in evaluation, whatever the rewards: a spec, too; None: the return that the
-            environment itself gives.
+        scorer: judge of held-out completions, whatever the rewards: a spec, too; None: the rewards, or without any the
+            return that the environment itself gives.
         reward_weights: one for each reward; None: 1 each.
         dataset: arguments of :func:`~torchrl_rloo.data.load_prompts` for the published dataset (``source``, ``name``,
             ``split``); empty if there is none.
@@ -197,8 +197,11 @@ class Task(TaskBase):
         return [load_reward(spec) for spec in self.rewards]
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
-        """Return the evaluation metric, whatever the rewards; None: the return that the environment itself gives."""
-        return None if self.scorer is None else load_reward(self.scorer)
+        """Return the evaluation metric, else the rewards; None: the return that the environment itself gives."""
+        if self.scorer is not None:
+            return load_reward(self.scorer)
+        judges = self.make_rewards() if rewards is None else rewards
+        return {reward_name(function): function for function in judges} or None
 
     def make_transforms(self) -> list[Transform]:
         """What makes turns of the environment, new at every call."""

@@ -24,11 +24,21 @@ def conversation_settings(
     Returns:
         ``(make_transforms, limits)``. Each call of the first makes new transforms, so that two environments share no
         counters.
+
+    Raises:
+        ValueError: for limits of a conversation of one turn.
     """
     from hydra.utils import instantiate
 
+    several = bool(task.make_transforms() if transforms is None else transforms)
+    if limits and not several:
+        name = next(iter(limits))
+        raise ValueError(
+            f"environment.{name}={limits[name]} has no effect: conversations of task {task.name} have one turn; set "
+            "environment.transforms, which answer the policy, or leave it null"
+        )
     limits = {**task.limits, **limits}
-    if task.make_transforms() if transforms is None else transforms:
+    if several:
         limits = {"max_tokens": context} | limits
     if transforms is None:
         return task.make_transforms, limits
