@@ -18,7 +18,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     >>> did_you_mean("gsm8", ["gsm8k", "math"])
     " (did you mean 'gsm8k'?)"
     """
-    matches = get_close_matches(name, list(names), n=3)
+    names = list(names)
+    spelled = {known.lower(): known for known in names}
+    matches = get_close_matches(name, names, n=3) or [spelled[m] for m in get_close_matches(name.lower(), spelled)]
     return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""
 
 

@@ -47,7 +47,8 @@ class Says:
 
 
 def make_env(tokenizer, rewards, prompts=None, **settings) -> DatasetChatEnv:
-    dataset = load_prompts(prompts or chat_prompts(), chat=False)
+    prompts = prompts or chat_prompts()
+    dataset = load_prompts(prompts, chat=False if isinstance(prompts[0].get("query"), str) else None)
     settings.setdefault("prompts_per_batch", len(dataset))
     return DatasetChatEnv(dataset, tokenizer, rewards=rewards, shuffle=False, **settings)
 

@@ -311,11 +311,25 @@ def test_another_coefficient_goes_where_the_method_has_its_kl(name):
     assert places_of(method_of(name, kl=None)) == [0.0] * 3
 
 
+@pytest.mark.parametrize("credit", [{"name": "normalize_then_sum", "weights": [1.0]}, "turn", "token"])
+def test_a_kl_in_the_summed_reward_needs_advantages_of_that(credit):
+    with pytest.raises(ValueError, match="kl.where='reward' has no effect with advantage.credit="):
+        method_of("grpo", advantage={"credit": credit}, kl={"where": "reward", "coeff": 0.1})
+    assert method_of("grpo", advantage={"credit": credit}, kl={"where": "loss", "coeff": 0.1}).kl.where == "loss"
+
+
 @pytest.mark.parametrize("where", ["reward", "token", "loss"])
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
     own = PRESETS[name].kl
-    method = method_of(name, kl={"where": where} | ({} if own else {"coeff": 0.05}))
+    kl = {"where": where} | ({} if own else {"coeff": 0.05})
+    if where == "token" and PRESETS[name].loss["ratio"] == "sequence":
+        with pytest.raises(
+            ValueError, match="loss.ratio='sequence' takes one for all: set kl.where='reward' or 'loss'"
+        ):
+            method_of(name, kl=kl)
+        return
+    method = method_of(name, kl=kl)
     coeff = own.coeff if own else 0.05
     assert method.kl == (own if own and own.where == where else KL(where, coeff))
     assert sum(places_of(method)) == coeff

@@ -210,7 +210,12 @@ def test_columns_that_are_missing():
     judge = Judge("gold")
     assert missing_columns(judge, ["gold", "hint"]) == [] == missing_columns(Judge(None), ["hint"])
     assert missing_columns(judge, ["answer"]) == ["hint", "gold"]
-    check_columns([judge, len], ["gold", "hint"])
+    check_columns([judge, dict], ["gold", "hint"])
+    for takes_nothing in (len, lambda: [1.0], lambda *texts: [1.0]):
+        with pytest.raises(ValueError, match="takes none of the arguments that it could judge by: name completions"):
+            check_columns([takes_nothing], ["gold", "hint"])
+    with pytest.raises(ValueError, match=r"asks for \['completion'\], .*did you mean 'completions'"):
+        check_columns([lambda completion, **others: [1.0]], ["gold"])
     message = (
         r"scorer Judge asks for \['gold'\], which the dataset does not have: its columns are \['hint'\]. Rename one"
     )

@@ -231,7 +231,7 @@ class Says:
 
 def step(tokenizer, rewards: RewardTransform, rows: list[dict], texts: Sequence[str]) -> TensorDictBase:
     """One step of an environment whose policy answers ``rows`` with ``texts``."""
-    dataset = load_prompts(rows, chat=False)
+    dataset = load_prompts(rows, chat=False if isinstance(next(iter(rows[0].values())), str) else None)
     env = DatasetChatEnv(dataset, tokenizer, rewards=rewards, shuffle=False, prompts_per_batch=len(dataset))
     return env.step(Says(tokenizer, texts)(env.reset()))["next"]
 

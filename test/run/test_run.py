@@ -74,7 +74,7 @@ def test_a_checkpoint_does_not_grow_with_the_log(tmp_path):
     short, _ = play(tmp_path / "short", 2)
     long, _ = play(tmp_path / "long", 200, checkpoint_every=0)
     sizes = [max(p.stat().st_size for p in (tmp_path / name / "checkpoints").iterdir()) for name in ("short", "long")]
-    assert abs(sizes[0] - sizes[1]) < 64
+    assert abs(sizes[0] - sizes[1]) < 1024  # 198 lines of the log are 20 kB
 
 
 def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path):

@@ -98,7 +98,7 @@ def test_vllm_samples_the_same_greedy_completions(overrides, first, tmp_path):
         (["eval.scorers={right: boxed_acuracy}"], "boxed_acuracy"),
         (["generate.temperature=0"], "temperature=0 gives num_samples=4 times the same completion"),
         (["format=csv"], "format=csv: unknown; valid: parquet, jsonl"),
-        (["inference.sleep=true"], "inference.sleep has no effect in this recipe"),
+        (["inference.parity_every=3"], "inference.parity_every has no effect in this recipe"),
         (["inference=vllm", "model.dtype=bfloat16"], "model.dtype has no effect with an engine"),
         (["eval.batch_size=0"], "batch_size=0 must be at least 1"),
     ],

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
@@ -154,10 +155,11 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None) ->
         raise error
     hint = "--traceback shows where"
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        file = output / "traceback.txt"
-        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
-        hint = f"traceback in {file}"
+        with suppress(OSError):  # the error may be about this very folder
+            output.mkdir(parents=True, exist_ok=True)
+            file = output / "traceback.txt"
+            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+            hint = f"traceback in {file}"
     print(f"error: {_line(error)} ({hint})" if output else f"error: {_line(error)}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 

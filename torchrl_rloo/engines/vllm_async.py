@@ -186,6 +186,7 @@ class _Core:
         if not torch.cuda.is_available() and arguments.get("tensor_parallel_size", 1) == 1:
             arguments.setdefault("distributed_executor_backend", UNIPROC)
         settings = engine_arguments(model, arguments) | {"worker_extension_cls": CHILD_WORKER}
+        settings["log_config_file"] = os.environ["VLLM_LOGGING_CONFIG_PATH"]  # vLLM may have read it before
 
         async def start() -> Any:  # on the loop, which vLLM then uses
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))

@@ -101,6 +101,8 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         **chat: Any,
     ):
         refuse_unknown(type(self), chat, _REMEDIES)
+        if not isinstance(dataset, PromptDataset):
+            raise TypeError(f"dataset is a {type(dataset).__name__}: pass load_prompts(...), which checks its rows")
         _check_transforms(transforms, after_rewards)
         for name, value in (("prompts_per_batch", prompts_per_batch), ("num_generations", num_generations)):
             if value < 1:

@@ -48,7 +48,7 @@ class KL:
 
     def __post_init__(self) -> None:
         if self.where is not None and self.where not in PLACES:
-            hint = did_you_mean(self.where, PLACES)
+            hint = did_you_mean(str(self.where), PLACES)
             raise ValueError(f"kl.where={self.where!r} is unknown{hint}; valid: {[*PLACES, None]}")
         check_coefficient("kl.coeff", self.coeff)
         if self.where is None:

@@ -211,7 +211,24 @@ def make_method(
             )
     if num_generations is not None:
         advantage["num_generations"] = num_generations
-    return replace(preset, loss=loss, advantage=advantage, kl=_merged_kl(preset.kl, kl))
+    merged = replace(preset, loss=loss, advantage=advantage, kl=_merged_kl(preset.kl, kl))
+    _check_kl(merged)
+    return merged
+
+
+def _check_kl(method: Preset) -> None:
+    """Refuse a KL that the advantages or the loss of a method cannot take."""
+    where, credit, ratio = method.kl and method.kl.where, _name(method.advantage.get("credit")), method.loss["ratio"]
+    if where == "reward" and credit not in (None, "trajectory"):
+        raise ValueError(
+            f"kl.where='reward' has no effect with advantage.credit={credit!r}, which does not read the summed reward: "
+            "set kl.where='token' or 'loss'"
+        )
+    if where == "token" and _name(ratio) == "sequence":
+        raise ValueError(
+            "kl.where='token' gives each token its own advantage, and loss.ratio='sequence' takes one for all: set "
+            "kl.where='reward' or 'loss', or loss.ratio='token'"
+        )
 
 
 def _check_keys(argument: str, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -261,6 +278,8 @@ def _merged_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL
         raise ValueError(f"kl={given!r} must be None, 'default', a mapping or a KL")
     if given is None or isinstance(given, str):
         return own if given else None
+    if not isinstance(given, KL | Mapping):
+        raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or its fields by name")
     if isinstance(given, Mapping):
         known = [f.name for f in fields(KL)]
         for key in given:

@@ -127,6 +127,8 @@ class MCAdvantage(Transform):
                 f"num_generations=1: estimator={name_of(self.estimator)} compares the rows of a group, so it needs at "
                 "least 2; 'reinforce' and a RunningBaseline work with 1"
             )
+        if kl is not None and not isinstance(kl, KL):
+            raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
         if kl is not None and kl.where != "token":
             raise ValueError(f"kl={kl}: MCAdvantage takes a KL with where='token'; set that, or leave kl out")
         if process_group is not None and self.normalize is None:

@@ -34,6 +34,8 @@ from numbers import Real
 from time import perf_counter
 from typing import Any
 
+from torchrl_rloo.lookup import did_you_mean
+
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 
 
@@ -205,11 +207,12 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
                 f"completion_ids, prompts, or a column of {list(columns)} in its signature"
             )
         if missing := missing_columns(function, columns):
+            hint = did_you_mean(missing[0], [*columns, *_ALWAYS_GIVEN])
             remedy = "" if what == "reward" else f", choose another {what} (eval.scorer, or task=custom: the rewards)"
             raise ValueError(
-                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have: its columns are "
-                f"{list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: {missing[0]}}}), "
-                f"give the argument a default{remedy}"
+                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have{hint}: its columns "
+                f"are {list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: "
+                f"{missing[0]}}}), give the argument a default{remedy}"
             )
 
 

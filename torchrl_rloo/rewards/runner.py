@@ -173,7 +173,7 @@ class RewardRunner:
         """One function's scores of a batch, in calls of as many rows as its executor likes."""
         function, executor, n = self.functions[k], self.executors[k], len(batch)
         whole = getattr(function, "whole_batch", False)
-        outcome = _Outcome(batch, [None] * n)
+        outcome, first = _Outcome(batch, [None] * n), []
 
         def call(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
             """Those parts that failed."""
@@ -183,6 +183,8 @@ class RewardRunner:
             else:
                 results = executor.run(function, batches)
             for part, result in zip(parts, results, strict=True):
+                if isinstance(result, RewardFailure) and not first:
+                    first.append(result.message)
                 with _BOOKS:
                     self.latency[f"{self.names[k]}/call"].add(result.seconds)
                     self.latency[f"{self.names[k]}/sample"].add(result.seconds / len(part), len(part))
@@ -194,7 +196,14 @@ class RewardRunner:
         alone = [] if whole else [[i] for part in failed if len(part) > 1 for i in part]
         if alone:
             outcome.repeated = len(alone)
-            call(alone)
+            if not call(alone) and not self.counts[f"{self.names[k]}/repeated"]:  # not yet counted: the first time
+                _LOGGER.warning(
+                    "reward %s fails on %d rows at once (%s) and on none of them alone, so it is called row by row: return "
+                    "one score for each completion",
+                    self.names[k],
+                    size,
+                    first[0],
+                )
         return outcome
 
     def _account(self, name: str, outcome: _Outcome, rows: Sequence[int]) -> RewardFailureError | None:

@@ -76,6 +76,14 @@ class Run:
             raise ValueError(f"resume={resume!r} must be one of {list(RESUME)}")
         if checkpoint_every < 0:
             raise ValueError(f"checkpoint.every={checkpoint_every} must be at least 0")
+        if total_steps < 1:
+            raise ValueError(f"total_steps={total_steps} must be at least 1")
+        for name, part in parts.items():
+            if name == "logger" or (part is not None and not hasattr(part, "state_dict")):
+                raise TypeError(
+                    f"parts[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict, under "
+                    "another name than 'logger'"
+                )
         self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
         self.logger = RunLogger(

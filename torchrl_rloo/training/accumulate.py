@@ -90,7 +90,13 @@ def minibatches(buffer: ReplayBuffer, number: int, epochs: int = 1) -> Iterator[
         buffer: samples without replacement.
         number: of batches an epoch; fewer if the buffer has fewer rows.
         epochs: passes over the rows.
+
+    Raises:
+        ValueError: for a number below 1.
     """
+    for name, value in (("number", number), ("epochs", epochs)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     for _ in range(epochs):
         left = len(buffer)
         for k in range(number, 0, -1):

@@ -26,9 +26,12 @@ def optimizer_step(
         Norm of the gradient before clipping, scalar.
 
     Raises:
+        TypeError: for a ``scheduler`` that is none.
         ValueError: if ``max_grad_norm`` is not above 0.
         RuntimeError: if the norm is not finite; nothing is stepped.
     """
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise TypeError(f"scheduler={scheduler!r} must be a learning-rate schedule; is it max_grad_norm?")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; null does not clip")
     norm = clip_grad_norm_(model.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
@@ -73,6 +76,8 @@ def linear_schedule(
     """
     if warmup_steps is None:
         warmup_steps = min(5, total_steps // 10)
+    if total_steps < 1:
+        raise ValueError(f"total_steps={total_steps} must be at least 1")
     if not 0 <= warmup_steps <= total_steps:
         raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and total_steps={total_steps}: lower it")
     if not 0 <= final_fraction <= 1:

@@ -44,7 +44,7 @@ class DataLoadingPrimer(Transform):
         epochs: how often to go through the dataset; None for ever. Draws of one batch may come from two epochs. What is
             left at the end and does not fill a batch is counted in the log and not drawn.
         sampler: chooses the prompts instead (a :class:`~torchrl_rloo.data.sampling.MixtureSampler` or a
-            :class:`~torchrl_rloo.replay.PassRatePool`, say), without end; there are no epochs then. Its state is saved
+            :class:`~torchrl_rloo.data.PassRatePool`, say), without end; there are no epochs then. Its state is saved
             in the primer's.
 
     Raises:

@@ -50,6 +50,8 @@ class KLRewardTransform(Transform):
             raise ValueError(f"ref must have a score(rows) method, {type(ref).__name__} has none")
         if getattr(ref, "generate", False):
             raise ValueError("ref generates; pass ref.get_new_version(generate=False)")
+        if not hasattr(kl_to_ref_coeff, "__float__"):
+            raise TypeError(f"kl_to_ref_coeff={kl_to_ref_coeff!r} must be a number, or an object with __float__")
         if not 0 <= float(kl_to_ref_coeff) < float("inf"):
             raise ValueError(f"kl_to_ref_coeff={float(kl_to_ref_coeff)} must be a number of at least 0")
         if estimator not in KL_ESTIMATORS:
