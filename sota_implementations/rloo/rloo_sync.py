@@ -44,6 +44,7 @@ class Config(c.RunConfig):
     def __post_init__(self):
         c.check_settings("lora", self.lora)
         c.check_ahead(self.collector, self.sampler)
+        c.check_clip_range(self.reward, self.advantage)
 
 
 if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once

@@ -135,6 +135,7 @@ EARLY = [  # refused before torch is imported
     ("generate.top_p=1.5", "generate.top_p=1.5 must be between 0 and 1"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be two numbers"),
     ("reward.clip_range=[1]", "reward.clip_range=[1.0] must be [low, high]"),
+    ("reward.clip_range=[0,1] advantage.credit=turn", "reward.clip_range=[0.0, 1.0] has no effect with advantage.cr"),
     ("reward.functions=my_rewards.good", "reward.functions must be a list"),
     ("reward.executor.mode=proces", "reward.executor.mode=proces: unknown (did you mean 'process'?)"),
     ("resume=yes", "resume=yes: unknown; valid: auto, extend, never"),

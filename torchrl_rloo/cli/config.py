@@ -331,6 +331,21 @@ def check_ks(ks: list[int], num_samples: int) -> None:
         raise ValueError(f"eval.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples")
 
 
+def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:
+    """Refuse to clip the sum of rewards where advantages do not read it.
+
+    Raises:
+        ValueError: if both are asked for.
+    """
+    credit = advantage.get("credit")
+    credit = credit.get("name") if isinstance(credit, dict) else credit
+    if reward.clip_range is not None and credit not in (None, "trajectory"):
+        raise ValueError(
+            f"reward.clip_range={reward.clip_range} has no effect with advantage.credit={credit}, which does not read "
+            "the sum of the rewards; set it to null"
+        )
+
+
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
     """Refuse to sample ahead with the weights that train.
 

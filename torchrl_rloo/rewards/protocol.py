@@ -210,8 +210,8 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
             hint = did_you_mean(missing[0], [*columns, *_ALWAYS_GIVEN])
             remedy = "" if what == "reward" else f", choose another {what} (eval.scorer, or task=custom: the rewards)"
             raise ValueError(
-                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have{hint}: its columns "
-                f"are {list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: "
+                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have{hint}: its "
+                f"columns are {list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: "
                 f"{missing[0]}}}), give the argument a default{remedy}"
             )
 
