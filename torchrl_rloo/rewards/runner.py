@@ -198,8 +198,8 @@ class RewardRunner:
             outcome.repeated = len(alone)
             if not call(alone) and not self.counts[f"{self.names[k]}/repeated"]:  # not yet counted: the first time
                 _LOGGER.warning(
-                    "reward %s fails on %d rows at once (%s) and on none of them alone, so it is called row by row: return "
-                    "one score for each completion",
+                    "reward %s fails on %d rows at once (%s) and on none of them alone, so it is called row by row: "
+                    "return one score for each completion",
                     self.names[k],
                     size,
                     first[0],
