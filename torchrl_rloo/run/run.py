@@ -81,8 +81,8 @@ class Run:
         for name, part in parts.items():
             if name == "logger" or (part is not None and not hasattr(part, "state_dict")):
                 raise TypeError(
-                    f"parts[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict, under "
-                    "another name than 'logger'"
+                    f"parts[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict, "
+                    "under another name than 'logger'"
                 )
         self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
