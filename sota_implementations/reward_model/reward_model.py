@@ -49,7 +49,7 @@ class PairsConfig:
 @dataclass
 class TrainConfig:
     steps: int = 300  # optimizer steps
-    pairs_per_step: int = 32
+    pairs_per_step: int = 32  # preference pairs of an optimizer step
     micro_batch_size: int | None = None  # pairs in one forward and backward pass; null: all of a step
     max_grad_norm: float | None = 1.0  # null: no clipping
 
@@ -101,7 +101,7 @@ from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
 from torchrl_rloo.objectives.reward_model import RewardModelLoss
-from torchrl_rloo.run import Run
+from torchrl_rloo.run import Run, check_resumable
 from torchrl_rloo.training import accumulate, linear_schedule, optimizer_step
 
 PARTS = ("chosen", "rejected")
@@ -112,6 +112,7 @@ PANELS += (("rewards/chosen", "rewards/rejected"), ("rewards/margin",), ("grad_n
 
 def main(cfg: Config) -> None:
     # Model and pairs
+    check_resumable(cfg.output_dir, **c.run_settings(cfg))
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)

@@ -74,7 +74,7 @@ from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.rewards import load_reward, make_executor
-from torchrl_rloo.run import Run, meters
+from torchrl_rloo.run import Run, check_resumable, meters
 from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightUpdater
 
@@ -160,6 +160,7 @@ def main(cfg: Config) -> None:
 
 def load_problem(cfg: Config) -> Problem:
     """Build task, rewards and method; load model and prompts; check that all sizes fit."""
+    check_resumable(cfg.output_dir, **c.run_settings(cfg))
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_rloo.run import Checkpointer, Run, meters
+from torchrl_rloo.run import Checkpointer, Run, check_resumable, meters
 from torchrl_rloo.run.settings import check_same_settings
 
 SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval": {"every": 2}, "log": {"samples": 1}}
@@ -82,6 +82,16 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, fewer than .* resume=never"):
         play(tmp_path, 6)
+
+
+def test_a_changed_setting_is_refused_before_anything_is_loaded(tmp_path):
+    other = SETTINGS | {"optimizer": {"lr": 0.2}}
+    check_resumable(tmp_path, settings=other, defaults={}, resume="auto")  # nothing to resume
+    play(tmp_path, settings=SETTINGS)
+    with pytest.raises(ValueError, match=r"optimizer.lr: 0.1 -> 0.2\. Restore them"):
+        check_resumable(tmp_path, settings=other, defaults={}, resume="auto")
+    check_resumable(tmp_path, settings=other, defaults={}, resume="never")
+    check_resumable(tmp_path, settings=SETTINGS, defaults={}, resume="auto")
 
 
 def test_a_changed_setting_is_refused_by_name(tmp_path):

@@ -68,11 +68,11 @@ class TrainConfig:
 @dataclass
 class GenerateConfig:
     max_new_tokens: int = 32  # in one turn
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # divides the logits
+    top_p: float = 1.0  # sample from the most likely tokens that make up this probability
+    top_k: int | None = None  # sample from this many most likely tokens; null: all
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
+    repetition_penalty: float = 1.0  # above 1: makes tokens of the row less likely to come again
     stop_strings: list[str] | None = None  # end a turn after any of these texts
     stop_token_ids: list[int] | None = None  # end a turn after any of these tokens
 
@@ -121,7 +121,7 @@ class ExecutorConfig:
     mode: str = "inline"  # thread: for functions that wait; process: a hang or a crash costs one sample
     workers: int | None = None  # null: as the mode's class has it, here and below
     timeout: float | None = None  # seconds for a sample
-    rows_per_call: int | None = None
+    rows_per_call: int | None = None  # samples in one call of a function
 
 
 @dataclass
@@ -213,8 +213,8 @@ class KLConfig:
 @dataclass
 class OptimizerConfig:
     lr: float = 3.0e-4  # peak learning rate of AdamW; models of billions of weights take about 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])  # of AdamW's means of gradient and square
+    weight_decay: float = 0.0  # of AdamW
 
     def __post_init__(self):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

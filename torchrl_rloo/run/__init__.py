@@ -4,6 +4,7 @@ from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_stat
 from torchrl_rloo.run.interrupt import StopSignal
 from torchrl_rloo.run.logging import RunLogger
 from torchrl_rloo.run.run import Run, meters
+from torchrl_rloo.run.settings import check_resumable
 from torchrl_rloo.run.timing import StepTimer, cpu_seconds
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "RunLogger",
     "StepTimer",
     "StopSignal",
+    "check_resumable",
     "cpu_seconds",
     "gather_state",
     "meters",

@@ -13,7 +13,7 @@ from typing import Any
 from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
 from torchrl_rloo.run.interrupt import StopSignal
 from torchrl_rloo.run.logging import RunLogger
-from torchrl_rloo.run.settings import RESUME, check_same_settings
+from torchrl_rloo.run.settings import RESUME, check_same_settings, write_settings
 from torchrl_rloo.run.timing import StepTimer, cpu_seconds
 
 
@@ -188,6 +188,7 @@ class Run:
         self.metrics, self._timings = {}, {}
 
     def _save(self) -> None:
+        write_settings(self.directory, self.settings)
         state = {"step": self.step, "cpu_seconds": self.cpu_seconds, "settings": self.settings, "rng": rng_state()}
         self._checkpoints.save(self.step, state | {"parts": gather_state(**self.parts)})
 

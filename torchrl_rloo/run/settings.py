@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+FILE = "settings.json"
 RESUME = ("auto", "extend", "never")
 FREE = ("output_dir", "resume", "log", "checkpoint")  # change no result
 EXTENDABLE = ("plan.steps", "train.steps", "inference", "eval", "threads", "model.device")  # with resume=extend
@@ -26,6 +28,32 @@ def differences(
             yield from differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key}", old, new
+
+
+def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a run to :data:`FILE`, for :func:`check_resumable` and for readers."""
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / f"{FILE}.part"
+    part.write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
+    part.replace(directory / FILE)
+
+
+def check_resumable(
+    directory: str | Path, *, settings: Mapping[str, Any], defaults: Mapping[str, Any], resume: str, **_: Any
+) -> None:
+    """Refuse to continue a run with other settings, before anything is loaded; takes the arguments of ``Run``.
+
+    Raises:
+        ValueError: see :func:`check_same_settings`.
+    """
+    directory = Path(directory)
+    if resume == "never" or not (directory / FILE).is_file() or not any((directory / "checkpoints").glob("step_*")):
+        return
+    saved, (current, plain) = (
+        json.loads((directory / FILE).read_text()),
+        json.loads(json.dumps([settings, defaults], default=str)),
+    )
+    check_same_settings(saved, current, plain, extend=resume == "extend", where=directory)
 
 
 def check_same_settings(
