@@ -3,8 +3,6 @@ from __future__ import annotations
 import ast
 import math
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -384,13 +382,14 @@ distributed.destroy_process_group()
 """
 
 
-def test_whitening_over_two_processes_is_that_of_the_whole_batch(tmp_path):
-    command = [sys.executable, "-c", TWO_RANKS]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    first, second = (ast.literal_eval(process.communicate(timeout=60)[0]) for process in ranks)
+def test_whitening_over_two_processes_is_that_of_the_whole_batch(tmp_path, fork_server):
+    ranks = [fork_server.start(TWO_RANKS, [rank, tmp_path / "store"]) for rank in range(2)]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = (ast.literal_eval(rank.stdout) for rank in ranks)
     whole = torch.tensor([1.0, 2.0, 4.0, -3.0, 8.0])
     assert first[0] + second[0] == pytest.approx(whiten(whole).tolist(), abs=1e-6)
     assert first[1] + second[1] == pytest.approx(whiten(whole, center=False).tolist(), abs=1e-6)

@@ -5,8 +5,6 @@ Run as a script this file is one rank: ``test_loss_ranks.py RANK FOLDER``.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -76,7 +74,7 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows_of, rows_with):
+def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows_of, rows_with, fork_server):
     policy = make_policy()
 
     def own(tokens: torch.Tensor) -> torch.Tensor:
@@ -86,10 +84,7 @@ def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows
 
     rows = rows_with(rows_of(own, 300, torch.float32), "weighted", "merged")
     torch.save(rows, tmp_path / "rows.pt")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], env=environment) for rank in range(2)
-    ]
+    ranks = [fork_server.start(Path(__file__), [rank, tmp_path]) for rank in range(2)]
     try:
         assert [rank.wait(TIMEOUT) for rank in ranks] == [0, 0]
     finally:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,11 +77,11 @@ def test_a_task_brings_its_settings(overrides, tmp_path):
     assert result.settings.generate_kwargs["max_new_tokens"] == 512
 
 
-def test_vllm_samples_the_same_greedy_completions(overrides, first, tmp_path):
+def test_vllm_samples_the_same_greedy_completions(overrides, first, fork_server, tmp_path):
     pytest.importorskip("vllm")
     engine = ["inference.engine.enforce_eager=true", "inference.engine.kv_cache_memory_bytes=67108864"]
-    command = [sys.executable, str(recipe_file("evaluate")), *overrides, "inference=vllm", *engine]
-    done = subprocess.run([*command, f"output_dir={tmp_path}"], capture_output=True, text=True, timeout=300)
+    arguments = [*overrides, "inference=vllm", *engine, f"output_dir={tmp_path}"]
+    done = fork_server.run(recipe_file("evaluate"), arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     mine, theirs = EvaluationResult.load(tmp_path), EvaluationResult.load(first[1])
     same = [a["completion"] == b["completion"] for a, b in zip(mine.table(), theirs.table(), strict=True)]

@@ -299,7 +299,7 @@ def test_tools_that_are_forgotten_end_their_server(connect) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_process_ends() -> None:
+def test_nothing_is_left_when_the_process_ends(fork_server) -> None:
     code = (
         "import sys\n"
         "from torchrl_rloo.envs import event_loop\n"
@@ -311,7 +311,7 @@ def test_nothing_is_left_when_the_process_ends() -> None:
         "try: event_loop.run(event_loop.call(named['block'].call, None))\n"
         "except TimeoutError: print('late')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = fork_server.run(code)
     pid, late = done.stdout.split()
     assert late == "late", done.stderr
     wait_until(lambda: is_gone(int(pid)))
