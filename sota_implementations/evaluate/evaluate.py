@@ -114,7 +114,8 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
         prompts = held_out_prompts(cfg, task, policy.tokenizer)
         print(f"{cfg.model.name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
         # Completions and scores
-        asked, started, scorer = cfg.eval, perf_counter(), task.make_scorer()
+        asked, started = cfg.eval, perf_counter()
+        scorer = None if asked.scorers else task.make_scorer()
         scorer = scorer if isinstance(scorer, dict) else {"score": scorer}
         half_and_all = sorted({k for k in (asked.num_samples // 2, asked.num_samples) if k > 1})
         evaluation = Evaluation(

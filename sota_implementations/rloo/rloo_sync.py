@@ -193,7 +193,7 @@ def load_problem(cfg: Config) -> Problem:
         max_turns=chat.get("max_turns") if make_transforms() else 1,
         max_tokens=chat.get("max_tokens"),
     )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = modules.count_trained(model)
     print(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
     print(f"training: {train_set}\nheld out: {eval_set}\n{plan}", flush=True)
     diagnostics.check_engine(cfg.inference.engine, plan, cfg.lora, cfg.sampler.dtype)

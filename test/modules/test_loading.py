@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo.modules.loading import load_model, read_chat_template
+from torchrl_rloo.modules.loading import add_adapter, count_trained, load_model, read_chat_template, save_model
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
 
@@ -62,3 +62,18 @@ def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monke
     with pytest.raises(FileNotFoundError, match=f"^model={re.escape(repr(name))} {reason}") as caught:
         load_model(name, local_files_only=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_saved_adapter_is_not_trained_on_unseen(checkpoint: Path, tmp_path: Path) -> None:
+    """Another adapter would replace it, and by itself it has nothing that trains."""
+    pytest.importorskip("peft")
+    model, tokenizer = load_model(checkpoint)
+    assert count_trained(model) == model.num_parameters()
+    save_model(add_adapter(model, {"r": 2, "target_modules": "all-linear"}), tokenizer, tmp_path)
+    loaded, _ = load_model(tmp_path)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        add_adapter(loaded, {"r": 2})
+    with pytest.raises(ValueError, match="no trained parameters"):
+        count_trained(loaded)
+    save_model(load_model(checkpoint)[0], tokenizer, tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists() and count_trained(load_model(tmp_path)[0])

@@ -106,3 +106,14 @@ def test_impossible_settings_are_refused(overrides, tmp_path, bad, message):
     with pytest.raises(Exception) as raised:
         run_recipe_here("evaluate", *overrides, *bad, f"output_dir={tmp_path}")
     assert message in str(raised.value)
+
+
+def test_a_task_without_a_scorer_is_judged_by_those_given(overrides, tmp_path):
+    file, scorers = tmp_path / "mine.jsonl", "eval.scorers={right: boxed_accuracy}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in addition_prompts("train", size=5)))
+    run_recipe_here(
+        "evaluate", *overrides, "task=custom", f"data.eval_source={file}", scorers, f"output_dir={tmp_path}"
+    )
+    assert "right/pass@4" in EvaluationResult.load(tmp_path).values
+    with pytest.raises(ValueError, match="task='custom' has no scorer of its own: set eval.scorers="):
+        run_recipe_here("evaluate", *overrides, "task=custom", f"data.eval_source={file}", f"output_dir={tmp_path}")

@@ -69,6 +69,7 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     parser.add_argument("--config", "--config-name", metavar="NAME", help="a file of settings")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
+    parser.error = lambda message: _fail(SettingError(f"{message}; settings have no dashes: setting=value"), False)
     arguments = parser.parse_args(argv)
     text = None
     try:
@@ -121,7 +122,7 @@ def load_config(
         raise SettingError(explain(error)) from error
     except OverrideParseException as error:
         raise SettingError(
-            f"{error.override} is malformed: {_line(error)}; quote text, as in 'name=\"a, b\"'"
+            f"{str(error.override).lstrip('+')} is malformed: {_line(error)}; quote text, as in 'name=\"a, b\"'"
         ) from error
     except HydraException as error:
         cause = error.__cause__

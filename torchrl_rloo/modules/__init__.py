@@ -1,6 +1,13 @@
 """Policies that generate and score, over TorchRL's LLM wrapper contract."""
 
-from torchrl_rloo.modules.loading import add_adapter, context_length, load_model, load_tokenizer, save_model
+from torchrl_rloo.modules.loading import (
+    add_adapter,
+    context_length,
+    count_trained,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
@@ -22,6 +29,7 @@ __all__ = [
     "action_hidden",
     "add_adapter",
     "context_length",
+    "count_trained",
     "encode_pairs",
     "frozen_copy",
     "frozen_reference",

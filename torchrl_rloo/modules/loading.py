@@ -166,6 +166,18 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     return folder
 
 
+def count_trained(model: torch.nn.Module) -> int:
+    """Return the number of trained parameters.
+
+    Raises:
+        ValueError: if there are none, as in a saved adapter that was loaded to answer.
+    """
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not number:
+        raise ValueError("the model has no trained parameters: merge a saved adapter into its base model")
+    return number
+
+
 def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.Module:
     """Add a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) to a model; only the adapter is trained.
 
@@ -175,9 +187,14 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: for a ``lora_dropout`` other than 0: a policy trains in evaluation mode, so that its log-probs are
-            those of the sampler, and dropout is off there.
+        ValueError: for a model that has an adapter, or a ``lora_dropout`` other than 0: a policy trains in evaluation
+            mode, so that its log-probs are those of the sampler, and dropout is off there.
     """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model has an adapter already, which a new one would replace: merge it first "
+            "(peft: AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(...))"
+        )
     if config.get("lora_dropout"):
         raise ValueError(
             f"lora_dropout={config['lora_dropout']} would have no effect: the model trains in evaluation mode, so that "

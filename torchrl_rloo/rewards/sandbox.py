@@ -175,7 +175,7 @@ class Sandbox:
         if reason is None and code != 0:
             if max(len(stdout), len(stderr)) >= self.max_output:
                 reason = "output"
-            elif code == -9 and reply["cpu"] >= self.cpu_seconds - 0.1:
+            elif code == -9 and reply["cpu"] >= 0.75 * self.cpu_seconds:  # a busy kernel counts roughly
                 reason = "cpu"
             elif code == 1 and tail.rstrip().rpartition("\n")[2].startswith("MemoryError"):
                 reason = "memory"
