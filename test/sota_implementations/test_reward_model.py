@@ -136,7 +136,7 @@ def test_any_source_with_its_own_held_out_pairs(overrides, tmp_path, capsys):
     result = json.loads(printed.splitlines()[-1])
     assert result["held_out_accuracy_after"] > 0.9 and result["separable"]
     with pytest.raises(ValueError, match="have prompts of training pairs"):
-        run_recipe_here("reward_model", *overrides, *more, f"data.eval_source={train}")
+        run_recipe_here("reward_model", *overrides, *more, f"data.eval_source={train}", "resume=never")
 
 
 def test_an_epoch_has_each_pair_once():
