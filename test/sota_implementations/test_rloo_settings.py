@@ -11,7 +11,14 @@ from support.recipes import load_recipe, run_recipe_here, settings
 from support.runs import read_jsonl
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.cli.values import CHOICES
+from torchrl_rloo.data.dtypes import parse_dtype
+from torchrl_rloo.data.rows import PACKINGS
+from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.objectives import PRESETS
+from torchrl_rloo.objectives.kl import PLACES
+from torchrl_rloo.rewards.executors import _MODES as MODES
+from torchrl_rloo.run.loggers import _BUILDERS as LOGGERS
+from torchrl_rloo.run.settings import RESUME
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +175,12 @@ def test_text_needs_no_quotes_of_its_own(text):
     assert cfg.data.system_prompt == text.strip("'")
 
 
-def test_every_method_without_a_critic_can_be_trained():
+def test_choices_are_those_of_the_library():
     assert set(CHOICES["algorithm"]) == {name for name, preset in PRESETS.items() if not preset.critic}
+    assert CHOICES["train.packing"] == PACKINGS and CHOICES["resume"] == RESUME and CHOICES["kl.where"] == PLACES
+    assert set(CHOICES["kl.estimator"]) == set(KL_ESTIMATORS)
+    assert set(CHOICES["reward.executor.mode"]) == {"inline", *MODES} and set(CHOICES["log.loggers"]) == set(LOGGERS)
+    assert all(parse_dtype(name).is_floating_point for name in CHOICES["model.dtype"])
 
 
 BAD = [

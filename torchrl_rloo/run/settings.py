@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def differences(
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a run to :data:`FILE`, for :func:`check_resumable` and for readers."""
     directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{FILE}.part"
+    part = directory / f"{FILE}.{os.getpid()}.part"  # of this process alone
     part.write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
     part.replace(directory / FILE)
 
