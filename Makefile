@@ -5,12 +5,13 @@ ARGS ?=
 TRAIN_ENV := .venv
 TEST_ENV := .venv-test
 BENCH_ENV := .venv-bench
+DOCS_ENV := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format bench clean
+.PHONY: help train test lint format bench docs docs-html release clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/'
 
 train: $(TRAIN_ENV)/.installed  ## train the default task; ARGS="key=value ..." overrides the configuration
 	@$(TRAIN_ENV)/bin/python sota_implementations/rloo/rloo_sync.py $(ARGS)
@@ -29,14 +30,28 @@ format: $(TEST_ENV)/.installed  ## rewrite files in the house format
 bench: $(BENCH_ENV)/.installed  ## run every benchmarks/bench_*.py
 	set -e; for script in benchmarks/bench_*.py; do $(BENCH_ENV)/bin/python $$script $(ARGS); done
 
+docs: docs-html  ## build the documentation and serve it on http://127.0.0.1:8000
+	$(DOCS_ENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
+
+docs-html: $(DOCS_ENV)/.installed  ## build the documentation, tutorials executed; a warning is an error
+	$(DOCS_ENV)/bin/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html $(ARGS)
+
+release:  ## build wheel and sdist, install them into an empty environment, run the quick start
+	PYTHON=$(PYTHON) .ci/release.sh
+
 clean:  ## remove environments, caches and build output; trained models and logs stay
-	rm -rf .venv .venv-test .venv-bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-test .venv-bench .venv-docs docs/_build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than setup.py exactly when its environment holds what setup.py asks for.
 $(TRAIN_ENV)/.installed: setup.py
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off -e .
+	@touch $@
+
+$(DOCS_ENV)/.installed: setup.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off -e '.[docs]'
 	@touch $@
 
 $(TEST_ENV)/.installed: EXTRA := test

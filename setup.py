@@ -45,6 +45,16 @@ EXTRAS = {
     "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
     "benchmark": ["trl>=1.16,<1.17"],  # what benchmarks/ compares with; one minor version, for ratios that compare
 }
+EXTRAS["docs"] = [
+    *EXTRAS["peft"],
+    "sphinx>=8.2,<10",  # API pages with resolved references and search; warnings are errors
+    "furo>=2025.7",  # theme with light and dark; versions are dates
+    "myst-nb>=1.3,<2",  # Markdown pages, and notebooks that the build executes
+    "jupytext>=1.17,<2",  # tutorials are percent scripts
+    "sphinx-design>=0.6,<1",  # cards
+    "sphinx-copybutton>=0.5,<0.6",  # a button that copies a code block
+    "latex2mathml>=3.77,<4",  # equations as MathML, which needs no script from elsewhere
+]
 EXTRAS["test"] = [
     *EXTRAS["peft"],
     *EXTRAS["rewards"],
@@ -53,6 +63,7 @@ EXTRAS["test"] = [
     "pytest-timeout>=2.4,<3",  # a test that hangs fails
     "pytest-xdist>=3.8,<4",  # two groups of tests at a time
     "hypothesis>=6.150,<7",  # property tests
+    "trl>=1.16,<1.17",  # its settings, for the table that translates them
     "ruff==0.17.6",  # exact: another version formats and lints differently
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "pre-commit>=4,<5"]

@@ -1,4 +1,4 @@
-"""Exchange with TorchRL: a test for each row of tutorials/torchrl.md, which works or is refused with a reason."""
+"""Exchange with TorchRL: a test for each row of docs/coming-from/torchrl.md, which works or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.training import accumulate
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
-PAGE = Path(__file__).resolve().parents[1] / "tutorials" / "torchrl.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from" / "torchrl.md"
 
 
 class Parts:

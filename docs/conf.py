@@ -1,0 +1,106 @@
+"""Sphinx configuration of the documentation; ``make docs`` builds it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html import unescape
+from pathlib import Path
+from pydoc import ErrorDuringImport, locate
+
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+from sphinx.util.nodes import make_refnode
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import generate  # noqa: E402
+
+project = "torchrl_rloo"
+author = "the torchrl_rloo authors"
+version = release = re.search(r'__version__ = "(.+)"', (ROOT / "torchrl_rloo/__init__.py").read_text())[1]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+source_suffix = {".md": "myst-nb", ".py": "myst-nb", ".rst": "restructuredtext"}
+exclude_patterns = ["_build", "*.py"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+# Markdown and tutorials: percent scripts, executed once for each change of their text
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_in_temp = True
+nb_merge_streams = True
+
+# API pages: the public names of each package, in the order of the source
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Shapes", "Inputs", "Outputs", ("Keys", "params_style")]
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 80
+nitpicky = True  # a reference to a name of this package must resolve; other packages are not indexed
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_rloo\.).*")]
+
+html_theme = "furo"
+html_title = f"torchrl_rloo {release}"
+html_static_path = ["static"]
+html_css_files = ["style.css"]
+html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+linkcheck_anchors = False
+
+
+def setup(app):
+    app.connect("builder-inited", lambda app: generate.write_pages(Path(app.srcdir)))
+    app.connect("missing-reference", resolve_reference)
+    app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_block_math, None))
+
+
+html_math_renderer = "mathml"
+
+
+def visit_inline_math(self, node):
+    """Write an inline equation as MathML, which browsers draw without scripts."""
+    self.body.append(convert(unescape(node.astext())))
+    raise SkipNode
+
+
+def visit_block_math(self, node):
+    """Write a displayed equation as MathML."""
+    self.body.append(f'<div class="math">{convert(unescape(node.astext()), display="block")}</div>')
+    raise SkipNode
+
+
+def resolve_reference(app, env, node, contnode):
+    """Link a name by the package that publishes it; show a name that only the code has as plain text."""
+    target = node.get("reftarget", "")
+    if not target.startswith("torchrl_rloo."):
+        return None
+    parts = target.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        for name in (".".join([*parts[:cut], *parts[end:]]) for end in (len(parts) - 1, len(parts) - 2)):
+            found = env.get_domain("py").objects.get(name)
+            if found and name != target:
+                return make_refnode(app.builder, node.get("refdoc", ""), found.docname, found.node_id, contnode, name)
+    try:
+        return contnode if locate(target) is not None else None
+    except ErrorDuringImport:
+        return None

@@ -1,0 +1,163 @@
+"""Write the pages that come from the code: API, configuration, settings of other libraries, tutorials."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {
+    "rloo": "rloo/rloo_sync.py",
+    "reward_model": "reward_model/reward_model.py",
+    "evaluate": "evaluate/evaluate.py",
+}
+TUTORIALS = (
+    "first_loop",
+    "own_data_and_reward",
+    "tool_environment",
+    "multi_turn_game",
+    "async_staleness",
+    "postprocess_buffer",
+    "own_method",
+)
+
+
+def write_pages(docs: Path) -> None:
+    """Write all generated pages below ``docs``; leave those that have not changed untouched."""
+    pages = {**api_pages(), **configuration_pages(), **coming_from_pages(), **tutorial_pages(), **metrics_page()}
+    for name, text in pages.items():
+        path = docs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def api_pages() -> dict[str, str]:
+    """Return a page for each package that has public names."""
+    import torchrl_rloo
+
+    names = [m.name for m in pkgutil.walk_packages(torchrl_rloo.__path__, "torchrl_rloo.") if m.ispkg]
+    names = [n for n in names if getattr(importlib.import_module(n), "__all__", ())]
+    pages = {f"api/{name}.md": _api_page(name) for name in sorted(names)}
+    pages["api/torchrl_rloo.data.keys.md"] = _api_page("torchrl_rloo.data.keys")
+    entries = "\n".join(sorted(name.removeprefix("api/").removesuffix(".md") for name in pages))
+    pages["api/index.md"] = (
+        "# API\n\nA page for each package. Import names from the package, not from its modules: "
+        "`from torchrl_rloo.replay import MCAdvantage`.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+    )
+    return pages
+
+
+def _api_page(name: str) -> str:
+    return (
+        f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
+        "   :show-inheritance:\n```\n"
+    )
+
+
+def configuration_pages() -> dict[str, str]:
+    """Return a page of settings for each recipe, from its typed configuration."""
+    pages = {f"configuration/{name}.md": _configuration_page(name, file) for name, file in RECIPES.items()}
+    entries = "\n".join(RECIPES)
+    pages["configuration/index.md"] = (
+        "# Configuration\n\nA setting is written `name=value` after a recipe's name: "
+        "`torchrl-rloo run rloo plan.steps=20`. An unknown name, a wrong type or a value out of range is refused in one "
+        "line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.\n\n"
+        "Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command "
+        "line. `null` is no value; the column *Meaning* says what takes its place.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+    )
+    return pages
+
+
+def _configuration_page(name: str, file: str) -> str:
+    from torchrl_rloo.cli.schema import describe
+
+    config = load_recipe(name, file).Config
+    lines = [f"# Settings of {name}", "", f"`torchrl-rloo run {name}`" if name != "evaluate" else "`torchrl-rloo evaluate`"]
+    lines += ["", "## Top level", "", *_HEADER]
+    sections: list[str] = []
+    for setting, default, comment in describe(config):
+        if not default:
+            sections.append(setting)
+            lines += ["", f"## {setting}", "", *([_sentence(comment), ""] if comment else []), *_HEADER]
+        else:
+            lines.append(f"| `{setting}` | `{_cell(default)}` | {_cell(limits(setting))} | {_cell(comment)} |")
+    return "\n".join(lines) + "\n"
+
+
+_HEADER = ("| Setting | Default | Allowed | Meaning |", "| --- | --- | --- | --- |")
+
+
+def limits(setting: str) -> str:
+    """Return the range or the choices of a setting; empty where its type says all."""
+    from torchrl_rloo.cli.values import ABOVE_0, AT_LEAST, AT_MOST_1, CHOICES
+
+    if setting in CHOICES:
+        return ", ".join(f"`{choice}`" for choice in CHOICES[setting])
+    low = next((f"≥ {low}" for low, names in AT_LEAST.items() if setting in names), "")
+    low = low or ("> 0" if setting in ABOVE_0 else "")
+    return ", ".join(filter(None, [low, "≤ 1" if setting in AT_MOST_1 else ""]))
+
+
+def load_recipe(name: str, file: str):
+    """Import a recipe's file as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_recipe_{name}", ROOT / "sota_implementations" / file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def coming_from_pages() -> dict[str, str]:
+    """Return a page for each library whose settings ``coming_from.yaml`` translates."""
+    libraries = yaml.safe_load((ROOT / "docs" / "coming_from.yaml").read_text())
+    pages = {f"coming-from/{name}.md": _coming_from_page(library) for name, library in libraries.items()}
+    return pages
+
+
+def metrics_page() -> dict[str, str]:
+    """Return the page that defines the metrics."""
+    from torchrl_rloo.diagnostics import DEFINITIONS
+
+    rows = [f"| `{_cell(name)}` | {_cell(_sentence(text))} |" for name, text in DEFINITIONS.items()]
+    introduction = (
+        "# Metrics\n\nEach metric has one definition, whatever collector the rows came from. In names, `<a|b>` is one of "
+        "the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"
+    )
+    return {"metrics.md": introduction + "| Metric | Definition |\n| --- | --- |\n" + "\n".join(rows) + "\n"}
+
+
+def _coming_from_page(library: dict) -> str:
+    lines = [f"# Coming from {library['title']}", "", library["introduction"].strip()]
+    for group, rows in library["settings"].items():
+        lines += ["", f"## {group}", "", f"| {library['title']} | Here | Note |", "| --- | --- | --- |"]
+        for theirs, (ours, note) in rows.items():
+            names = ", ".join(f"`{part.strip()}`" for part in theirs.split(","))
+            lines.append(f"| {names} | {f'`{_cell(ours)}`' if ours else '—'} | {_cell(note or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def tutorial_pages() -> dict[str, str]:
+    """Return the tutorials' scripts, which the build executes as notebooks, and the page that lists them."""
+    pages = {f"tutorials/{name}.py": (ROOT / "tutorials" / f"{name}.py").read_text() for name in TUTORIALS}
+    entries = "\n".join(TUTORIALS)
+    pages["tutorials/index.md"] = (
+        "# Tutorials\n\nEach page is a script of the folder `tutorials/` and a notebook at once. The pictures and the "
+        "output come from running it when these pages were built, on one CPU core.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+    )
+    return pages
+
+
+def _sentence(comment: str) -> str:
+    return comment[:1].upper() + comment[1:] + ("" if comment.endswith(".") else ".")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,7 @@
+# %% [markdown]
+# # async_staleness
+#
+# Text.
+
+# %%
+print(1)

@@ -1,0 +1,7 @@
+# %% [markdown]
+# # first_loop
+#
+# Text.
+
+# %%
+print(1)

@@ -1,0 +1,7 @@
+# %% [markdown]
+# # multi_turn_game
+#
+# Text.
+
+# %%
+print(1)

@@ -1,0 +1,7 @@
+# %% [markdown]
+# # own_data_and_reward
+#
+# Text.
+
+# %%
+print(1)

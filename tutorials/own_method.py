@@ -1,0 +1,7 @@
+# %% [markdown]
+# # own_method
+#
+# Text.
+
+# %%
+print(1)

@@ -1,0 +1,7 @@
+# %% [markdown]
+# # postprocess_buffer
+#
+# Text.
+
+# %%
+print(1)
