@@ -1,0 +1,233 @@
+"""README and docs are true: code runs, commands have settings that exist, names and pictures are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.recipes import settings
+from torchrl_rloo.cli.main import RECIPES
+from torchrl_rloo.cli.schema import check_names
+from torchrl_rloo.diagnostics import DEFINITIONS
+from torchrl_rloo.objectives import PRESETS, make_method
+from torchrl_rloo.replay import MCAdvantage
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+GENERATED = ("_build", "api", "configuration", "tutorials", "metrics.md")  # written by docs/generate.py
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted(DOCS.rglob("*.md")) if not set(p.relative_to(DOCS).parts) & set(GENERATED)),
+]
+FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
+OUTPUT = {"text", "json", "yaml"}  # not run: what a command prints, or the content of a file
+
+
+@cache
+def load(path: Path):
+    """Import a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return [text for _, name, text in FENCE.findall(page.read_text()) if name == language]
+
+
+def identify(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_each_block_runs_in_a_test_or_is_marked_as_output(page: Path):
+    names = {name for _, name, _ in FENCE.findall(page.read_text())}
+    assert {n for n in names if not n.startswith("{")} <= {"python", "bash"} | OUTPUT
+
+
+WITHOUT_CONTEXT = {"README.md", "docs/how-to/vllm.md"}  # run by test_tutorials.py
+NAMES = {  # parts that the blocks of a page take as given
+    "docs/methods.md": """
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.modules import TransformersWrapper, frozen_reference
+tokenizer = build_tokenizer()
+actor = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate=False)
+reference = frozen_reference(actor)
+"""
+}
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python") and identify(p) not in WITHOUT_CONTEXT], ids=identify
+)
+def test_python_blocks_run_in_the_order_of_the_page(page: Path, fork_server, tmp_path: Path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([NAMES.get(identify(page), ""), *blocks(page, "python")]))
+    done = fork_server.run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Commands of the pages write down their arguments instead of running.
+STUBS = "".join(
+    f"{name}() {{ printf '%s\\0' {name} \"$@\" >> commands; printf '\\n' >> commands; }}\n"
+    for name in ("torchrl-rloo", "python", "pip", "make")
+)
+
+
+def commands(page: Path, folder: Path) -> list[list[str]]:
+    """Return the commands of a page's shell blocks, as a shell reads them."""
+    script = "\n".join([STUBS, "set -eu", "touch commands", *blocks(page, "bash")])
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    return [line.split("\0")[:-1] for line in (folder / "commands").read_text().split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=identify)
+def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # the user's files, or of earlier runs
+    for program, *arguments in commands(page, tmp_path):
+        if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "evaluate"):
+            recipe, given = ("evaluate", arguments[1:]) if arguments[0] == "evaluate" else (arguments[1], arguments[2:])
+            given = [*RECIPES[recipe][1:], *(given[1:] if arguments[0] == "cp" else given)]
+            settings(recipe, *given)  # raises what is wrong
+        elif program == "make":
+            assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            if len(arguments) > 1:
+                settings("rloo", *shlex.split(arguments[1].removeprefix("ARGS=")))
+
+
+def code_spans(page: Path) -> list[str]:
+    """Return the inline code of a page."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypatch):
+    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)
+    patterns = [re.sub(r"<[^>]*>", "*", name) for name in DEFINITIONS]
+    for span in code_spans(page):
+        name = span.split("=")[0]
+        if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=\S.*", span) and "..." not in span:
+            known_settings(name)
+        elif re.fullmatch(r"(count|eval|completions|rewards|parity|stop|clip_ratio)/[\w/<>@*]*", span):
+            wanted = re.sub(r"<[^>]*>", "x", span).rstrip("*/") or span
+            assert any(fnmatch.fnmatch(wanted, p) or p.startswith(f"{wanted}/") for p in patterns), span
+        elif re.fullmatch(r"(torchrl_rloo|sota_implementations|benchmarks|tutorials|test|docs)/[\w./-]*", span):
+            assert (ROOT / span).exists(), span
+
+
+def known_settings(name: str) -> None:
+    """Fail for a dotted name that no recipe has."""
+    config = load(ROOT / "sota_implementations" / "rloo" / "rloo_sync.py").Config
+    check_names([name], config)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES[1:]], ids=identify
+)
+def test_links_lead_to_files(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", FENCE.sub("", page.read_text())):
+        if not re.match(r"[a-z]+:", target):
+            path = (page.parent / target).resolve()
+            generated = path.is_relative_to(DOCS) and set(path.relative_to(DOCS).parts) & set(GENERATED)
+            assert path.exists() or generated, target
+
+
+def test_pictures_are_drawn_from_the_code():
+    pictures = load(DOCS / "pictures.py")
+    for name, draw in pictures.DRAWINGS.items():
+        assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw(), f"run python docs/pictures.py: {name}"
+
+
+CONTEXTS = {  # what a setting requires, by the start of its name; the first that fits
+    "collector.ahead": ["collector.asynchronous=true", "sampler.share_weights=false"],
+    "collector": [],
+    "curriculum": ["curriculum.refill={}"],
+    "inference.engine.url": ["inference=vllm_server"],
+    "inference.engine.request_timeout": ["inference=vllm_server"],
+    "inference.sleep": ["inference=vllm_colocated"],
+    "inference.": ["inference=vllm"],
+    "kl.": ["kl.coeff=0.1"],
+    "task.mixture": ["task=mixture"],
+    "": [],
+}
+
+
+def translations() -> dict[str, str]:
+    """Return the settings on our side of the table, each with the setting of another library that it translates."""
+    libraries = yaml.safe_load((DOCS / "coming_from.yaml").read_text())
+    rows = [row for library in libraries.values() for group in library["settings"].values() for row in group.items()]
+    assert all(ours or note for _, (ours, note) in rows)
+    return {shlex.split(ours)[0]: theirs for theirs, (ours, _) in rows if ours}
+
+
+def test_each_setting_of_the_translation_table_is_accepted(monkeypatch):
+    """``...`` stands for a value of the reader's."""
+    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)
+    batches: dict[str, list[dict[str, str]]] = {}  # settings that are checked at once: by context, a name once
+    for setting in translations():
+        name, _, value = setting.partition("=")
+        assert value, setting
+        if "..." in value:
+            known_settings(name)
+        elif not name.startswith(("loss", "advantage")):
+            context = next(c for c in CONTEXTS if name.startswith(c))
+            batch = next((b for b in batches.setdefault(context, []) if name not in b), None)
+            if batch is None:
+                batches[context].append(batch := {})
+            batch[name] = setting
+    for context, parts in batches.items():
+        for batch in parts:
+            settings("rloo", *(s for s in CONTEXTS[context] if s.split("=")[0] not in batch), *batch.values())
+
+
+@pytest.mark.parametrize("setting", sorted(s for s in translations() if s.startswith(("loss.", "advantage."))))
+def test_a_method_takes_each_setting_of_the_translation_table(setting: str):
+    cfg = settings("rloo", setting)
+    sizes = {"reward_weights": [1.0], "max_new_tokens": 8, "prompts_per_step": 2, "num_generations": 2}
+    refusals = []
+    for name in (name for name, preset in PRESETS.items() if not preset.critic):
+        try:
+            MCAdvantage(**make_method(name, loss=cfg.loss, advantage=cfg.advantage, **sizes).advantage_arguments)
+            return
+        except (ValueError, TypeError) as refusal:
+            refusals.append(refusal)
+    raise AssertionError(f"no method takes {setting}: {refusals}")
+
+
+def test_every_setting_of_trl_is_translated():
+    """The names come from the source of the installed version, which is the version that the page names."""
+    library = yaml.safe_load((DOCS / "coming_from.yaml").read_text())["trl"]
+    folder = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "trainer"
+    wanted = {
+        node.target.id
+        for file in ("rloo_config.py", "base_config.py")
+        for cls in ast.parse((folder / file).read_text()).body
+        if isinstance(cls, ast.ClassDef)
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign)
+    }
+    (init,) = (
+        node
+        for cls in ast.parse((folder / "rloo_trainer.py").read_text()).body
+        if isinstance(cls, ast.ClassDef) and cls.name == "RLOOTrainer"
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    wanted |= {a.arg for a in init.args.args} - {"self"}
+    told = {name.strip() for rows in library["settings"].values() for key in rows for name in key.split(",")}
+    assert wanted == told
+    assert f"TRL {'.'.join(version('trl').split('.')[:2])}" in library["introduction"]
