@@ -401,7 +401,7 @@ def test_what_a_tool_raises_is_told_and_counted(name: str, world: Callable, capl
         (called("echo", text="a", more=1), 'there is no argument "more", only "text"', "tools/echo/invalid"),
         (
             called("echo", text="a")[:-14],
-            "could not be read: the JSON is not right: Expecting ',' delimiter",
+            "could not be read: invalid JSON: Expecting ',' delimiter",
             "tools/malformed",
         ),
     ],
