@@ -41,7 +41,7 @@ def make_row(
     rewards: Sequence[float] = (),
     proximal: bool = False,
 ) -> TensorDictBase:
-    """Make a row of two prompt tokens and turns of action tokens with given rewards, each followed by a feedback token."""
+    """Make a row of two prompt tokens, then turns of action tokens with given rewards and a feedback token each."""
     action, earned = [False] * 2, [0.0] * 2
     for turn in turns:
         action += [*[True] * len(turn), False]
