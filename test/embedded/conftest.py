@@ -1,4 +1,4 @@
-"""Makes warm starts cheap."""
+"""Fixtures that make warm starts cheap."""
 
 from __future__ import annotations
 

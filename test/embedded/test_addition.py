@@ -19,7 +19,7 @@ def problem(messages) -> tuple[int, int]:
 
 
 def columns(text: str) -> list[tuple[int, int, int, int]]:
-    """``(x, y, carry, total)`` of every column that the chain of thought writes down."""
+    """Return ``(x, y, carry, total)`` of every column in the chain of thought."""
     return [(int(x), int(y), int(carry or 0), int(total)) for x, y, carry, total in STEP.findall(text)]
 
 
@@ -49,7 +49,7 @@ def test_seed_sets_the_order_and_size_keeps_the_first():
 
 @pytest.mark.parametrize("size", [0, -1, 10_001])
 def test_a_size_that_cannot_be_met_is_an_error(size):
-    with pytest.raises(ValueError, match=f"got {size}"):
+    with pytest.raises(ValueError, match=f"size={size} must be"):
         addition_prompts("train", size=size)
 
 

@@ -1,4 +1,4 @@
-"""The calculator task: problems, teachers, and the environment that makes the calls."""
+"""Calculator task: problems, teachers, and the environment that makes the calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rows():
         assert set(row) == {"query", "answer"} and row["answer"] == str(WORKED_OUT[op](a, b))
     first, other = calculator_prompts("train", size=50, seed=1), calculator_prompts("train", size=50, seed=2)
     assert calculator_prompts("train", size=50, seed=1) == first != other
-    with pytest.raises(ValueError, match="got 2529"):
+    with pytest.raises(ValueError, match="size=2529 must be"):
         calculator_prompts("test", size=2529)
     with pytest.raises(ValueError, match="'validation'"):
         calculator_prompts("validation")
@@ -92,7 +92,7 @@ def test_the_sloppy_teacher_errs_as_often_as_it_should():
 
 # ------------------------------------------------------------------------------------------------------ the environment
 def rows_of(say) -> list:
-    """A finished row for each of four prompts, of a policy that says ``say(prompt's text)``."""
+    """Return a finished row for each of four prompts, of a policy that answers ``say(text of the prompt)``."""
     train, _ = CALCULATOR.load(eval_size=1, limit=4)
     env = CALCULATOR.env(train, TOKENIZER, prompts_per_batch=4)
 

@@ -1,4 +1,4 @@
-"""The guessing task: problems, teachers, and the game that answers."""
+"""Guessing task: problems, teachers, and the game that answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bounds(messages) -> tuple[int, int]:
 
 
 def guesses(messages) -> list[tuple[str | None, str | None, int]]:
-    """What each turn writes down, and its guess."""
+    """Return the written bounds and the guess of each turn."""
     said = [SAID.fullmatch(m["content"]).groups() for m in messages if m["role"] == "assistant"]
     return [(low, high, int(guess)) for low, high, guess in said]
 
@@ -51,7 +51,7 @@ def test_rows():
         assert row["low"] < row["secret"] < row["high"]
     first, other = guessing_prompts("train", size=50, seed=1), guessing_prompts("train", size=50, seed=2)
     assert guessing_prompts("train", size=50, seed=1) == first != other
-    with pytest.raises(ValueError, match="got 729"):
+    with pytest.raises(ValueError, match="size=729 must be"):
         guessing_prompts("test", size=729)
     with pytest.raises(ValueError, match="'validation'"):
         guessing_prompts("validation")
@@ -90,7 +90,7 @@ def test_the_sloppy_teacher_errs_as_often_as_it_should():
 
 # ------------------------------------------------------------------------------------------------------ the environment
 def rows_of(say: Callable[[list[str], int, int], str]) -> list:
-    """A finished row for each of four games with a policy that says ``say(answers so far, low, high)``."""
+    """Return a finished row for each of four games, of a policy that guesses ``say(answers so far, low, high)``."""
     train, _ = GUESSING.load(eval_size=1, limit=4)
     env = GUESSING.env(train, TOKENIZER, prompts_per_batch=4)
 

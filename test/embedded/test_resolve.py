@@ -1,4 +1,4 @@
-"""What the embedded names stand for."""
+"""Resolution of embedded names."""
 
 from __future__ import annotations
 

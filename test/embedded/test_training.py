@@ -1,4 +1,4 @@
-"""A few steps of RLOO on the tasks of several turns, from the warm start to the evaluation."""
+"""A few RLOO steps on the multi-turn tasks, from the warm start to the evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 
 def train(name: str, start, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """All weights after some steps, the last step's rewards, and the metrics on four held-out prompts."""
+    """Train for some steps; return all weights, the last step's rewards and the metrics of four held-out prompts."""
     task = resolve_task(name)
     prompts, held_out = task.load(eval_size=4, limit=16)
     model, tokenizer = load_model(start)
@@ -31,8 +31,8 @@ def train(name: str, start, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor,
         rows = collector.collect()
         buffer.extend(tensor_rows(rows))
         batch = buffer[:].set(keys.ADVANTAGE, torch.randn(8, 1, 1, generator=torch.Generator().manual_seed(0)))
-        out = loss_fn(batch)  # a model this poor may earn nothing at all, and then there is no gradient
-        assert out.log_ratio_max.item() == pytest.approx(0.0, abs=1e-4)  # the mask is of what was sampled
+        out = loss_fn(batch)  # such a poor model may earn no reward, and then there is no gradient
+        assert out.log_ratio_max.item() == pytest.approx(0.0, abs=1e-4)  # the mask covers the sampled tokens
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()

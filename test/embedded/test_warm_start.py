@@ -1,4 +1,4 @@
-"""The starting point: tokenizer, model and warm start."""
+"""Embedded tokenizer, model and warm start."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_result_loads_as_a_hugging_face_model(built):
 
 
 def test_a_killed_builder_leaves_no_result_behind(built, tmp_path, fork_server):
-    """The process dies at the worst instant: the weights are written, the tokenizer is not."""
+    """The process dies after it has written the weights and before it writes the tokenizer."""
     script = (
         "import os, signal, sys\n"
         "from transformers import PreTrainedTokenizerFast\n"
@@ -182,7 +182,7 @@ def test_a_killed_builder_leaves_no_result_behind(built, tmp_path, fork_server):
     assert done.returncode == -signal.SIGKILL, done.stderr
     (debris,) = tmp_path.rglob("model.safetensors")
     assert debris.parent != tmp_path / built.name
-    assert debris.read_bytes() == weights(built)  # another process, the same bits, so the same tokens too
+    assert debris.read_bytes() == weights(built)  # another process gives the same bits, so also the same tokens
     result = warm_start(0, steps=STEPS, cache_dir=tmp_path)
     assert result == tmp_path / built.name and weights(result) == weights(built)
     assert AutoTokenizer.from_pretrained(result).chat_template == TOKENIZER.chat_template
@@ -202,7 +202,7 @@ def test_of_two_builders_the_first_to_finish_wins(built, tmp_path):
 
 
 def test_steps_below_one_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match="steps=0 must be"):
         warm_start(0, steps=0, cache_dir=tmp_path)
 
 

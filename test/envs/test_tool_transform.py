@@ -1,4 +1,4 @@
-"""ToolTransform: calls that are made, refused, late or wrong; states; the same rows together and one by one."""
+"""ToolTransform: calls that succeed, fail, time out or are refused; states; batches compared with single rows."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
 
-PATIENCE = 60  # s that nothing here takes unless it hangs
+PATIENCE = 60  # seconds; only a test that hangs takes as long
 ANSWER = "It is done."
-CUT = "<cut>"  # at the end of a turn: its limit of tokens cut it off there
+CUT = "<cut>"  # end of a turn that its token limit cut off
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -44,7 +44,7 @@ def called(name: str, **arguments: Any) -> str:
 
 
 class World:
-    """Conversations whose policy says what is written for it, turn by turn, and what came of them."""
+    """Conversations with scripted turns of the policy, and their results."""
 
     def __init__(self, tokenizer, turns: Sequence[Sequence[str]], tools: Any, *, chat: dict | None = None, **kwargs):
         self.tokenizer, self.turns = tokenizer, turns
@@ -69,11 +69,11 @@ class World:
         return ScriptedTurn([*ids, self.tokenizer.eos_token_id])
 
     def collect(self) -> list[TensorDictBase]:
-        """All conversations in lock-step."""
+        """Play all conversations in lock-step."""
         return list(LLMCollector(self.env, self.policy).collect().unbind(0))
 
     async def play(self, stepper: RowStepper, row: TensorDictBase) -> TensorDictBase:
-        """One conversation on its own; the row of its last turn."""
+        """Play one conversation separately and return the row of its last turn."""
         try:
             while True:
                 row = await stepper.step(self.policy(stack_rows([row]))[0])
@@ -87,7 +87,7 @@ class World:
         return [row[keys.COMPLETION] for row in self.collect()]
 
     def results(self, place: int = 0) -> list[str]:
-        """What the policy was shown in a conversation."""
+        """Return what the policy was shown in a conversation."""
         return [m["content"] for m in self.completions()[place] if m["role"] != "assistant"]
 
     @property
@@ -159,7 +159,7 @@ class Session(Tool):
             self.closed.append(state)
 
     def check(self, n: int) -> None:
-        """As many were opened, and each was closed once."""
+        """Check that this many states were opened and each was closed once."""
         assert len(self.opened) == n and sorted(map(id, self.opened)) == sorted(map(id, self.closed))
 
 
@@ -329,7 +329,7 @@ def test_calls_that_share_a_state_come_one_after_another(world: Callable) -> Non
     assert made.results() == [f"0{'abcdefg'[: n + 1]}" for n in range(7)]
 
 
-# what goes wrong is told
+# errors are shown to the policy
 
 
 @tool
@@ -401,7 +401,7 @@ def test_what_a_tool_raises_is_told_and_counted(name: str, world: Callable, capl
         (called("echo", text="a", more=1), 'there is no argument "more", only "text"', "tools/echo/invalid"),
         (
             called("echo", text="a")[:-14],
-            "could not be read: the JSON is not right: Expecting ',' delimiter",
+            "could not be read: invalid JSON: Expecting ',' delimiter",
             "tools/malformed",
         ),
     ],
@@ -490,7 +490,7 @@ def test_an_async_call_that_blocks_its_loop_stops_no_other_conversation(world: C
         stop.set()
     assert [m["content"] for m in second["next", keys.COMPLETION] if m["role"] == "tool"] == ["b"]
     said = [m["content"] for m in first["next", keys.COMPLETION] if m["role"] == "tool"]
-    assert said == ["Error: block took longer than 0.5 s", "a"]  # what comes after has another loop
+    assert said == ["Error: block took longer than 0.5 s", "a"]  # later calls use another loop
 
 
 def test_what_is_left_of_the_conversations_time_limits_a_call(world: Callable) -> None:
@@ -734,7 +734,7 @@ def test_a_call_that_took_too_long_costs_no_state_but_its_own(world: Callable) -
     async def play() -> list[str]:
         own = ToolSession(ToolRegistry([session]), {"place": 0}, timeout=0.5)
         first = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
-        await asyncio.sleep(0)  # each begins with its own limit, both before either is over
+        await asyncio.sleep(0)  # both calls start with separate limits before either ends
         own.timeout = 1.5
         second = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
         await asyncio.sleep(0)

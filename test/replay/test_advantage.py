@@ -21,7 +21,7 @@ NAN = float("nan")
 
 
 def make_row(group: int, reward: float, ident: int = 0, *, size: int | None = None) -> TensorDictBase:
-    """One row as a collector makes it; ``ident`` gives it its own tokens and its own length."""
+    """Make a row as a collector does; ``ident`` determines its tokens and its length."""
     length = 3 + ident % 4
     action = torch.arange(length) >= 2
     row = TensorDict(
@@ -48,7 +48,7 @@ def identity(row: TensorDictBase) -> int:
 
 
 def contents(buffer: ReplayBuffer) -> dict[int, float]:
-    """Advantage of each row in the buffer, by its own tokens; each row is there once."""
+    """Return the advantage of each row in the buffer by its tokens, and check that each row occurs once."""
     rows = buffer[:].unbind(0) if len(buffer) else ()
     found = {identity(row): float(row[keys.ADVANTAGE]) for row in rows}
     assert len(found) == len(rows)
@@ -57,7 +57,7 @@ def contents(buffer: ReplayBuffer) -> dict[int, float]:
 
 @st.composite
 def histories(draw):
-    """Groups of 1 to 5 rows each, some abstaining, in any order, cut into batches anywhere."""
+    """Draw groups of 1 to 5 rows, some abstaining, in any order and split into any batches."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     reward = st.one_of(st.just(NAN), st.floats(-10, 10, width=32))
     members = [(group, draw(reward), size) for group, size in enumerate(sizes) for _ in range(size)]

@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def slow_run(draws: list[tuple[int, list[float]]], decay: float, initial: float) -> list[list[float]]:
-    """Advantages of groups ``(prompt, rewards)`` that come one after another."""
+    """Compute the advantages of groups ``(prompt, rewards)`` one after another."""
     baselines: dict[int, float] = {}
     advantages = []
     for prompt, rewards in draws:

@@ -1,4 +1,4 @@
-"""GroupCache: which groups it keeps, gives out and drops. Its log-probs: test/collectors/test_refill.py."""
+"""GroupCache: groups that it keeps, replays and drops. test/collectors/test_refill.py covers its log-probs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP, GroupCache
 
 
 class Constant:
-    """Scores every action token with its number of calls, so that what was scored when can be told."""
+    """Scorer that gives every action token minus the number of its calls, to tell calls apart."""
 
     def __init__(self):
         self.calls = 0
@@ -54,7 +54,7 @@ def batch(*groups: list[TensorDictBase]) -> TensorDictBase:
 
 
 def origins(rows: TensorDictBase | None) -> list[int]:
-    """The group that each row was sampled in, which its tokens tell."""
+    """Return the group that each row was sampled in, from its tokens."""
     return [] if rows is None else [int(row[keys.TOKENS][0]) for row in rows.unbind(0)]
 
 
@@ -90,7 +90,7 @@ def test_uses_age_and_capacity() -> None:
     assert cache.fill(None, 2, policy_version=4) is None and cache.counts["cache/missing"] == 2
 
 
-def test_what_comes_from_a_cache_does_not_go_in_again() -> None:
+def test_replayed_groups_are_not_cached_again() -> None:
     cache = GroupCache(4, Constant())
     cache.add(batch(group(1)))
     cache.add(batch(group(1)))
@@ -110,7 +110,7 @@ def test_the_order_of_arrival_changes_nothing(order: list[int], capacity: int) -
     assert origins(together.fill(None, 3, 9)) == origins(apart.fill(None, 3, 9))
 
 
-def test_a_restart_goes_on_exactly() -> None:
+def test_a_restart_continues_exactly() -> None:
     cache = GroupCache(8, Constant(), max_uses=2)
     cache.add(batch(group(1, 3), group(2, 5), group(3, 4, size=3)))
     cache.fill(None, 2, policy_version=5)

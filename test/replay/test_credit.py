@@ -1,4 +1,4 @@
-"""MCAdvantage beyond leave-one-out of whole trajectories: other methods, turns, tokens, KL, whitening."""
+"""MCAdvantage with other estimators, turn and token credit, KL and normalization."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_row(
     rewards: Sequence[float] = (),
     proximal: bool = False,
 ) -> TensorDictBase:
-    """One row: two prompt tokens, then turns of action tokens with the given rewards, a feedback token after each."""
+    """Make a row of two prompt tokens, then turns of action tokens with given rewards and a feedback token each."""
     action, earned = [False] * 2, [0.0] * 2
     for turn in turns:
         action += [*[True] * len(turn), False]
@@ -73,7 +73,7 @@ def make_buffer(num_generations: int, **settings) -> tuple[ReplayBuffer, MCAdvan
 
 
 def contents(buffer: ReplayBuffer) -> dict[int, list[float]]:
-    """Each row's advantages at its action tokens, or its one advantage, by ``ident``."""
+    """Return each row's advantages at its action tokens, or its one advantage, by ``ident``."""
     found = {}
     for row in buffer[:].unbind(0) if len(buffer) else ():
         advantage, mask = row[keys.ADVANTAGE], row[keys.ACTION_MASK]
@@ -243,7 +243,7 @@ MODES = {"mean": {"scale": False}, "std": {"center": False}, "mean_std": {}}
 
 @pytest.mark.parametrize("mode", ["mean", "std", "mean_std"])
 def test_whitening_of_rows_leaves_out_those_without_signal(mode):
-    """As TRL normalises RLOO's advantages: rows that abstain, or are left alone, are out of the moments and stay 0."""
+    """Rows that abstain or have no other to compare with stay 0 and out of the moments, as in TRL's RLOO."""
     earned = [1.0, 0.0, 4.0, NAN, 3.0, NAN, NAN, 1.0, 2.5]
     rows = [make_row(i // 3, ident=i, reward=r) for i, r in enumerate(earned)]
     raw = {0: 1 - 2.0, 1: 0 - 2.5, 2: 4 - 0.5, 7: -1.5, 8: 1.5}
@@ -348,7 +348,7 @@ def test_gdpo_normalises_each_function_and_then_the_batch():
     "settings", [{"credit": NormalizeThenSum([1.0])}, {"estimator": "grpo"}, {"estimator": "dr_grpo"}], ids=str
 )
 def test_rows_with_nothing_to_compare_to_stay_out_of_the_whitening(settings):
-    """Only one row of the second group has a reward: it changes nothing for the first group."""
+    """The second group has one row with a reward, which does not affect the first group."""
     rewards = [1.0, 0.0, 1.0, 0.0, 3.0, NAN, NAN, NAN]
     rows = [make_row(i // 4, ident=i, rewards=[r], reward=r) for i, r in enumerate(rewards)]
     both = written([r.clone() for r in rows], 4, normalize=Whiten(2), **settings)
@@ -357,7 +357,7 @@ def test_rows_with_nothing_to_compare_to_stay_out_of_the_whitening(settings):
 
 
 def test_reward_std_is_that_of_all_rewards_of_the_batch():
-    """TRL's ``scale_rewards="batch"``: ``(r - mean of the group) / (std of the batch + 1e-4)``."""
+    """The result is that of TRL's ``scale_rewards="batch"``: ``(r - group mean) / (batch std + 1e-4)``."""
     rewards = [1.0, 0.0, 5.0, 5.0, NAN, 2.0]
     rows = [make_row(i // 2, ident=i, reward=r) for i, r in enumerate(rewards)]
     divisor = statistics.stdev([1.0, 0.0, 5.0, 5.0, 2.0]) + 1e-4
@@ -365,7 +365,7 @@ def test_reward_std_is_that_of_all_rewards_of_the_batch():
     close(written(rows, 2, estimator="dr_grpo", normalize=RewardStd(3)), expected)
 
 
-# estimators of other kinds
+# custom estimators
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))

@@ -1,4 +1,4 @@
-"""ZeroSignalFilter: which groups go, of what kind they were, and where it can stand."""
+"""ZeroSignalFilter: dropped groups, their kinds, and its place in a buffer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_raw_scores_where_there_was_shaping() -> None:
 
 @pytest.mark.parametrize("split", [1, 2, 3, 8])
 def test_in_a_buffer_with_advantages(split: int) -> None:
-    """Rows come one by one or together: whole groups are judged, and dead ones are never stored."""
+    """The filter sees whole groups however rows arrive, and dropped groups are never stored."""
     signal = ZeroSignalFilter()
     buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=Compose(signal, MCAdvantage(2)), batch_size=4)
     rows = make_rows((0, 1.0), (1, 0.0), (2, 1.0), (3, 1.0), (1, 0.0), (0, 0.0), (3, 0.0), (2, 1.0))

@@ -1,4 +1,4 @@
-"""TokenGAE on rows: what lands on which token, against loops over single rows."""
+"""TokenGAE on rows, compared with loops over single rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def places(row: TensorDictBase) -> list[int]:
 
 @torch.no_grad()
 def expected(head: ValueHead, row: TensorDictBase, rewards: dict[int, float]) -> tuple[list, list]:
-    """Advantages and values at the row's action tokens."""
+    """Compute the advantages and values at a row's action tokens."""
     hidden = head.trunk(input_ids=row[keys.TOKENS][None], use_cache=False).last_hidden_state[0]
     values = [float(head.projection(hidden[t - 1])) for t in places(row)]
     following, advantages = [*values[1:], 0.0], []
@@ -85,7 +85,7 @@ def test_the_reward_comes_at_the_last_action_token(micro_batch_size, value_head,
 
 
 def test_token_rewards_come_instead(value_head, rows) -> None:
-    """On the rows that have them."""
+    """Token rewards replace the return on the rows that have them."""
     first = rows[1]
     first.set(keys.TOKEN_REWARDS, torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0, -1.0]))
     out = plain(value_head).inv(rows)
@@ -150,7 +150,7 @@ def test_an_abstaining_row_has_no_part_in_it(whiten: bool, value_head, rows) -> 
 
 
 def test_in_a_buffer(value_head, rows) -> None:
-    """It takes rows in batches and one by one; what is sampled is what was written; no weights are its state."""
+    """Rows may arrive in batches or one by one, sampling changes nothing, and the state has no weights."""
     buffer = ReplayBuffer(storage=LazyStackStorage(16), transform=plain(value_head), batch_size=4)
     buffer.extend(rows)
     buffer.add(rows[0].clone().exclude(keys.ADVANTAGE, keys.STATE_VALUE, keys.VALUE_TARGET))

@@ -1,4 +1,4 @@
-"""RowStorage: rows that are lost unsampled are told, once."""
+"""RowStorage warns once when unsampled rows are lost."""
 
 from __future__ import annotations
 

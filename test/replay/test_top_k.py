@@ -1,4 +1,4 @@
-"""TopKSelector: which rows stay, in either place beside MCAdvantage, and across a restart."""
+"""TopKSelector: selected rows, before and after MCAdvantage, and across a restart."""
 
 from __future__ import annotations
 
@@ -142,6 +142,6 @@ def test_groups_that_never_complete_go_and_are_counted() -> None:
         ({"k": 2, "max_pending_groups": 3}, "max_pending_groups=3 has no effect without num_generations"),
     ],
 )
-def test_settings_that_make_no_sense(arguments: dict, message: str) -> None:
+def test_invalid_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TopKSelector(**arguments)

@@ -1,4 +1,4 @@
-"""The embedded default: tokenizer, model, tasks and warm starts of a real RLOO run on CPU cores, without a download."""
+"""Embedded tokenizer, model, tasks and warm starts, for an RLOO run on CPU cores without a download."""
 
 from torchrl_rloo.embedded.addition import addition_preferences, addition_prompts, demonstrations
 from torchrl_rloo.embedded.calculator import calculator_demonstrations, calculator_prompts

@@ -1,10 +1,12 @@
-r"""The ``add`` task: two-digit addition with a written chain of thought.
+r"""Two-digit addition with a written chain of thought, the ``addition`` task.
+
+::
 
     user       What is 47+38?
     assistant  <think>7+8=15 4+3+1=8</think>\boxed{85}
 
-Columns are added from the right, each with the carry of the one before; the answer goes in a box. A right answer takes
-at most 25 tokens, end of turn included.
+The chain of thought adds columns from the right, each with the carry of the previous one. The answer goes in a box. A
+correct completion takes at most 25 tokens, including the end-of-turn token.
 """
 
 from __future__ import annotations
@@ -17,29 +19,29 @@ Messages = list[dict[str, str]]
 
 SYSTEM_PROMPT = "Think, then put the answer in \\boxed{}."
 
-FORGETS_CARRY = 0.7  # chance per carry into a column
-SLIPS = 0.05  # chance per column that its sum is off by one
-LEAVES_OUT_BOX = 0.6  # chance per answer
+FORGETS_CARRY = 0.7  # probability per carry into a column
+SLIPS = 0.05  # probability per column that its sum is off by one
+LEAVES_OUT_BOX = 0.6  # probability per answer
 
 
 def addition_prompts(
     split: Literal["train", "test"], *, size: int | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of the addition task, each problem once.
+    """Return the rows of the addition task, each problem once.
 
-    All sums ``a+b`` with ``0 <= a, b <= 99`` exist. About 10 % are held out for ``"test"`` by a hash that does not
-    depend on ``seed``, so the splits never overlap; ``a+b`` and ``b+a`` are always in the same split.
+    The problems are all sums ``a+b`` with ``0 <= a, b <= 99``. A hash holds out about 10 % of them for ``"test"``. It
+    does not depend on ``seed``, so the splits never overlap, and ``a+b`` and ``b+a`` are always in the same split.
 
     Args:
         split: ``"train"`` or ``"test"``.
-        size: number of rows to keep after shuffling; None keeps all.
+        size: number of rows to keep after shuffling. None keeps all.
         seed: seed of the order.
 
     Returns:
         Rows ``{"query": [system message, user message], "answer": "85"}``.
 
     Raises:
-        ValueError: if ``split`` is unknown or ``size`` is not between 1 and the number of problems in the split.
+        ValueError: if ``split`` is unknown, or ``size`` is not between 1 and the number of problems in the split.
 
     Example:
         >>> row = addition_prompts("test", size=1)[0]
@@ -48,25 +50,29 @@ def addition_prompts(
     """
     problems = _problems(split)
     if size is not None and not 1 <= size <= len(problems):
-        raise ValueError(f"size must be None or between 1 and {len(problems)} for split {split!r}, got {size}")
+        raise ValueError(f"size={size} must be None or between 1 and {len(problems)} for split={split!r}")
     random.Random(seed).shuffle(problems)
     return [{"query": _query(a, b), "answer": str(a + b)} for a, b in problems[:size]]
 
 
 def demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
-    """Conversations about training problems, drawn with replacement, as a teacher writes them.
+    """Return conversations of a teacher about training problems, drawn with replacement.
 
-    The teacher is sloppy: it forgets a carry with chance ``FORGETS_CARRY``, is off by one in a column with chance
-    ``SLIPS`` and leaves the box out with chance ``LEAVES_OUT_BOX``. A model that imitates it can do the task but
-    rarely does, which is where reinforcement learning starts.
+    The teacher is sloppy: it forgets a carry with probability ``FORGETS_CARRY``, is off by one in a column with
+    probability ``SLIPS`` and omits the box with probability ``LEAVES_OUT_BOX``. A model that imitates it can solve the
+    task but rarely does, so reinforcement learning has something to improve.
 
     Args:
         n: number of conversations.
         seed: seed of problems and errors.
-        clean: whether the teacher makes no errors.
+        clean: True for a teacher without errors.
 
     Returns:
         ``n`` conversations of a system, a user and an assistant message.
+
+    Example:
+        >>> [message["role"] for message in demonstrations(1, seed=0)[0]]
+        ['system', 'user', 'assistant']
     """
     rng = random.Random(seed)
     problems = rng.choices(_problems("train"), k=n)
@@ -76,11 +82,14 @@ def demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
 
 
 def addition_preferences(n: int = 8192, *, seed: int = 1) -> list[dict[str, Messages]]:
-    """Return pairs of conversations on the same problem where the sloppy teacher differs from the clean one.
+    """Return pairs of conversations on the same problem, a clean teacher's as chosen and a sloppy one's as rejected.
 
     Args:
-        n: number of problems; teachers agree on some, which give no pair.
+        n: number of problems; those on which the teachers agree give no pair.
         seed: seed of problems and errors.
+
+    Returns:
+        At most ``n`` pairs ``{"chosen": messages, "rejected": messages}``.
     """
     teachers = (demonstrations(n, seed=seed, clean=clean) for clean in (True, False))
     return [{"chosen": good, "rejected": bad} for good, bad in zip(*teachers, strict=True) if good != bad]
@@ -88,7 +97,7 @@ def addition_preferences(n: int = 8192, *, seed: int = 1) -> list[dict[str, Mess
 
 def _problems(split: str) -> list[tuple[int, int]]:
     if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"split={split!r} must be 'train' or 'test'")
     return [(a, b) for a in range(100) for b in range(100) if _is_held_out(a, b) == (split == "test")]
 
 
@@ -102,7 +111,7 @@ def _query(a: int, b: int) -> Messages:
 
 
 def _solve(a: int, b: int, rng: random.Random | None) -> str:
-    """The assistant's text; with ``rng`` by the sloppy teacher, without by one that makes no errors."""
+    """Write the assistant's text, with errors drawn from ``rng`` unless it is None."""
     steps, answer, carry = [], 0, 0
     columns = max(len(str(a)), len(str(b)))
     for i in range(columns):

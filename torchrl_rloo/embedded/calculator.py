@@ -1,11 +1,13 @@
-r"""The ``calculator`` task: arithmetic that a small model cannot do in its head, so that it has to call a tool.
+r"""Arithmetic that a small model can solve only with a tool, the ``calculator`` task.
+
+::
 
     user       What is 47*38?
     assistant  <tool>47*38</tool>
     tool       1786
     assistant  \boxed{1786}
 
-Two turns, of at most 10 tokens each if they are right.
+A correct conversation has two turns of at most 10 tokens each.
 """
 
 from __future__ import annotations
@@ -20,29 +22,30 @@ Messages = list[dict[str, str]]
 SYSTEM_PROMPT = "Call the tool, then put the answer in \\boxed{}."
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
-GUESSES = 0.6  # chance that an answer is made up without a call
-WRONG_OPERATOR = 0.2  # chance per call
-LEAVES_OUT_BOX = 0.6  # chance per answer that is not made up
+GUESSES = 0.6  # probability that the answer is invented without a call
+WRONG_OPERATOR = 0.2  # probability per call
+LEAVES_OUT_BOX = 0.6  # probability per answer that is not invented
 
 
 def calculator_prompts(
     split: Literal["train", "test"], *, size: int | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of the calculator task, each problem once.
+    """Return the rows of the calculator task, each problem once.
 
-    All of ``a+b``, ``a-b`` and ``a*b`` with ``10 <= a, b <= 99`` exist. About 10 % are held out for ``"test"`` by a
-    hash that does not depend on ``seed``, so the splits never overlap; ``a+b`` and ``b+a`` are always in the same one.
+    The problems are all of ``a+b``, ``a-b`` and ``a*b`` with ``10 <= a, b <= 99``. A hash holds out about 10 % of them
+    for ``"test"``. It does not depend on ``seed``, so the splits never overlap. Problems that differ only in the order
+    of ``a`` and ``b`` are always in the same split.
 
     Args:
         split: ``"train"`` or ``"test"``.
-        size: number of rows to keep after shuffling; None keeps all.
+        size: number of rows to keep after shuffling. None keeps all.
         seed: seed of the order.
 
     Returns:
         Rows ``{"query": [system message, user message], "answer": "1786"}``.
 
     Raises:
-        ValueError: if ``split`` is unknown or ``size`` is not between 1 and the number of problems in the split.
+        ValueError: if ``split`` is unknown, or ``size`` is not between 1 and the number of problems in the split.
 
     Example:
         >>> row = calculator_prompts("test", size=1)[0]
@@ -51,21 +54,21 @@ def calculator_prompts(
     """
     problems = _problems(split)
     if size is not None and not 1 <= size <= len(problems):
-        raise ValueError(f"size must be None or between 1 and {len(problems)} for split {split!r}, got {size}")
+        raise ValueError(f"size={size} must be None or between 1 and {len(problems)} for split={split!r}")
     random.Random(seed).shuffle(problems)
     return [{"query": _query(*problem), "answer": _answer(*problem)} for problem in problems[:size]]
 
 
 def calculator_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
-    """Conversations about training problems, drawn with replacement, as a teacher writes them.
+    """Return conversations of a teacher about training problems, drawn with replacement.
 
-    The teacher is sloppy: it makes an answer up with chance ``GUESSES``; where it calls the tool, the call has a wrong
-    operator with chance ``WRONG_OPERATOR``, and the answer no box with chance ``LEAVES_OUT_BOX``.
+    The teacher is sloppy: it invents an answer with probability ``GUESSES``. Otherwise it calls the tool, with a wrong
+    operator with probability ``WRONG_OPERATOR``, and omits the box with probability ``LEAVES_OUT_BOX``.
 
     Args:
         n: number of conversations.
         seed: seed of problems and errors.
-        clean: whether the teacher makes no errors.
+        clean: True for a teacher without errors.
 
     Returns:
         ``n`` conversations of a system and a user message, and one or two turns of the assistant.
@@ -77,7 +80,7 @@ def calculator_demonstrations(n: int, seed: int, *, clean: bool = False) -> list
 
 def _problems(split: str) -> list[tuple[int, str, int]]:
     if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"split={split!r} must be 'train' or 'test'")
     numbers = range(10, 100)
     held_out = {(a, op, b) for op in OPERATORS for a in numbers for b in range(a, 100) if _is_held_out(f"{a}{op}{b}")}
     return [
@@ -102,7 +105,7 @@ def _answer(a: int, op: str, b: int) -> str:
 
 
 def _solve(a: int, op: str, b: int, rng: random.Random | None) -> Messages:
-    """What follows the question; with ``rng`` by the sloppy teacher, without by one that makes no errors."""
+    """Write the messages after the question, with errors drawn from ``rng`` unless it is None."""
     if rng and rng.random() < GUESSES:
         return [{"role": "assistant", "content": f"\\boxed{{{rng.randint(10, 9999)}}}"}]
     if rng and rng.random() < WRONG_OPERATOR:

@@ -1,4 +1,6 @@
-"""The ``guessing`` task: a game of up to seven turns, to find a number by guesses that are answered higher or lower.
+"""Game of up to seven guesses at a number, each answered higher or lower, the ``guessing`` task.
+
+::
 
     user       Guess a number between 23 and 58.
     assistant  <think>23-58</think>41
@@ -7,8 +9,8 @@
     user       lower
     assistant  <think>41-51</think>46
 
-A player who writes down the bounds that the answers leave, and guesses near their middle, finds the number nearly
-always; one who guesses without seldom does.
+A player that writes down the remaining bounds and guesses near their middle nearly always finds the number. A player
+that does not rarely finds it.
 """
 
 from __future__ import annotations
@@ -21,25 +23,25 @@ from torchrl_rloo.envs.text.games import GuessNumber
 
 Messages = list[dict[str, str]]
 
-LOWEST, HIGHEST = 10, 99  # two digits each, whatever the range
-SIZES = range(24, 40)  # numbers between the bounds, which are not among them
-SECRETS = 8  # problems of each pair of bounds
+LOWEST, HIGHEST = 10, 99  # every number has two digits
+SIZES = range(24, 40)  # how many numbers lie between the bounds, without the bounds
+SECRETS = 8  # problems per pair of bounds
 MAX_GUESSES = 7
 
-THOUGHTLESS = 0.6  # chance per game that nothing is written down
+THOUGHTLESS = 0.6  # probability that a game is played without written bounds
 
 
 class RangedGuessNumber(GuessNumber):
-    """The game with bounds of each row's own: ``reset`` takes ``"low"``, ``"high"`` and ``"secret"`` as options.
+    """Guessing game with separate bounds in each row, the ``reset`` options ``"low"``, ``"high"`` and ``"secret"``.
 
-    Misses cost nothing: a policy would learn to end a game that it may lose, by a turn beyond the limit of tokens.
+    A wrong guess costs nothing. Otherwise a policy would learn to end hopeless games with an overlong turn.
     """
 
     def __init__(self):
         super().__init__(LOWEST, HIGHEST, MAX_GUESSES, turn_cost=0.0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """See :meth:`GuessNumber.reset`."""
+        """Start a game within the row's bounds; see :meth:`GuessNumber.reset`."""
         self.low, self.high = options["low"], options["high"]
         super().reset(seed=seed, options=options)
         return _opening(self.low, self.high), {}
@@ -48,22 +50,22 @@ class RangedGuessNumber(GuessNumber):
 def guessing_prompts(
     split: Literal["train", "test"], *, size: int | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of the guessing task, each problem once.
+    """Return the rows of the guessing task, each problem once.
 
-    A problem is a pair of bounds with one of ``SIZES`` numbers between them, and a secret there. About 10 % of the
-    pairs are held out for ``"test"`` by a hash that does not depend on ``seed``. Secrets are not: a player would learn
-    never to guess a number that is never the secret.
+    A problem is a secret between two bounds, with one of ``SIZES`` numbers between them. A hash, which does not depend
+    on ``seed``, holds out about 10 % of the pairs of bounds for ``"test"``. Secrets are not held out, because a player
+    would learn never to guess a number that is never the secret.
 
     Args:
         split: ``"train"`` or ``"test"``.
-        size: number of rows to keep after shuffling; None keeps all.
+        size: number of rows to keep after shuffling. None keeps all.
         seed: seed of the order.
 
     Returns:
         Rows ``{"query": [user message], "low": 23, "high": 58, "secret": 46}``.
 
     Raises:
-        ValueError: if ``split`` is unknown or ``size`` is not between 1 and the number of problems in the split.
+        ValueError: if ``split`` is unknown, or ``size`` is not between 1 and the number of problems in the split.
 
     Example:
         >>> row = guessing_prompts("test", size=1)[0]
@@ -76,7 +78,7 @@ def guessing_prompts(
         for secret in random.Random(f"{low} {high}").sample(range(low + 1, high), SECRETS)
     ]
     if size is not None and not 1 <= size <= len(problems):
-        raise ValueError(f"size must be None or between 1 and {len(problems)} for split {split!r}, got {size}")
+        raise ValueError(f"size={size} must be None or between 1 and {len(problems)} for split={split!r}")
     random.Random(seed).shuffle(problems)
     return [
         {"query": _query(low, high), "low": low, "high": high, "secret": secret}
@@ -85,18 +87,18 @@ def guessing_prompts(
 
 
 def guessing_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
-    """Games with bounds to train on, drawn with replacement, as a teacher plays them.
+    """Return games of a teacher with training bounds, drawn with replacement.
 
-    The teacher writes down the bounds that the answers leave, and guesses in the middle fifth between them. It is
-    sloppy: with chance ``THOUGHTLESS`` it writes nothing down, and guesses anywhere between the first bounds.
+    The teacher writes down the remaining bounds and guesses in the middle fifth between them. It is sloppy: with
+    probability ``THOUGHTLESS`` it writes nothing and guesses anywhere between the first bounds.
 
     Args:
         n: number of games.
         seed: seed of problems, guesses and errors.
-        clean: whether the teacher always writes the bounds down.
+        clean: True for a teacher that always writes the bounds.
 
     Returns:
-        ``n`` conversations of a user's message and turns of the assistant, answered by the user.
+        ``n`` conversations of a user message and turns of the assistant, answered by the user.
     """
     rng = random.Random(seed)
     bounds = rng.choices(_bounds("train"), k=n)
@@ -105,7 +107,7 @@ def guessing_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[M
 
 def _bounds(split: str) -> list[tuple[int, int]]:
     if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        raise ValueError(f"split={split!r} must be 'train' or 'test'")
     bounds = [(low, low + size + 1) for size in SIZES for low in range(LOWEST, HIGHEST - size)]
     return [(low, high) for low, high in bounds if _is_held_out(low, high) == (split == "test")]
 
@@ -123,7 +125,7 @@ def _query(low: int, high: int) -> Messages:
 
 
 def _play(low: int, high: int, rng: random.Random, thoughtless: float) -> Messages:
-    """What follows the opening, to a secret of the teacher's own."""
+    """Play a game about a random secret and return the messages after the opening."""
     secret, messages = rng.randrange(low + 1, high), []
     thinks = rng.random() >= thoughtless
     for turn in range(MAX_GUESSES):

@@ -1,4 +1,4 @@
-"""What ``embedded`` stands for where a model is asked for, and the names of the embedded tasks where a task is."""
+"""Embedded tasks, and the resolution of model and task names that may be embedded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from torchrl_rloo.rewards.boxed import last_boxed
 
 ADDITION = Task(
     name="addition",
-    synthetic_rows=lambda split, size=None, seed=0: addition_prompts(
-        split, size=size
-    ),  # as many as there are, in one order
+    # All problems, in the same order for every seed
+    synthetic_rows=lambda split, size=None, seed=0: addition_prompts(split, size=size),
     rewards=("boxed_accuracy",),
     scorer="boxed_accuracy",
     extract_answer=last_boxed,
@@ -45,7 +44,7 @@ CALCULATOR = Task(
 GUESSING = Task(
     name="guessing",
     synthetic_rows=lambda split, size=None, seed=0: guessing_prompts(split, size=size),
-    rewards=(),  # the game rewards, and its return, 1 for a number found, is what counts
+    rewards=(),  # the game gives the reward: 1 for finding the number
     scorer=None,
     transforms=lambda: [TextEnvTransform(wrap(RangedGuessNumber))],
 )
@@ -55,13 +54,15 @@ EMBEDDED_TASKS = {task.name: task for task in (ADDITION, CALCULATOR, GUESSING)}
 def resolve_model(
     name: str | os.PathLike, seed: int, task: str = ADDITION.name, log: Callable[[str], None] | None = None
 ) -> str | os.PathLike:
-    """The directory of the embedded model's warm start for ``"embedded"``, built on first use; other names as they are.
+    """Resolve ``"embedded"`` to the directory of the warm-started model, and return other names as they are.
+
+    The first use builds the warm start, see :func:`~torchrl_rloo.embedded.warm_start`.
 
     Args:
-        name: a hub id, a local directory, or ``"embedded"``.
-        seed: of the embedded model and its warm start.
-        task: what it is to be trained on; the model is warmed up on that if it is an embedded task, else on addition.
-        log: called with lines of progress.
+        name: hub id, local directory, or ``"embedded"``.
+        seed: seed of the embedded model and its warm start.
+        task: name of the task to train on. The warm start is on it if it is an embedded task, otherwise on addition.
+        log: function called with lines of progress. None is silent.
     """
     if name != EMBEDDED:
         return name
@@ -69,16 +70,16 @@ def resolve_model(
 
 
 def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, Any] | float] | None = None) -> TaskBase:
-    """Return a task, or a mixture of several.
+    """Return the task of a name, or a mixture of tasks.
 
     Args:
-        name: in ``EMBEDDED_TASKS`` or :data:`~torchrl_rloo.envs.tasks.TASKS`, or a dotted path
-            (:func:`~torchrl_rloo.envs.tasks.load_task`); ``"mixture"`` for a mixture.
-        mixture: for each task of a mixture its ``weight``, and arguments of its own :meth:`Task.load` (``source``); a
-            number alone is the weight, and None leaves the task out.
+        name: name in ``EMBEDDED_TASKS`` or :data:`~torchrl_rloo.envs.tasks.TASKS`, a dotted path
+            (:func:`~torchrl_rloo.envs.tasks.load_task`), or ``"mixture"``.
+        mixture: ``weight`` (default 1) and arguments of :meth:`Task.load`, such as ``source``, for each task of a
+            mixture. A number is the weight, and None leaves the task out.
 
     Raises:
-        ValueError: for an unknown name, or a mixture under another name.
+        ValueError: if the name is unknown, or only one of ``name="mixture"`` and ``mixture`` is given.
 
     Example:
         >>> train, held_out = resolve_task("addition").load(eval_size=10)
@@ -89,12 +90,13 @@ def resolve_task(name: str = ADDITION.name, mixture: Mapping[str, Mapping[str, A
     """
     if (name == Mixture.name) != (mixture is not None):
         raise ValueError(
-            f"task name={name!r} with mixture={mixture!r}: a mixture is named {Mixture.name!r}, and nothing else"
+            f"task name={name!r} cannot be combined with mixture={mixture!r}: set both name={Mixture.name!r} and "
+            "mixture, or neither"
         )
     if mixture is None:
         return load_task(name, EMBEDDED_TASKS | TASKS)
-    mixture = {part: given for part, given in mixture.items() if given is not None}
+    mixture = {part: setting for part, setting in mixture.items() if setting is not None}
     tasks = [resolve_task(part) for part in mixture]
-    options = [dict(given) if isinstance(given, Mapping) else {"weight": given} for given in mixture.values()]
-    weights = [given.pop("weight", 1.0) for given in options]
+    options = [dict(s) if isinstance(s, Mapping) else {"weight": s} for s in mixture.values()]
+    weights = [option.pop("weight", 1.0) for option in options]
     return Mixture(tasks, weights, dict(zip((task.name for task in tasks), options, strict=True)))

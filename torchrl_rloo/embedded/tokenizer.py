@@ -1,17 +1,17 @@
-"""A byte-level BPE tokenizer with 320 tokens and a ChatML template, built in milliseconds without a download."""
+"""Byte-level BPE tokenizer with 320 tokens and a ChatML template, built in milliseconds without a download."""
 
 from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCAB_SIZE = 320  # a multiple of 64, and exactly the model's: every id the model can emit is a token
+VOCAB_SIZE = 320  # a multiple of 64, equal to the model's: every id that the model can emit is a token
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-MARKUP = ("<think>", "</think>", "<tool>", "</tool>")  # one token each, but text: decoding keeps them
+MARKUP = ("<think>", "</think>", "<tool>", "</tool>")  # one token each, but not special: decoding keeps them
 
-# What the merges are learned from. No line has a newline or a digit in it, so a merge never crosses the template's
-# seams and numbers stay single digits.
+# Corpus of the merges. Its lines contain no line break or digit, so no merge crosses the template's line breaks and
+# numbers remain single digits
 _CORPUS = (
     "system",
     "user",
@@ -24,7 +24,7 @@ _CORPUS = (
     "Do not guess or answer before you know. First write down each step.",
 )
 
-# The assistant's span holds what the policy would sample: the content and the end-of-turn token, not the newline.
+# The assistant's span is what the policy would sample: the content and the end-of-turn token, without the line break
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -40,14 +40,14 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the embedded default; the same ids on every call and in every process.
+    """Build the embedded tokenizer, with the same ids on every call and in every process.
 
-    Any text without surrogates survives encoding and decoding. Digits are tokens of their own. ``<|endoftext|>`` pads
-    (on the left) and ``<|im_end|>`` ends a turn. The template takes the roles system, user, assistant and tool, and
-    marks the assistant's spans with ``{% generation %}``.
+    Decoding restores any encoded text without surrogates. Each digit is one token. ``<|endoftext|>`` pads on the left,
+    and ``<|im_end|>`` ends a turn. The template takes the roles system, user, assistant and tool, and marks the
+    assistant's spans with ``{% generation %}``.
 
     Returns:
-        A tokenizer of ``VOCAB_SIZE`` tokens.
+        Tokenizer of ``VOCAB_SIZE`` tokens.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(

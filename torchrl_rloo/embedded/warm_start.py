@@ -1,7 +1,7 @@
-"""The starting point of the embedded default: a random model after a short supervised warm start, built once.
+"""Supervised warm start of the embedded model, built once.
 
-The sloppy teacher of each task makes it what a base model is: able, unreliable. Of the addition task's held-out answers
-0-6 % are right if greedy and 20-27 % if sampled.
+The sloppy teacher of each task makes the model like a base model: able but unreliable. On held-out addition problems
+0-6 % of its greedy and 20-27 % of its sampled answers are correct.
 """
 
 from __future__ import annotations
@@ -53,50 +53,54 @@ def warm_start(
     cache_dir: Path | str | None = None,
     log: Callable[[str], None] | None = None,
 ) -> Path:
-    """Directory of the warm-started model and its tokenizer in Hugging Face format; built on the first call.
+    """Build the warm-started model and its tokenizer on the first call, and return their directory.
 
-    A build takes about 20 seconds of one CPU core. The same seed gives the same weights, bit for bit, on the same kind
-    of CPU: the build runs in one thread whatever the caller's setting, and leaves that setting and the global random
-    state as they were. The directory appears all at once, so a build that is killed leaves nothing that a later call
-    would take for a result, and of several builders at once the first to finish wins.
+    A build takes about 20 seconds of one CPU core. It runs in one thread and leaves the caller's number of threads and
+    the global random state unchanged. The same seed gives bit-identical weights on the same kind of CPU. The directory
+    appears atomically: a killed build leaves no partial result, and of concurrent builds the first to finish wins.
 
     Args:
         seed: seed of the initial weights, the demonstrations and their order.
-        task: whose demonstrations, a key of ``TEACHERS``.
-        steps: number of optimizer steps; fewer make a worse model sooner.
-        clean: whether the teacher makes no errors. After about 200 steps the model then still makes its own, and there
-            is more to learn than to prefer the better of what was demonstrated.
-        cache_dir: where results are kept. Default: ``$TORCHRL_RLOO_CACHE``, else ``$XDG_CACHE_HOME/torchrl_rloo``,
-            else ``~/.cache/torchrl_rloo``. A result's name holds the task, the seed and a fingerprint of the recipe
-            (the source of this package, ``steps``, ``clean`` and the versions of torch, transformers and tokenizers).
-        log: called with a line of progress now and then; None is silent.
+        task: task of the demonstrations, a key of ``TEACHERS``.
+        steps: number of optimizer steps; fewer steps give a worse model sooner.
+        clean: True for a teacher without errors. After about 200 steps the model still makes errors, and it can improve
+            beyond choosing the better demonstrations.
+        cache_dir: directory of the results. None is ``$TORCHRL_RLOO_CACHE``, else ``$XDG_CACHE_HOME/torchrl_rloo``,
+            else ``~/.cache/torchrl_rloo``. A result's name contains the task, the seed and a fingerprint. The
+            fingerprint covers this package's source, ``steps``, ``clean`` and the versions of torch, transformers and
+            tokenizers.
+        log: function called every ``LOG_EVERY`` steps with a line of progress. None is silent.
 
     Returns:
-        The directory, ready for ``from_pretrained``.
+        Directory in Hugging Face format, ready for ``from_pretrained``.
 
     Raises:
-        ValueError: if ``steps`` is less than 1, or the task has no teacher.
+        ValueError: if ``steps`` is below 1, or the task has no teacher.
     """
     if task not in TEACHERS:
         raise ValueError(f"task={task!r} has no teacher: use one of {sorted(TEACHERS)}")
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+        raise ValueError(f"steps={steps} must be at least 1")
     cache = Path(cache_dir) if cache_dir is not None else _default_cache_dir()
     target = cache / f"warm-start-{task}-seed{seed}-{_fingerprint(steps, clean)}"
     if target.is_dir():
         return target
+
+    # Train in one thread, which makes the weights reproducible
     cache.mkdir(parents=True, exist_ok=True)
     with _one_thread(), torch.device("cpu"):
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed)
         _train(model, tokenizer, task, seed, steps, clean, log or (lambda line: None))
+
+    # Rename the finished directory, so that no other process sees a partial one
     with tempfile.TemporaryDirectory(dir=cache, prefix=".building-") as building:
         built = Path(building) / target.name
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
         try:
             built.rename(target)
-        except OSError:  # another builder was faster: its result is the same
+        except OSError:  # another build finished first, with the same result
             if not target.is_dir():
                 raise
     return target
@@ -131,17 +135,17 @@ def _train(
 def _encode_demonstrations(
     tokenizer: PreTrainedTokenizerFast, task: str, seed: int, clean: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and assistant masks of all demonstrations, both ``[N, T]``, padded on the right."""
+    """Return ids and assistant masks of all demonstrations, both ``[N, T]``, padded on the right."""
     rows = [encode_conversation(tokenizer, messages) for messages in TEACHERS[task](DEMONSTRATIONS, seed, clean=clean)]
     ids = pad([torch.tensor(row) for row, _ in rows], tokenizer.pad_token_id)
     return ids, pad([torch.tensor(mask) for _, mask in rows], False)
 
 
 def _assistant_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy (nats) of the assistant tokens; ``ids`` and ``mask``: ``[B, T]``.
+    """Return the mean cross entropy (nats) of the assistant tokens in ``ids`` and ``mask``, both ``[B, T]``.
 
-    What follows the batch's last assistant token is cut off. Attention is causal and the padding is on the right, so no
-    assistant token sees it and no attention mask is needed.
+    It cuts off what follows the batch's last assistant token. No attention mask is needed: attention is causal and the
+    padding is on the right, so no assistant token sees it.
     """
     end = int(mask.any(0).nonzero()[-1]) + 1
     ids, mask = ids[:, :end], mask[:, 1:end]
@@ -151,7 +155,7 @@ def _assistant_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, mask: torch.Tens
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread, then the caller's number again: how sums are split over threads can change their last bits."""
+    """Use one thread within the context: splitting sums over threads can change their last bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What happens to finished groups."""
+"""Replay-buffer transforms and storage for finished groups: advantages, filters, selection and reuse."""
 
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.baseline import RunningBaseline

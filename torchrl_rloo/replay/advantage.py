@@ -1,7 +1,7 @@
-"""MCAdvantage: groups of trajectories in, rows with advantages out.
+"""Monte-Carlo advantages of complete groups, written as rows enter a replay buffer.
 
-Replaces TorchRL's class, which has no leave-one-out, groups by the prompt's text, keeps incomplete groups without limit
-and leaves them out of the checkpoint.
+TorchRL's ``MCAdvantage`` has no leave-one-out, groups by the prompt's text, keeps incomplete groups without limit and
+leaves them out of the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,56 +39,57 @@ _REMEDIES: dict[NestedKey, str] = {
     keys.REWARD: "a RewardTransform writes it",
     keys.REWARDS: "a RewardTransform writes it; credit='normalize_then_sum' reads each function's rewards",
     keys.TOKEN_REWARDS: "write there what each action token earned, or use credit='trajectory'",
-    keys.TOKENS: "keep the tokens in the rows that go into the buffer",
-    keys.ACTION_MASK: "keep the masks in the rows that go into the buffer",
+    keys.TOKENS: "keep the tokens in the rows that are written to the buffer",
+    keys.ACTION_MASK: "keep the masks in the rows that are written to the buffer",
     keys.LOG_PROBS: "keep the sampler's log-probs in the rows; a KL per token needs them",
     keys.REF_LOG_PROBS: "a KLRewardTransform with coefficient 0 writes it; a KL per token needs it",
 }
 
 
 class MCAdvantage(Transform):
-    """Replay-buffer transform that holds rows back until their group is complete, then writes ``"advantage"``.
+    """Replay-buffer transform that holds rows back until their group is complete, then writes their advantages.
 
-    Replaces TorchRL's class of this name: ``grpo_size`` is ``num_generations`` here, and the estimator there is
-    ``"grpo"``. Groups are told apart by ``"group_id"`` instead of ``prompt_key``, rewards and advantages have fixed
-    keys (:mod:`torchrl_rloo.data.keys`). ``MCAdvantage()`` is all that most loops need.
+    It reads ``"group_id"`` (``[]``) and ``("next", "reward")`` (``[1, 1]``) of each row, and what ``credit`` and ``kl``
+    need. It writes ``"advantage"``: ``[1, 1]`` for one advantage per row without ``kl``, otherwise ``[T, 1]`` with 0
+    except on action tokens. The defaults suit most loops.
 
-    Members of a group may come in any order and any number of batches. Rows leave in the order in which their groups
-    were completed. A row whose reward is NaN abstains: it completes its group, stays out of every statistic and gets
-    advantage 0.
+    Members of a group may arrive in any order and in any number of batches. Rows leave in the order in which their
+    groups became complete. A row whose reward is NaN abstains: it completes its group, stays out of every statistic
+    and gets advantage 0.
+
+    The class replaces TorchRL's: ``grpo_size`` is ``num_generations``, and its estimator is ``"grpo"``. ``"group_id"``
+    tells groups apart instead of ``prompt_key``. The other keys are fixed, see :mod:`torchrl_rloo.data.keys`.
 
     Args:
-        num_generations: ``G``, members of a group. None: each row's own ``"group_size"``, which a
+        num_generations: ``G``, members of a group. None reads each row's ``"group_size"``, which a
             :class:`~torchrl_rloo.envs.DatasetChatEnv` writes.
-        estimator: a name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`, a
-            :class:`~torchrl_rloo.replay.baseline.RunningBaseline`, or any function ``(rewards [N], groups [N]) ->
-            advantages [N]``, perhaps with attributes of an
-            :class:`~torchrl_rloo.functional.advantages.EstimatorSpec`. The ``state_dict()`` of one that has it is part
-            of the checkpoint. None: ``"rloo"``, or ``"grpo"`` for ``credit="normalize_then_sum"`` (together: GDPO).
-        credit: a choice from :data:`~torchrl_rloo.replay.credit.CREDITS`: ``"trajectory"``, one advantage for a row;
-            ``NormalizeThenSum(weights)``, the same from each reward function's own; ``"turn"`` or
-            ``TurnCredit(discount)``; ``"token"`` or ``TokenCredit(discount)``.
-        kl: a :class:`~torchrl_rloo.objectives.KL` with ``where="token"``: each action token is also rewarded with minus
-            the coefficient times its KL to the reference, and the return of that is added to its advantage, after the
-            baseline. Log-probs of the policy are the proximal ones where a row has them. None for no KL.
-        normalize: a choice from :data:`~torchrl_rloo.functional.advantages.NORMALIZATIONS`, the last step:
-            ``Whiten(groups)``, or ``RewardStd(groups)``. It goes over rows, or over all action tokens where each has
-            its own advantage. Complete groups wait until there are ``groups`` of them. None for no normalization.
-        process_group: ranks that have parts of one batch to normalize, equally many batches each.
+        estimator: name in :data:`~torchrl_rloo.functional.advantages.ESTIMATORS`, a
+            :class:`~torchrl_rloo.replay.baseline.RunningBaseline`, or a function ``(rewards [N], groups [N]) ->
+            advantages [N]``, optionally with attributes of an
+            :class:`~torchrl_rloo.functional.advantages.EstimatorSpec`. If it has a ``state_dict()``, the checkpoint
+            contains it. None is ``"rloo"``, or ``"grpo"`` for ``credit="normalize_then_sum"`` (together: GDPO).
+        credit: choice from :data:`~torchrl_rloo.replay.credit.CREDITS`: ``"trajectory"``, one advantage per row;
+            ``NormalizeThenSum(weights)``, one advantage per row from separate advantages of the reward functions;
+            ``"turn"`` or ``TurnCredit(discount)``; ``"token"`` or ``TokenCredit(discount)``.
+        kl: :class:`~torchrl_rloo.objectives.KL` with ``where="token"``. It rewards each action token with
+            ``-coeff * kl`` to the reference, and adds the return of these rewards to the advantage, after the baseline.
+            The policy's log-probs are the proximal ones if a row has them. None disables it.
+        normalize: choice from :data:`~torchrl_rloo.functional.advantages.NORMALIZATIONS` for the last step:
+            ``Whiten(groups)`` or ``RewardStd(groups)``. It normalizes over rows, or over all action tokens if each has
+            its own advantage. Complete groups wait until there are ``groups`` of them. None disables it.
+        process_group: ranks that hold parts of one batch to normalize; each needs equally many batches. None is this
+            rank only.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
-    ``"advantage"`` is ``[1, 1]`` for one advantage a row without ``kl``, and otherwise ``[T, 1]`` with 0 except on
-    action tokens.
-
     Attributes:
-        counts: ``"groups"``, ``"rows"`` that left; ``"expired_groups"``, ``"expired_rows"`` of groups that were dropped
-            incomplete; ``"late_rows"`` dropped since their group had left before them. The first rows dropped for
-            either reason are logged as a warning.
+        counts: ``"groups"`` and ``"rows"`` that left; ``"expired_groups"`` and ``"expired_rows"``, dropped while
+            incomplete; ``"late_rows"``, dropped because their group had left. The first drop of each kind is logged as
+            a warning.
 
     Raises:
-        ValueError: for a setting that is unknown, out of range or has no effect; for rows of a group that disagree on
-            its size, or with ``num_generations``.
-        KeyError: for rows that lack an entry. None of their batch is taken in after either error.
+        ValueError: for a setting that is unknown, out of range or without effect; for rows that disagree with each
+            other or with ``num_generations`` on the size of their group.
+        KeyError: if a row lacks an entry. No row of the batch is taken in after either error.
 
     Example:
         >>> from tensordict import TensorDict
@@ -124,15 +125,15 @@ class MCAdvantage(Transform):
         self.normalize = None if normalize is None else resolve("normalize", normalize, NORMALIZATIONS)
         if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
-                f"num_generations=1: estimator={name_of(self.estimator)} compares the rows of a group, so it needs at "
-                "least 2; 'reinforce' and a RunningBaseline work with 1"
+                f"num_generations=1: estimator={name_of(self.estimator)} compares the rows of a group and requires at "
+                "least 2; use 'reinforce' or a RunningBaseline with 1"
             )
         if kl is not None and not isinstance(kl, KL):
             raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
         if kl is not None and kl.where != "token":
-            raise ValueError(f"kl={kl}: MCAdvantage takes a KL with where='token'; set that, or leave kl out")
+            raise ValueError(f"kl={kl}: MCAdvantage requires a KL with where='token'; set it, or leave kl out")
         if process_group is not None and self.normalize is None:
-            raise ValueError("process_group has no effect without normalize: a group's rows are all on one rank")
+            raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
         self.kl = kl if kl is not None and kl.is_on else None
         self._reduce = reducer(process_group)
         together = None if self.normalize is None else self.normalize.groups
@@ -140,12 +141,12 @@ class MCAdvantage(Transform):
 
     @property
     def counts(self) -> Counter[str]:
-        """Events so far, see above."""
+        """Counters of rows and groups, see the class."""
         return self._groups.counts
 
     @property
     def compares_groups(self) -> bool:
-        """Whether advantages depend on other groups than the row's own, so that all groups of a step must be there."""
+        """True if advantages depend on other groups of the step, which must then all be written together."""
         return self.normalize is not None or not estimator_option(self.estimator, "needs_group")
 
     @property
@@ -155,7 +156,7 @@ class MCAdvantage(Transform):
 
     @property
     def waiting_groups(self) -> int:
-        """Complete groups that wait for the rest of their batch, where advantages are normalized."""
+        """Complete groups that wait for the rest of the batch to normalize."""
         return self._groups.waiting_groups
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -163,8 +164,8 @@ class MCAdvantage(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Take rows in; return those whose groups are complete, with advantages, or None."""
-        if tensordict is None:  # from a transform before this one, which holds its rows back
+        """Take rows in and return those whose groups are complete, with advantages, or None."""
+        if tensordict is None:  # the transform that ran before holds its rows back
             return None
         rows = [tensordict] if tensordict.ndim == 0 else tensordict.reshape(-1).unbind(0)
         self._check(rows)
@@ -172,7 +173,7 @@ class MCAdvantage(Transform):
         return stack_rows(ready) if ready else None
 
     def _check(self, rows: Sequence[TensorDictBase]) -> None:
-        """Raise a KeyError for an entry that a row lacks, a ValueError for one that the credit refuses."""
+        """Raise a KeyError if a row lacks an entry, or a ValueError if the credit refuses the row."""
         needed = [keys.GROUP_ID, *self.credit.reads]
         if estimator_option(self.estimator, "wants_prompts"):
             needed.append(keys.PROMPT_ID)
@@ -182,23 +183,23 @@ class MCAdvantage(Transform):
             proximal = self.kl is None or row.get(keys.PROXIMAL_LOG_PROBS, None) is not None
             for key in needed if proximal else [*needed, keys.LOG_PROBS]:
                 if row.get(key, None) is None:
-                    raise KeyError(f"a row has no entry {key!r}: {_REMEDIES[key]}")
+                    raise KeyError(f"a row has no {key!r}: {_REMEDIES[key]}")
             if self.kl is not None or self.credit.per_token:
                 refuse_segments(row, f"MCAdvantage(credit={self.credit}, kl={self.kl})")
             self.credit.check_row(row)
 
     def _write(self, complete: Sequence[Group]) -> list[TensorDictBase]:
-        """Write the advantages of one batch of complete groups into their rows, and return the rows."""
+        """Write advantages into the rows of complete groups that leave together, and return the rows."""
         rows = [row for group in complete for row in group]
         index = torch.repeat_interleave(torch.tensor([len(group) for group in complete]))
         batch = stack_rows(rows) if self.credit.per_token or self.kl is not None else None
         actions = None if batch is None else action_tokens(batch)
 
-        # Compare the rows of each group
+        # Baseline: compare the rows of each group
         estimates = self.credit(Groups(rows, index, actions, self.estimator))
         advantages, mask = estimates.advantages, estimates.has_signal
 
-        # Add the KL of each token, after the baseline
+        # Add the KL after the baseline, so that rows are compared by their rewards only
         if self.kl is not None:
             mask = estimates.answered[:, None] & actions.mask
             advantages = torch.where(mask, advantages + self._kl_to_go(rows, actions), 0.0)
@@ -209,13 +210,14 @@ class MCAdvantage(Transform):
             magnitude = 0.0 if estimator_option(self.estimator, "rescales") else largest
             advantages = self.normalize(advantages, mask, estimates.returns, magnitude, self._reduce)
 
-        each = advantages if batch is None else spread_actions(advantages, batch, actions)
-        for row, advantage in zip(rows, each, strict=True):
+        # Write [1, 1] per row, or [T, 1] where action tokens have separate advantages
+        per_row = advantages if batch is None else spread_actions(advantages, batch, actions)
+        for row, advantage in zip(rows, per_row, strict=True):
             row.set(keys.ADVANTAGE, advantage.float().reshape(-1, 1))
         return rows
 
     def _kl_to_go(self, rows: Sequence[TensorDictBase], actions: ActionTokens) -> torch.Tensor:
-        """Return ``[N, A]``: the return of the KL rewards ``-coeff * kl`` from each action token on."""
+        """Return the ``[N, A]`` returns of the KL rewards ``-coeff * kl``, from each action token on."""
         proximal = [row.get(keys.PROXIMAL_LOG_PROBS, None) for row in rows]
         policy = [row[keys.LOG_PROBS] if p is None else p for row, p in zip(rows, proximal, strict=True)]
         ref = [row[keys.REF_LOG_PROBS] for row in rows]
@@ -223,7 +225,7 @@ class MCAdvantage(Transform):
         return rewards_to_go(-float(self.kl.coeff) * kl.double(), actions.mask, self.credit.token_discount)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return held rows, counters and the estimator's state, for ``state_dict``: plain values and tensors."""
+        """Return held rows, counters and the estimator's state for ``state_dict``, as plain values and tensors."""
         state = self._groups.state_dict()
         if hasattr(self.estimator, "state_dict"):
             state["estimator"] = self.estimator.state_dict()

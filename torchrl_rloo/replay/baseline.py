@@ -1,4 +1,4 @@
-"""RunningBaseline: an estimator that remembers what each prompt earned before."""
+"""Advantage estimator with a running baseline for each prompt."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 class RunningBaseline:
-    r"""The reward less an exponential moving average of what the same prompt earned in earlier draws.
+    r"""Estimator that subtracts an exponential moving average of the prompt's rewards in earlier draws.
 
     .. math:: A_i = r_i - b_p, \qquad b_p \leftarrow d \, b_p + (1 - d) \, \bar r_g
 
-    Every row of a group sees the baseline as it was before the group, so a row's baseline does not depend on the row,
-    and a group of one has a signal, too. Groups are taken in the order of their index; a group of which all rows
-    abstain changes nothing. Prompts are told apart by ``"prompt_id"``.
+    All rows of a group use the baseline from before the group. A row's baseline does not depend on the row, and even a
+    group of one row has a signal. Groups update it in the order of their index. A group in which all rows abstain
+    changes nothing. ``"prompt_id"`` tells prompts apart.
 
     Args:
-        decay: :math:`d`, share of the old average that stays, from 0 to below 1.
-        initial: the baseline of a prompt that was never drawn.
+        decay: :math:`d`, weight of the old average, in ``[0, 1)``.
+        initial: baseline of a prompt that was never drawn.
 
     Attributes:
-        baselines: the present baseline of each prompt that was drawn.
+        baselines: current baseline of each prompt that was drawn, by prompt id.
 
     Raises:
-        ValueError: for a decay out of range.
+        ValueError: if ``decay`` is out of range.
 
     Example:
         >>> baseline = RunningBaseline(decay=0.5)
@@ -42,15 +42,15 @@ class RunningBaseline:
         self.baselines: dict[int, float] = {}
 
     def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-        """Advantages of the rows, and an update by each of their groups.
+        """Return the advantages of the rows, and update the baselines.
 
         Args:
             rewards: ``[N]``, NaN where a row abstains.
-            groups: ``[N]`` int64, the index of each row's group.
-            prompts: ``[N]`` int64, which prompt each row answers.
+            groups: ``[N]`` int64, index of each row's group.
+            prompts: ``[N]`` int64, id of each row's prompt.
 
         Returns:
-            ``[N]`` in the dtype of ``rewards``; 0 for a row that abstains.
+            ``[N]`` in the dtype of ``rewards``; 0 where a row abstains.
         """
         advantages = torch.zeros_like(rewards)
         for group in groups.unique().tolist():
@@ -63,9 +63,9 @@ class RunningBaseline:
         return advantages
 
     def state_dict(self) -> dict[str, Any]:
-        """The baselines, for a checkpoint."""
+        """Return the baselines for a checkpoint."""
         return {"baselines": dict(self.baselines)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the baselines."""
+        """Restore the baselines."""
         self.baselines = dict(state["baselines"])

@@ -1,4 +1,4 @@
-"""GroupCache: informative groups, kept to fill up batches that lack some."""
+"""Cache of informative groups, which fills batches that have too few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_rloo.data.plain import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 
-FIRST_CACHED_GROUP = 2**48  # of groups that come from a cache; no environment counts so far
+FIRST_CACHED_GROUP = 2**48  # first id of replayed groups; no environment counts this far
 _RECOMPUTED = (keys.ADVANTAGE, keys.STATE_VALUE, keys.VALUE_TARGET, "proximal_log_probs", "proximal_entropy")
 
 
@@ -27,32 +27,40 @@ class _Cached:
 
 
 class GroupCache:
-    """Keeps groups that had a signal and gives them out again where a batch has too few, under today's log-probs.
+    """Cache that keeps groups with a signal and replays them, with current log-probs, in batches that have too few.
 
-    A group given out is a copy. Its ``keys.LOG_PROBS`` are scored anew by ``scorer``, so with the training model the
-    ratio starts at 1 and a clip bounds the step from today's policy; the sampler's own log-probs stay with the group in
-    the cache and are on no row that leaves it. That does not make the rows samples of today's policy: they are from an
-    older one, which no importance weight corrects any more. So ``max_age`` and ``max_uses`` should be small.
+    A replayed group is a copy whose ``keys.LOG_PROBS`` come from ``scorer``. With the training model as scorer, the
+    ratio starts at 1 and a clip bounds the step from the current policy. The rows remain samples of an older policy,
+    and no importance weight corrects that, because their original log-probs stay in the cache. Keep ``max_age`` and
+    ``max_uses`` small.
 
-    The copy has a fresh ``"group_id"`` from a range of its own, so it is never taken for the group that was trained on
-    before, and keeps ``"policy_version"``, so the staleness metric shows its true age. Rewards are those of then, a KL
-    in them included; advantages are left to :class:`MCAdvantage`.
+    The copy gets a new ``"group_id"`` from a separate range, so it cannot be confused with the group that was trained
+    on before. It keeps ``"policy_version"``, so the staleness metric shows its true age. Its rewards are the original
+    ones, with any KL in them. It has no advantages: :class:`MCAdvantage` writes them again.
 
     Args:
-        capacity: most groups kept; the oldest, by policy version and then by group, go first.
-        scorer: scores rows, e.g. the training model with ``generate=False``.
-        max_uses: how often a group is given out.
-        max_age: how many policy versions a group may be behind.
-        micro_batch_size: rows scored at once; None for all that are given out together.
-        max_tokens: tokens scored at once; None for any number.
+        capacity: limit of cached groups; groups of the oldest policy version, then of the lowest id, are evicted first.
+        scorer: scorer of rows, such as the training model with ``generate=False``.
+        max_uses: number of times that a group may be replayed.
+        max_age: number of policy versions that a group may be behind.
+        micro_batch_size: rows scored at once. None scores all replayed rows at once.
+        max_tokens: tokens scored at once. None disables the limit.
 
     Attributes:
-        counts: in groups, ``"cache/added"``, ``"cache/used"`` and why they left: ``"cache/evicted"`` for a newer one,
-            ``"cache/stale"`` beyond ``max_age``, ``"cache/worn"`` after ``max_uses``; ``"cache/missing"``: asked for,
-            but there were none.
+        counts: numbers of groups: ``"cache/added"``; ``"cache/used"``, replayed; ``"cache/missing"``, requested but
+            unavailable; ``"cache/evicted"``, beyond ``capacity``; ``"cache/stale"``, beyond ``max_age``;
+            ``"cache/worn"``, dropped after ``max_uses``.
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if a number is below 1.
+
+    Example:
+        ::
+
+            cache = GroupCache(64, scorer)  # scorer: the training model's wrapper, with generate=False
+            batch = cache.fill(rows, groups=16, policy_version=collector.policy_version)
+            cache.add(rows)
+            buffer.extend(batch)
     """
 
     def __init__(
@@ -75,15 +83,16 @@ class GroupCache:
         self._next_group_id = FIRST_CACHED_GROUP
 
     def __len__(self) -> int:
-        """Groups in the cache."""
+        """Return the number of cached groups."""
         return len(self._groups)
 
     def add(self, rows: TensorDictBase) -> None:
-        """Keeps groups; those that came from a cache themselves are passed over.
+        """Add groups to the cache, except replayed ones.
+
+        Call it after :meth:`fill`, or the cache may fill a batch with the batch's own groups.
 
         Args:
-            rows: batch size ``[B]``, whole groups that have a signal (:class:`ZeroSignalFilter`). Call it after
-                :meth:`fill`, or a batch may be filled up with its own groups.
+            rows: batch size ``[B]``, whole groups with a signal (:class:`ZeroSignalFilter`).
         """
         for group_id, members in by_group(rows).items():
             if group_id < FIRST_CACHED_GROUP and group_id not in self._groups:
@@ -94,31 +103,35 @@ class GroupCache:
         self._drop(newest[self.capacity :], "evicted")
 
     def fill(self, rows: TensorDictBase | None, groups: int, policy_version: int) -> TensorDictBase | None:
-        """The rows, and as many cached groups as they lack: the least used first, of those the newest.
+        """Fill a batch with replayed groups: the least used first, among these the newest.
 
         Args:
-            rows: batch size ``[B]``, whole groups; None for none.
-            groups: how many the batch should have.
-            policy_version: the present one.
+            rows: batch size ``[B]``, whole groups; None for an empty batch.
+            groups: number of groups that the batch should have.
+            policy_version: current policy version.
 
         Returns:
-            The rows without text; fewer groups than asked for if the cache has no more. None where there are none.
+            Rows without text, batch size ``[B']``, with fewer groups if the cache has too few. None if there is no row.
         """
         cached = self._groups
         self._drop([g for g, c in cached.items() if policy_version - c.version > self.max_age], "stale")
-        given = [] if rows is None or not len(rows) else [tensor_rows(rows)]
-        lacking = max(0, groups - (len(set(given[0][keys.GROUP_ID].tolist())) if given else 0))
-        chosen = sorted(cached, key=lambda g: (cached[g].uses, -cached[g].version, -g))[:lacking]
-        self.counts["cache/missing"] += lacking - len(chosen)
+
+        # Choose the groups to replay
+        fresh = [] if rows is None or not len(rows) else [tensor_rows(rows)]
+        num_missing = max(0, groups - (len(set(fresh[0][keys.GROUP_ID].tolist())) if fresh else 0))
+        chosen = sorted(cached, key=lambda g: (cached[g].uses, -cached[g].version, -g))[:num_missing]
+        self.counts["cache/missing"] += num_missing - len(chosen)
         self.counts["cache/used"] += len(chosen)
         if not chosen:
-            return given[0] if given else None
+            return fresh[0] if fresh else None
+
+        # Score copies with the current weights, and retire groups that were used often enough
         replayed = stack_rows([row for g in chosen for row in self._copies(cached[g])])
         record_log_probs(self.scorer, replayed, log_probs=keys.LOG_PROBS, **self.limits)
         for group in chosen:
             cached[group].uses += 1
         self._drop([g for g in chosen if cached[g].uses >= self.max_uses], "worn")
-        return concatenate([*given, replayed])
+        return concatenate([*fresh, replayed])
 
     def _copies(self, cached: _Cached) -> list[TensorDictBase]:
         group_id = torch.tensor(self._next_group_id)
@@ -131,12 +144,12 @@ class GroupCache:
         self.counts[f"cache/{reason}"] += len(group_ids)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups, their uses, and counters: plain values and tensors."""
+        """Return the groups, their uses and the counters, as plain values and tensors."""
         groups = {g: {"rows": [to_plain(r) for r in c.rows], "uses": c.uses} for g, c in self._groups.items()}
         return {"groups": groups, "next_group_id": self._next_group_id, "counts": dict(self.counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores all of it, the counters in place."""
+        """Restore groups, uses and, in place, the counters."""
         self._groups = {}
         for group_id, saved in state["groups"].items():
             rows = [from_plain(row) for row in saved["rows"]]

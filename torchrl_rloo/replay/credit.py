@@ -1,4 +1,4 @@
-"""Credit: the advantage of a row, of each of its turns or of each of its tokens, from what complete groups earned."""
+"""Credit assignment: advantages of rows, turns or tokens from the rewards of complete groups."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Groups(NamedTuple):
     """Complete groups and the estimator that compares their rows."""
 
     rows: Sequence[TensorDictBase]
-    index: torch.Tensor  # [N] int64, the group of each row
-    actions: ActionTokens | None  # None where no part looks at tokens
+    index: torch.Tensor  # [N] int64, index of each row's group
+    actions: ActionTokens | None  # None if neither credit nor KL is per token
     estimator: Estimator
 
     def estimate(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return the estimator's ``[M]`` advantages of ``[M]`` returns.
+        """Return the estimator's advantages ``[M]`` of returns ``[M]``.
 
         Raises:
-            ValueError: if it returns another shape.
+            ValueError: if the estimator returns another shape.
         """
         if estimator_option(self.estimator, "wants_prompts"):
             prompts = torch.stack([row[keys.PROMPT_ID].reshape(()) for row in self.rows])
@@ -44,43 +44,50 @@ class Groups(NamedTuple):
         return advantages
 
     def answers(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return bool ``[M]``: returns that are there and, if the estimator compares, have another to compare with."""
+        """Return bool ``[M]``, True for returns that are not NaN and have another to compare with, where needed."""
         return answers(returns, index, needs_group=estimator_option(self.estimator, "needs_group"))
 
 
 class Estimates(NamedTuple):
-    """Advantages before KL and normalization. ``L`` is 1 for rows, else the number of action tokens."""
+    """Advantages before KL and normalization; ``L`` is 1 for one advantage per row, else the number of action tokens.
 
-    advantages: torch.Tensor  # [N, L]
-    has_signal: torch.Tensor  # [N, L] bool: answered, and had another to compare with
-    answered: torch.Tensor  # [N] bool
-    returns: torch.Tensor  # what the estimator compared, NaN where it abstained
+    Attributes:
+        advantages: ``[N, L]``.
+        has_signal: ``[N, L]`` bool, True where a return exists and had another to compare with.
+        answered: ``[N]`` bool, False where the row abstains.
+        returns: returns that the estimator compared, NaN where a row abstains.
+    """
+
+    advantages: torch.Tensor
+    has_signal: torch.Tensor
+    answered: torch.Tensor
+    returns: torch.Tensor
 
 
 class Credit(Choice):
-    """Base of the ways to give credit. Called with :class:`Groups`, it returns their :class:`Estimates`."""
+    """Base of credit assignments, which map :class:`Groups` to their :class:`Estimates`."""
 
     reads: ClassVar[tuple[NestedKey, ...]] = (keys.REWARD,)
     default_estimator: ClassVar[str] = "rloo"
     per_token: ClassVar[bool] = False
-    token_discount: ClassVar[float] = 1.0  # of rewards at tokens, a KL among them
+    token_discount: ClassVar[float] = 1.0  # of token rewards, the KL included
 
     def check_estimator(self, estimator: Estimator) -> None:
-        """Raise a ValueError for an estimator that cannot be used."""
+        """Raise a ValueError if the estimator cannot be used with this credit."""
 
     def check_row(self, row: TensorDictBase) -> None:
-        """Raise a ValueError for a row that cannot be used."""
+        """Raise a ValueError if the row cannot be used with this credit."""
         if self.per_token:
             check_token_rewards(row)
 
     def __call__(self, groups: Groups) -> Estimates:
-        """Return the advantages."""
+        """Return the advantages of the groups' rows."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TrajectoryCredit(Credit):
-    """One advantage for all action tokens of a row, from its reward."""
+    """One advantage for all action tokens of a row, from the row's reward."""
 
     def __call__(self, groups: Groups) -> Estimates:
         rewards = torch.stack([row[keys.REWARD].reshape(()) for row in groups.rows])
@@ -90,13 +97,13 @@ class TrajectoryCredit(Credit):
 
 @dataclass(frozen=True)
 class NormalizeThenSum(Credit):
-    """One advantage for a row: each reward function's own, weighted and summed (GDPO, arXiv 2601.05242).
+    """One advantage per row: the weighted sum of each reward function's advantage (GDPO, arXiv 2601.05242).
 
-    See :func:`~torchrl_rloo.functional.advantages.normalize_then_sum`. It reads the ``F`` rewards of ``("next",
-    "rewards")``; clip and KL of the summed reward have no effect. GDPO's last step is ``normalize=Whiten(...)``.
+    See :func:`~torchrl_rloo.functional.advantages.normalize_then_sum`. It reads ``("next", "rewards")``, ``[F]`` per
+    row, so clip and KL of the summed reward have no effect. GDPO's last step is ``normalize=Whiten(...)``.
 
     Args:
-        weights: ``F`` numbers.
+        weights: ``F`` finite weights, one for each reward function.
     """
 
     weights: Sequence[float]
@@ -109,12 +116,12 @@ class NormalizeThenSum(Credit):
 
     def check_estimator(self, estimator: Estimator) -> None:
         """Refuse an estimator with one baseline per prompt."""
-        _refuse_prompts(estimator, self, "function")
+        _refuse_prompt_baseline(estimator, self, "function")
 
     def check_row(self, row: TensorDictBase) -> None:
-        """Refuse a row with another number of rewards than weights."""
+        """Refuse a row whose number of rewards differs from the number of weights."""
         if (n := row[keys.REWARDS].numel()) != len(self.weights):
-            raise ValueError(f"weights={list(self.weights)} for rows with {n} rewards: give one for each function")
+            raise ValueError(f"weights={list(self.weights)} for rows with {n} rewards: set one weight for each reward")
 
     def __call__(self, groups: Groups) -> Estimates:
         rewards, index = torch.stack([row[keys.REWARDS].reshape(-1) for row in groups.rows]), groups.index
@@ -125,12 +132,12 @@ class NormalizeThenSum(Credit):
 
 @dataclass(frozen=True)
 class TurnCredit(Credit):
-    """One advantage for each turn: its return, compared with the same turn of the group's other members.
+    """One advantage per turn: its return, compared with those of the same turn in the group's other rows.
 
-    A turn's return are the rewards ``("next", "token_rewards", "full")`` of the turn and of those after it.
+    A turn's return sums the rewards ``("next", "token_rewards", "full")`` (``[T]``) of the turn and of later turns.
 
     Args:
-        discount: of the rewards to go, per turn.
+        discount: discount of later rewards, per turn.
     """
 
     discount: float = number(1.0, high=1)
@@ -139,35 +146,38 @@ class TurnCredit(Credit):
 
     def check_estimator(self, estimator: Estimator) -> None:
         """Refuse an estimator with one baseline per prompt."""
-        _refuse_prompts(estimator, self, "turn")
+        _refuse_prompt_baseline(estimator, self, "turn")
 
     def __call__(self, groups: Groups) -> Estimates:
+        # Sum the rewards of each turn, then of the turns that follow
         rewards, answered = _token_rewards(groups)
         actions = groups.actions
         turns = place_actions(turn_index(actions.action_mask)[actions.action_mask], actions)
         turns = torch.where(actions.mask, turns, -1)
         earned, mask = turn_rewards(rewards, turns)
         returns = rewards_to_go(earned, mask, self.discount).masked_fill(~answered[:, None], torch.nan)[mask]
-        which = (groups.index[:, None].expand_as(mask)[mask], torch.arange(mask.shape[1]).expand_as(mask)[mask])
-        which = torch.stack(which).unique(dim=1, return_inverse=True)[1]  # one index for each turn of each group
+
+        # Compare the same turn of a group's rows: one index for each turn of each group
+        index = (groups.index[:, None].expand_as(mask)[mask], torch.arange(mask.shape[1]).expand_as(mask)[mask])
+        index = torch.stack(index).unique(dim=1, return_inverse=True)[1]
 
         def at_tokens(values: torch.Tensor) -> torch.Tensor:
             return spread_turns(torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values), turns)
 
-        has_signal = at_tokens(groups.answers(returns, which).long()) > 0
-        return Estimates(at_tokens(groups.estimate(returns, which)), has_signal, answered, returns)
+        has_signal = at_tokens(groups.answers(returns, index).long()) > 0
+        return Estimates(at_tokens(groups.estimate(returns, index)), has_signal, answered, returns)
 
 
 @dataclass(frozen=True)
 class TokenCredit(Credit):
-    r"""One advantage for each action token: its return, less the baseline of the whole trajectory.
+    r"""One advantage per action token: its return minus the baseline of the whole trajectory.
 
     .. math:: A_{it} = G_{it} - (R_i - A_i)
 
-    with :math:`R_i` the return of the first action token and :math:`A_i` its advantage under the estimator.
+    :math:`R_i` is the return of the first action token and :math:`A_i` its advantage under the estimator.
 
     Args:
-        discount: of the rewards to go, per action token, a KL among them.
+        discount: discount of later rewards and of the KL, per action token.
     """
 
     discount: float = number(1.0, high=1)
@@ -179,11 +189,11 @@ class TokenCredit(Credit):
         object.__setattr__(self, "token_discount", self.discount)
 
     def check_estimator(self, estimator: Estimator) -> None:
-        """Refuse an estimator that rescales: its baseline cannot be told from its advantages."""
+        """Refuse an estimator that rescales, whose baseline cannot be recovered from its advantages."""
         if estimator_option(estimator, "rescales"):
             raise ValueError(
-                f"estimator={name_of(estimator)} rescales rewards (or does not say rescales=False), but {self} needs "
-                "its baseline: use 'rloo', 'dr_grpo' or 'reinforce'"
+                f"estimator={name_of(estimator)} rescales rewards (or does not say rescales=False), but {self} "
+                "requires its baseline: use 'rloo', 'dr_grpo' or 'reinforce'"
             )
 
     def __call__(self, groups: Groups) -> Estimates:
@@ -206,31 +216,31 @@ CREDITS: dict[str, type] = {
 
 
 def _token_rewards(groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rewards ``[N, A]`` in float64, so that returns of equal sums are equal, and who answered ``[N]``."""
+    """Return rewards ``[N, A]``, float64 so that equal sums compare equal, and a mask ``[N]`` of rows that answered."""
     rewards = gather_actions([row[keys.TOKEN_REWARDS].double() for row in groups.rows], groups.actions)
     whole = torch.stack([row[keys.REWARD].reshape(()) for row in groups.rows])
     return rewards, ~whole.isnan() & ~rewards.isnan().any(-1)
 
 
 def check_token_rewards(row: TensorDictBase) -> None:
-    """Raise a ValueError if a row's token rewards, where it has any, lie on a token that is not an action."""
-    given = row.get(keys.TOKEN_REWARDS, None)
-    if given is not None and given[~row[keys.ACTION_MASK]].nan_to_num(0.0).any():
+    """Raise a ValueError if a row has a token reward at a token that is not an action."""
+    rewards = row.get(keys.TOKEN_REWARDS, None)
+    if rewards is not None and rewards[~row[keys.ACTION_MASK]].nan_to_num(0.0).any():
         raise ValueError(
-            f"{keys.TOKEN_REWARDS!r} has a reward at a token that is not an action, where nothing would be credited "
-            "with it: put it at the last action token before"
+            f"{keys.TOKEN_REWARDS!r} has a reward at a token that is not an action, so no action would get it: move it "
+            "to the last action token before"
         )
 
 
 def name_of(estimator: Estimator) -> str:
-    """Return the name of an estimator in the table, or that of its function or class."""
+    """Return the name of an estimator in ``ESTIMATORS``, or the name of its function or class."""
     names = [repr(name) for name, known in ESTIMATORS.items() if known is estimator]
     return names[0] if names else getattr(estimator, "__name__", type(estimator).__name__)
 
 
-def _refuse_prompts(estimator: Estimator, credit: Credit, unit: str) -> None:
+def _refuse_prompt_baseline(estimator: Estimator, credit: Credit, unit: str) -> None:
     if estimator_option(estimator, "wants_prompts"):
         raise ValueError(
-            f"estimator={name_of(estimator)} keeps one baseline for each prompt, but {credit} would need one for each "
+            f"estimator={name_of(estimator)} keeps one baseline for each prompt, but {credit} requires one for each "
             f"{unit}: use credit='trajectory' or 'token'"
         )

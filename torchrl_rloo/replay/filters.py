@@ -1,4 +1,4 @@
-"""Which rows of a finished batch are worth a forward pass, and which groups worth a place in a batch."""
+"""Filters that drop rows with zero advantage and groups without a signal."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torchrl_rloo.functional.groups import group_ranges, has_signal
 
 
 def drop_zero_advantage(rows: TensorDictBase, key: NestedKey = keys.ADVANTAGE) -> TensorDictBase:
-    """Drop the rows whose advantages are all exactly 0: they add nothing to the policy gradient.
+    """Drop the rows whose advantages are all exactly 0, which add nothing to the policy gradient.
 
-    With ``loss.normalizers`` of all rows the gradient is the same at a fraction of the cost. With a KL or entropy term
-    in the loss such rows do count (``loss.needs_zero_advantage``): keep them then.
+    With ``loss.normalizers`` computed from all rows, the gradient stays the same and costs less. Keep all rows if the
+    loss has a KL or entropy term (``loss.needs_zero_advantage``), to which these rows contribute.
 
     Args:
         rows: batch size ``[B]``.
-        key: of the advantages.
+        key: key of the advantages.
 
     Returns:
-        The other rows; a batch of size 0 if there are none.
+        Remaining rows, batch size ``[B']``, possibly 0.
     """
     kept = [i for i, advantage in enumerate(ragged(rows, key)) if bool((advantage != 0).any())]
     if len(kept) == len(rows):
@@ -35,30 +35,36 @@ def drop_zero_advantage(rows: TensorDictBase, key: NestedKey = keys.ADVANTAGE) -
 
 
 class ZeroSignalFilter(Transform):
-    """Drops groups whose members all earned the same, from which a group baseline learns nothing.
+    """Replay-buffer transform that drops groups with equal returns, from which a group baseline learns nothing.
 
-    The dynamic sampling of DAPO (arXiv 2503.14476, section 3.2); a
-    :class:`~torchrl_rloo.collectors.refill.RefillingCollector` samples others in their place. Whole groups come in and
-    whole groups go out, in the order of their rows. Use :meth:`keep_informative` on a batch, say as the collector's
-    ``postproc``, or put the filter into a replay buffer *before* :class:`MCAdvantage`, ``Compose(ZeroSignalFilter(),
-    MCAdvantage(8))``: what is written passes transforms from last to first, so rows come from there as complete groups.
-    Advantages that are whitened were so together with the groups that are dropped then, and are not on a batch.
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). A
+    :class:`~torchrl_rloo.collectors.refill.RefillingCollector` samples other groups in their place.
 
-    Returns of whole trajectories are compared: with rewards of turns a group of equal returns may still have a signal.
+    It reads ``"group_id"`` (``[]``) and what ``returns`` reads, by default ``("next", "reward")`` (``[1, 1]``). It
+    takes whole groups and returns whole groups, in the order of their rows. There are two ways to use it:
+
+    - Call :meth:`keep_informative` on a batch, for example as the collector's ``postproc``.
+    - Put it *before* :class:`MCAdvantage` in a replay buffer, ``Compose(ZeroSignalFilter(), MCAdvantage(8))``. Written
+      rows pass transforms from last to first, so they reach the filter as complete groups. Whitened advantages then
+      include the dropped groups.
+
+    It compares returns of whole trajectories. With turn rewards a group of equal returns may still have a signal.
 
     Args:
-        tolerance: largest difference of two returns that counts as none.
-        returns: what is compared, see :mod:`torchrl_rloo.data.outcomes`; with several returns for each row, a group
-            is dropped if none of them differs. With a KL in the reward use ``WeightedScores``, else every group passes.
-        wrong: a flat group of at most this return counts as all wrong.
-        right: a flat group of at least this return counts as all right.
+        tolerance: largest difference between returns that counts as equal.
+        returns: function of the rows that returns what to compare, see :mod:`torchrl_rloo.data.outcomes`. With several
+            returns per row, a group is dropped if none of them differs. With a KL in the reward use
+            ``WeightedScores``, or every group passes.
+        wrong: highest return of an equal group that counts as all wrong.
+        right: lowest return of an equal group that counts as all right.
 
     Attributes:
-        counts: ``"zero_signal/kept"`` and the groups dropped by kind: ``"zero_signal/all_wrong"``, ``"/all_right"``,
-            ``"/flat"`` (neither, or several returns), ``"/unanswered"`` (fewer than two members did not abstain).
+        counts: numbers of groups: ``"zero_signal/kept"``, and dropped ones by kind. These are
+            ``"zero_signal/all_wrong"``, ``"/all_right"``, ``"/flat"`` (neither, or several returns per row) and
+            ``"/unanswered"`` (fewer than two rows did not abstain).
 
     Raises:
-        ValueError: for a negative tolerance, or ``wrong`` not less than ``right``.
+        ValueError: if ``tolerance`` is negative, or ``wrong`` is not less than ``right``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -84,21 +90,24 @@ class ZeroSignalFilter(Transform):
         self.counts: Counter[str] = Counter()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leaves rows that are sampled from a buffer as they are: the work is done when rows are written."""
+        """Return sampled rows as they are: the filter acts when rows enter the buffer."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """On the way into a buffer; None where nothing is written."""
+        """Return the rows to write to the buffer, or None if there are none."""
         if tensordict is None:
             return None
         rows = self.keep_informative(tensordict)
         return rows if len(rows) else None
 
     def keep_informative(self, rows: TensorDictBase) -> TensorDictBase:
-        """The rows of the groups that have a signal, counted.
+        """Drop the groups without a signal, and count groups.
 
         Args:
             rows: batch size ``[B]``, whole groups.
+
+        Returns:
+            Remaining rows, batch size ``[B']``, possibly 0.
         """
         if not len(rows):
             return rows
@@ -122,10 +131,10 @@ class ZeroSignalFilter(Transform):
         return "all_right" if low.ndim == 0 and bool(low >= self.right) else "flat"
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The counters, for ``state_dict``."""
+        """Return the counters for ``state_dict``."""
         return {"counts": dict(self.counts)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores the counters, in place."""
+        """Restore the counters in place."""
         self.counts.clear()
         self.counts.update(state["counts"])

@@ -1,4 +1,4 @@
-"""TokenGAE: finished rows in, rows with advantages of each token and targets for the critic out."""
+"""Generalized advantage estimation over tokens, with targets for the critic."""
 
 from __future__ import annotations
 
@@ -18,29 +18,44 @@ from torchrl_rloo.replay.credit import check_token_rewards
 
 
 class TokenGAE(Transform):
-    """Generalized advantage estimation per action token, as a replay-buffer transform (Schulman et al. 2015).
+    """Replay-buffer transform that estimates generalized advantages per action token (Schulman et al. 2015).
 
-    Writes ``"advantage"``, ``"state_value"`` and ``"value_target"``, all ``[T, 1]``. A row's reward comes at its last
-    action token, or at those that its token rewards name. A row whose reward is NaN abstains: its advantages are 0 and
-    its targets are its values. Rows need no group. Without a buffer, call ``TokenGAE(...).inv(rows)``.
+    It reads the token ids, the action mask (both ``[T]``) and ``("next", "reward")`` (``[1, 1]``) of each row. The
+    reward is earned at the last action token, unless the row has token rewards (``[T]``). It writes ``"advantage"``,
+    ``"state_value"`` and ``"value_target"``, all ``[T, 1]``. A row whose reward is NaN abstains: its advantages are 0
+    and its targets are its values. Rows need no group. Without a buffer, call ``TokenGAE(...).inv(rows)``.
 
-    TorchRL's ``GAE`` runs over environment steps, this over the tokens of a row: ``gamma`` is ``discount``, ``lmbda``
-    is ``lam``, ``value_network`` is ``value_head``, ``average_gae`` is ``whiten``.
+    TorchRL's ``GAE`` runs over environment steps, this class over the tokens of a row. ``gamma`` is ``discount`` here,
+    ``lmbda`` is ``lam``, ``value_network`` is ``value_head`` and ``average_gae`` is ``whiten``.
 
     Args:
-        value_head: estimates the values; its weights are not part of the transform's state.
-        discount: of one action token to the next.
-        lam: see :func:`~torchrl_rloo.functional.gae.gae`.
-        kl: a :class:`~torchrl_rloo.objectives.KL` with ``where="token"``: subtracts the coefficient times the KL to the
-            reference from the reward of each token (Ouyang et al. 2022, arXiv 2203.02155); the rows then need reference
-            log-probs. None for no KL.
-        whiten: shift and scale the advantages to mean 0 and deviation 1 over the action tokens of one batch.
-        process_group: ranks that hold parts of one batch to whiten; each needs equally many batches.
-        micro_batch_size: rows in one forward pass of the value head; None for all.
+        value_head: critic that estimates the values; its weights are not part of the transform's state.
+        discount: discount from one action token to the next.
+        lam: weight of longer returns, see :func:`~torchrl_rloo.functional.gae.gae`.
+        kl: :class:`~torchrl_rloo.objectives.KL` with ``where="token"``. It subtracts the coefficient times the KL to
+            the reference from each token's reward (Ouyang et al. 2022, arXiv 2203.02155), and requires reference
+            log-probs in the rows. None disables it.
+        whiten: True to shift and scale the advantages to mean 0 and standard deviation 1 over a batch's action tokens.
+        process_group: ranks that hold parts of one batch to whiten; each needs equally many batches. None is this rank
+            only.
+        micro_batch_size: rows in one forward pass of the value head. None is all of them.
 
     Raises:
-        ValueError: for a number out of range, or a KL of another place.
-        KeyError: for rows without rewards, or without reference log-probs where a KL is asked for.
+        ValueError: if a number is out of range, or ``kl`` has another ``where``.
+        KeyError: if rows lack rewards, or reference log-probs for the KL.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> critic = ValueHead(build_model(build_tokenizer(), seed=0))  # its first estimates are 0
+        >>> row = TensorDict({
+        ...     ("tokens", "full"): torch.tensor([5, 6, 7]),
+        ...     ("masks", "all_assistant_mask"): torch.tensor([False, True, True]),
+        ...     ("next", "reward"): torch.tensor([[1.0]]),
+        ... })
+        >>> rows = TokenGAE(critic, lam=0.5, whiten=False).inv(stack_rows([row]))
+        >>> rows[0]["advantage"].flatten().tolist()
+        [0.0, 0.5, 1.0]
     """
 
     def __init__(
@@ -57,9 +72,9 @@ class TokenGAE(Transform):
         super().__init__()
         for name, value in (("discount", discount), ("lam", lam)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must be from 0 to 1")
+                raise ValueError(f"{name}={value} must be in [0, 1]")
         if kl is not None and kl.where != "token":
-            raise ValueError(f"kl={kl}: TokenGAE takes a KL with where='token'; set that, or leave kl out")
+            raise ValueError(f"kl={kl}: TokenGAE requires a KL with where='token'; set it, or leave kl out")
         if micro_batch_size is not None and micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be None or at least 1")
         self.__dict__["value_head"] = value_head  # not a submodule: its weights are not the buffer's state
@@ -67,12 +82,12 @@ class TokenGAE(Transform):
         self.whiten, self.process_group, self.micro_batch_size = whiten, process_group, micro_batch_size
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: estimates are made when rows are written."""
+        """Return sampled rows as they are: advantages are estimated when rows enter the buffer."""
         return tensordict
 
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write advantages, values and targets on each row."""
+        """Write advantages, values and targets into each row."""
         if 0 in tensordict.batch_size:
             return tensordict
         rows = stack_rows([tensordict] if tensordict.ndim == 0 else tensordict.reshape(-1).unbind(0))
@@ -85,40 +100,44 @@ class TokenGAE(Transform):
         return rows
 
     def _estimate(self, rows: TensorDictBase) -> None:
+        # Values and rewards of action tokens
         values, actions = self.value_head.values(rows)
         rewards = gather_actions([_token_rewards(row) for row in rows.unbind(0)], actions)
         if self.kl is not None:
             policy, ref = (gather_actions(ragged(rows, k), actions) for k in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
             rewards = rewards - float(self.kl.coeff) * self.kl.estimate(policy, ref)
+
+        # An abstaining row must move neither the policy nor the critic
         abstains = torch.tensor([[_abstains(row)] for row in rows.unbind(0)], device=rewards.device)
         advantages, targets = gae(rewards, values, actions.mask, self.discount, self.lam)
         advantages, targets = torch.where(abstains, 0.0, advantages), torch.where(abstains, values, targets)
-        written = {keys.ADVANTAGE: advantages, keys.STATE_VALUE: values, keys.VALUE_TARGET: targets}
-        for key, entries in written.items():
+
+        outputs = {keys.ADVANTAGE: advantages, keys.STATE_VALUE: values, keys.VALUE_TARGET: targets}
+        for key, entries in outputs.items():
             for row, full in zip(rows.unbind(0), spread_actions(entries, rows, actions), strict=True):
                 row.set(key, full[:, None])
 
     def _whiten(self, rows: TensorDictBase) -> None:
         """Whiten over the action tokens of rows that do not abstain."""
-        for_all = [row for row in rows.unbind(0) if not _abstains(row)]
-        masks = [row[keys.ACTION_MASK] for row in for_all]
-        flat = [row[keys.ADVANTAGE][mask, 0] for row, mask in zip(for_all, masks, strict=True)]
+        answered = [row for row in rows.unbind(0) if not _abstains(row)]
+        masks = [row[keys.ACTION_MASK] for row in answered]
+        flat = [row[keys.ADVANTAGE][mask, 0] for row, mask in zip(answered, masks, strict=True)]
         whitened = whiten(torch.cat([torch.zeros(0), *flat]), reduce=reducer(self.process_group))
         whitened = whitened.split([len(f) for f in flat])
-        for row, mask, advantages in zip(for_all, masks, whitened, strict=True):
+        for row, mask, advantages in zip(answered, masks, whitened, strict=True):
             row.set(keys.ADVANTAGE, torch.zeros(len(mask), 1).to(advantages).masked_scatter(mask[:, None], advantages))
 
 
 def _abstains(row: TensorDictBase) -> bool:
-    """Return whether a row lacks its reward, or that of one of its action tokens."""
+    """Return whether a row's reward, or the reward of one of its action tokens, is NaN."""
     return bool(row[keys.REWARD].isnan().any() or _token_rewards(row)[row[keys.ACTION_MASK]].isnan().any())
 
 
 def _token_rewards(row: TensorDictBase) -> torch.Tensor:
-    """Return the reward at each token, ``[T]``: the token rewards, else the return at the last action token."""
-    given = row.get(keys.TOKEN_REWARDS, None)
-    if given is not None:
-        return given
+    """Return the rewards of tokens ``[T]``: the token rewards, else the return at the last action token."""
+    rewards = row.get(keys.TOKEN_REWARDS, None)
+    if rewards is not None:
+        return rewards
     mask = row[keys.ACTION_MASK]
     last = mask & (mask.cumsum(0) == mask.sum())
     return torch.where(last, row[keys.REWARD].reshape(()), 0.0)

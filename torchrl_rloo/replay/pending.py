@@ -1,4 +1,4 @@
-"""PendingGroups: rows in, complete groups out, in whatever order and batches the rows come."""
+"""Groups that wait for their missing rows, and complete groups that wait to leave together."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ Group = list[TensorDictBase]
 
 
 class PendingGroups:
-    """Holds rows back until their group is complete, and complete groups until enough can leave together.
+    """Buffer that holds rows until their group is complete, and complete groups until enough can leave together.
+
+    Rows may arrive in any order and in any number of batches.
 
     Args:
-        num_generations: members of a group. None: each row's own ``"group_size"``.
-        together: number of complete groups that leave together; None: each leaves at once.
+        num_generations: members of a group. None reads each row's ``"group_size"``.
+        together: number of complete groups that leave together. None lets each leave at once.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
     Attributes:
-        counts: ``"groups"``, ``"rows"`` that left; ``"expired_groups"``, ``"expired_rows"`` of groups that were dropped
-            incomplete; ``"late_rows"`` dropped since their group was complete, or dropped, before they came.
+        counts: ``"groups"`` and ``"rows"`` that left; ``"expired_groups"`` and ``"expired_rows"``, dropped while
+            incomplete; ``"late_rows"``, dropped because their group was complete or dropped before they arrived.
 
     Raises:
-        ValueError: for a number out of range.
+        ValueError: if a number is out of range.
     """
 
     REMEMBERED_GROUPS = 100_000
@@ -48,8 +50,8 @@ class PendingGroups:
         self.num_generations, self.together, self.max_pending_groups = num_generations, together, max_pending_groups
         self.counts: Counter[str] = Counter()
         self._pending: OrderedDict[int, Group] = OrderedDict()  # oldest group first
-        self._waiting: list[Group] = []  # complete, in the order in which they became so
-        self._gone: OrderedDict[int, None] = OrderedDict()  # groups no longer pending, so that none is counted twice
+        self._waiting: list[Group] = []  # complete groups, in the order in which they became complete
+        self._released: OrderedDict[int, None] = OrderedDict()  # ids of earlier groups, to recognize late rows
 
     @property
     def pending_rows(self) -> int:
@@ -58,22 +60,28 @@ class PendingGroups:
 
     @property
     def waiting_groups(self) -> int:
-        """Complete groups that wait for others to leave with."""
+        """Complete groups that wait until enough can leave together."""
         return len(self._waiting)
 
     def add(self, rows: Sequence[TensorDictBase]) -> list[list[Group]]:
-        """Take rows in; return the batches of groups that leave, in the order in which they became complete.
+        """Take rows in and return the batches of groups that leave, in the order in which they became complete.
+
+        No row is taken in if an error is raised.
+
+        Args:
+            rows: rows of any groups, each with batch size ``[]``.
 
         Raises:
-            ValueError: for rows whose group size is not ``num_generations``, or not that of their group's other rows.
-            KeyError: for rows without a group size, if ``num_generations`` is None. None of the rows is taken in then.
+            ValueError: if a row's group size differs from ``num_generations``, or from that of its group's other rows.
+            KeyError: if a row has no group size and ``num_generations`` is None.
         """
         sizes = [self._size(row) for row in rows]
         self._check_sizes(rows, sizes)
         for row, size in zip(rows, sizes, strict=True):
             group_id = int(row[keys.GROUP_ID])
-            if group_id in self._gone:
-                self._count_dropped("late_rows", 1, f"group {group_id} was complete, or dropped, before this row came")
+            if group_id in self._released:
+                reason = f"group {group_id} was complete or dropped before this row arrived"
+                self._count_dropped("late_rows", 1, reason)
                 continue
             members = self._pending.setdefault(group_id, [])
             members.append(row)
@@ -83,46 +91,46 @@ class PendingGroups:
         return self._leave()
 
     def _size(self, row: TensorDictBase) -> int:
-        own = row.get(keys.GROUP_SIZE, None)
-        if own is None and self.num_generations is None:
+        size = row.get(keys.GROUP_SIZE, None)
+        if size is None and self.num_generations is None:
             raise KeyError(f"a row has no {keys.GROUP_SIZE!r}: write it in the environment, or set num_generations")
-        if own is not None and self.num_generations not in (None, int(own)):
+        if size is not None and self.num_generations not in (None, int(size)):
             raise ValueError(
-                f"num_generations={self.num_generations}, but rows have {keys.GROUP_SIZE}={int(own)}: leave "
+                f"num_generations={self.num_generations}, but rows have {keys.GROUP_SIZE}={int(size)}: leave "
                 "num_generations out, or set it to the environment's"
             )
-        return self.num_generations if own is None else int(own)
+        return self.num_generations if size is None else int(size)
 
     def _check_sizes(self, rows: Sequence[TensorDictBase], sizes: Sequence[int]) -> None:
         known: dict[int, int] = {}
         for row, size in zip(rows, sizes, strict=True):
             group_id = int(row[keys.GROUP_ID])
-            earlier = self._pending.get(group_id)
-            if known.setdefault(group_id, self._size(earlier[0]) if earlier else size) != size:
+            pending = self._pending.get(group_id)
+            if known.setdefault(group_id, self._size(pending[0]) if pending else size) != size:
                 raise ValueError(f"rows of group {group_id} disagree on its size: {sorted([known[group_id], size])}")
 
     def _release(self, group_id: int) -> Group:
-        self._gone[group_id] = None
-        if len(self._gone) > self.REMEMBERED_GROUPS:
-            self._gone.popitem(last=False)
+        self._released[group_id] = None
+        if len(self._released) > self.REMEMBERED_GROUPS:
+            self._released.popitem(last=False)
         return self._pending.pop(group_id)
 
     def _expire(self) -> None:
         """Drop the oldest groups beyond the limit."""
-        too_many = 0 if self.max_pending_groups is None else max(0, len(self._pending) - self.max_pending_groups)
-        for group_id in list(self._pending)[:too_many]:
+        excess = 0 if self.max_pending_groups is None else max(0, len(self._pending) - self.max_pending_groups)
+        for group_id in list(self._pending)[:excess]:
             rows = self._release(group_id)
             self._count_dropped("expired_rows", len(rows), f"more than max_pending_groups={self.max_pending_groups}")
             self.counts["expired_groups"] += 1
 
     def _count_dropped(self, kind: str, number: int, reason: str) -> None:
-        """Count dropped rows; log the first of each kind."""
+        """Count dropped rows, and log the first drop of each kind."""
         if not self.counts[kind]:
-            _LOGGER.warning("%d rows dropped (%s): %s. Further ones are only counted", number, kind, reason)
+            _LOGGER.warning("%d rows dropped (%s): %s. Later drops are only counted", number, kind, reason)
         self.counts[kind] += number
 
     def _leave(self) -> list[list[Group]]:
-        """Return the waiting groups that can go, in batches."""
+        """Return the waiting groups that can leave, in batches."""
         size = self.together or max(len(self._waiting), 1)
         full = len(self._waiting) // size * size
         leaving, self._waiting = self._waiting[:full], self._waiting[full:]
@@ -131,11 +139,11 @@ class PendingGroups:
         return [leaving[i : i + size] for i in range(0, full, size)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return held rows and counters: plain values and tensors."""
+        """Return held rows and counters, as plain values and tensors."""
         return {
             "pending": {g: [to_plain(row) for row in rows] for g, rows in self._pending.items()},
             "waiting": [[to_plain(row) for row in rows] for rows in self._waiting],
-            "left": list(self._gone),
+            "left": list(self._released),
             "counts": dict(self.counts),
         }
 
@@ -143,6 +151,6 @@ class PendingGroups:
         """Restore held rows and, in place, the counters."""
         self._pending = OrderedDict((g, [from_plain(row) for row in rows]) for g, rows in state["pending"].items())
         self._waiting = [[from_plain(row) for row in rows] for rows in state["waiting"]]
-        self._gone = OrderedDict.fromkeys(state["left"])
+        self._released = OrderedDict.fromkeys(state["left"])
         self.counts.clear()
         self.counts.update(state["counts"])

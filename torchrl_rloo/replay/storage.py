@@ -1,4 +1,4 @@
-"""A storage for rows that says when rows are lost."""
+"""Storage of ragged rows that warns when unsampled rows are lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchrl_rloo.data.notices import notify_once
 
 
 class RowStorage(LazyStackStorage):
-    """Ragged rows of a replay buffer; warns once when it overwrites rows that were never sampled.
+    """Replay-buffer storage of ragged rows, which warns once when it overwrites rows that were never sampled.
 
-    TorchRL's storage overwrites its oldest rows without a word when it is full. Without ``max_size`` nothing is ever
-    overwritten; a loop that empties its buffer after each step needs no limit.
+    TorchRL's storage overwrites its oldest rows silently when it is full. A loop that empties its buffer after each
+    step needs no limit.
 
     Args:
-        max_size: rows at most; None for any number.
+        max_size: limit of rows. None disables it, so nothing is overwritten.
 
     Example:
         >>> from torchrl.data import ReplayBuffer
@@ -39,7 +39,7 @@ class RowStorage(LazyStackStorage):
         super()._set_item(cursor, data)
 
     def get(self, index: Any) -> Any:
-        """Return rows, which then count as sampled."""
+        """Return the rows at an index and mark them as sampled."""
         rows = super().get(index)
         if isinstance(index, slice):
             index = range(len(self))[index]

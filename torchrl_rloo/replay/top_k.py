@@ -1,7 +1,7 @@
-"""TopKSelector: trains on the k rows of each group that say most.
+"""Selection of the k most informative rows of each group.
 
-Replaces TorchRL's ``TopKRewardSelector``: that one groups by the prompt's text, keeps rows above the median only, drops
-groups without a word, and leaves what it holds back out of the checkpoint.
+TorchRL's ``TopKRewardSelector`` groups by the prompt's text, keeps only rows above the median, drops groups silently
+and leaves held rows out of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchrl_rloo.replay.pending import PendingGroups
 
 
 def best(returns: torch.Tensor, k: int) -> torch.Tensor:
-    """Places of the ``k`` largest of ``[n]`` returns; among equals the first."""
+    """Return the indices ``[k]`` of the largest of ``[n]`` returns; ties keep their order."""
     return returns.argsort(descending=True, stable=True)[:k]
 
 
 def most_varied(returns: torch.Tensor, k: int) -> torch.Tensor:
-    """Places of the ``k`` of ``[n]`` returns with the largest variance: some of the best and some of the worst.
+    """Return the indices ``[k]`` of those of ``[n]`` returns with the largest variance: some best and some worst ones.
 
-    No other choice varies more (max-variance down-sampling, arXiv 2504.13818). Of equal ones it is the most balanced.
+    This is max-variance down-sampling (arXiv 2504.13818). Among choices of equal variance it takes the most balanced.
 
     Example:
         >>> most_varied(torch.tensor([0.0, 0.5, 1.0, 0.5, 1.0]), 2).tolist()
@@ -47,15 +47,21 @@ CRITERIA: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"reward": be
 def select_top_k(
     rows: TensorDictBase, k: int, by: Literal["reward", "variance"] = "reward", *, returns: Returns = final_return
 ) -> TensorDictBase:
-    """The ``k`` rows of each group that a criterion prefers, in the order of the rows.
+    """Select the ``k`` best or most varied rows of each group, in the order of the rows.
 
-    Rows that abstain are left out. The rows' ``"group_size"`` becomes what is left of their group.
+    Rows that abstain are dropped. ``"group_size"`` (``[]``) becomes the number of selected rows of the group.
 
     Args:
         rows: batch size ``[B]``, whole groups.
-        k: how many rows of a group to keep; of a group with fewer all are kept.
-        by: ``"reward"`` for the best, ``"variance"`` for those that differ most.
-        returns: what is compared, one value for each row, see :mod:`torchrl_rloo.data.outcomes`.
+        k: number of rows to keep of a group; smaller groups are kept whole.
+        by: ``"reward"`` for the best rows, ``"variance"`` for the most varied ones.
+        returns: function of the rows that returns ``[B]`` values to compare, see :mod:`torchrl_rloo.data.outcomes`.
+
+    Returns:
+        Selected rows, batch size ``[B']``, possibly 0.
+
+    Raises:
+        ValueError: if ``returns`` gives several values per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -70,46 +76,51 @@ def select_top_k(
     """
     values, groups = returns(rows), rows[keys.GROUP_ID].reshape(-1)
     if values.ndim != 1:
-        raise ValueError(f"returns gave {tuple(values.shape)}, but rows are ordered by one value each: [{len(rows)}]")
-    kept: dict[int, torch.Tensor] = {}  # the size of what is left, by row
+        raise ValueError(f"returns gave {tuple(values.shape)}, but must give one value for each row: [{len(rows)}]")
+    kept: dict[int, torch.Tensor] = {}  # row index to the number of selected rows of its group
     for group in groups.unique():
         members = ((groups == group) & ~values.isnan()).nonzero().flatten()
         chosen = members[CRITERIA[by](values[members], k)]
         kept.update((i, torch.tensor(len(chosen))) for i in chosen.tolist())
-    # sizes are written to copies: the rows may be the caller's still
-    left = [rows[i].copy().set(keys.GROUP_SIZE, kept[i]) for i in sorted(kept)]
-    return stack_rows(left) if left else rows[:0]
+    # Write sizes to copies: the caller may still use the rows
+    selected = [rows[i].copy().set(keys.GROUP_SIZE, kept[i]) for i in sorted(kept)]
+    return stack_rows(selected) if selected else rows[:0]
 
 
 class TopKSelector(Transform):
-    """A replay-buffer transform that keeps ``k`` rows of each group: sample many, train on those that say most.
+    """Replay-buffer transform that keeps ``k`` rows of each group: sample many, train on the most informative.
 
-    What is written to a buffer passes its transforms from last to first. So there are two orders, and what they
-    estimate differs. Which rows are kept depends on what they earned, so neither gradient is that of the expected
-    return; lower ``num_generations`` where that matters more than what a row teaches.
+    It reads ``"group_id"`` (``[]``) and what ``returns`` reads, by default ``("next", "reward")`` (``[1, 1]``). It
+    writes ``"group_size"`` (``[]``).
 
-    - ``Compose(TopKSelector(k), MCAdvantage(G))``: advantages come first, over all ``G`` rows. Each row's baseline is
-      as unbiased as ever; the sum over a group lacks the terms of the rows that went: with ``by="variance"`` those
-      between the extremes, which are small; with ``by="reward"`` the negative ones, so that the rest mostly reinforces.
-    - ``Compose(MCAdvantage(), TopKSelector(k, num_generations=G))``: advantages are over the ``k`` rows, and sum to 0.
-      The baseline is then the mean of rows that were chosen, not of what the policy earns: with ``by="reward"`` too
-      high, so that a row better than most of its group may be discouraged; with ``by="variance"`` halfway between the
-      best and the worst, which widens rare successes and failures alike (arXiv 2504.13818).
+    Written rows pass the transforms of a buffer from last to first, so the order of ``Compose`` matters. The selection
+    depends on the rewards, so neither order estimates the gradient of the expected return. Where that matters, sample
+    fewer rows instead.
+
+    - ``Compose(TopKSelector(k), MCAdvantage(G))`` computes advantages first, over all ``G`` rows. Each row's baseline
+      stays unbiased, but the group's sum lacks the dropped rows. With ``by="variance"`` these are the rows between the
+      extremes, whose advantages are small. With ``by="reward"`` they have the negative advantages, so the remaining
+      rows are mostly reinforced.
+    - ``Compose(MCAdvantage(), TopKSelector(k, num_generations=G))`` computes advantages over the ``k`` rows, which sum
+      to 0. The baseline is then the mean of the selected rows, not of the policy. With ``by="reward"`` it is too high,
+      so a row better than most of its group may be discouraged. With ``by="variance"`` it lies halfway between the
+      best and the worst, which amplifies rare successes and failures (arXiv 2504.13818).
 
     Args:
-        k: rows of a group to keep, at least 1, or 2 if ``num_generations`` is given, for a row to be compared with.
-        num_generations: ``G``, members of a group: holds rows back until theirs is complete. None: rows come in whole
-            groups, as they do from :class:`MCAdvantage`.
-        by: ``"reward"`` for the best, ``"variance"`` for those that differ most.
-        returns: what is compared, see :mod:`torchrl_rloo.data.outcomes`.
-        max_pending_groups: how many incomplete groups to hold; the oldest is dropped when there are more.
+        k: number of rows of a group to keep, at least 1; at least 2 with ``num_generations``, to compare rows.
+        num_generations: ``G``, members of a group; rows are held until their group is complete. None expects whole
+            groups, as :class:`MCAdvantage` returns them.
+        by: ``"reward"`` for the best rows, ``"variance"`` for the most varied ones.
+        returns: function of the rows that returns the values to compare, see :mod:`torchrl_rloo.data.outcomes`.
+        max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
     Attributes:
-        counts: ``"top_k/kept"``, ``"top_k/left_out"`` rows; ``"top_k/expired_groups"``, ``"top_k/expired_rows"``,
-            ``"top_k/late_rows"`` as :class:`~torchrl_rloo.replay.pending.PendingGroups` has them.
+        counts: numbers of rows ``"top_k/kept"`` and ``"top_k/left_out"``; ``"top_k/expired_groups"``,
+            ``"top_k/expired_rows"`` and ``"top_k/late_rows"`` of
+            :class:`~torchrl_rloo.replay.pending.PendingGroups`.
 
     Raises:
-        ValueError: for a number out of range, or an unknown criterion.
+        ValueError: if a number is out of range or has no effect, or ``by`` is unknown.
 
     Example:
         >>> from tensordict import TensorDict
@@ -141,9 +152,9 @@ class TopKSelector(Transform):
         max_pending_groups: int | None = None,
     ):
         super().__init__()
-        least = 1 if num_generations is None else 2
-        if k < least or (num_generations is not None and k > num_generations):
-            raise ValueError(f"k={k} must be at least {least} and at most num_generations={num_generations}")
+        min_k = 1 if num_generations is None else 2
+        if k < min_k or (num_generations is not None and k > num_generations):
+            raise ValueError(f"k={k} must be at least {min_k} and at most num_generations={num_generations}")
         if by not in CRITERIA:
             raise ValueError(f"by={by!r} must be one of {sorted(CRITERIA)}")
         if num_generations is None and max_pending_groups is not None:
@@ -152,13 +163,13 @@ class TopKSelector(Transform):
         self._groups = (
             None if num_generations is None else PendingGroups(num_generations, max_pending_groups=max_pending_groups)
         )
-        self._rows: Counter[str] = Counter()
+        self._row_counts: Counter[str] = Counter()
 
     @property
     def counts(self) -> Counter[str]:
-        """What has come and gone, see above."""
+        """Counters of rows and groups, see the class."""
         pending = {} if self._groups is None else self._groups.counts
-        return self._rows + Counter({f"top_k/{k}": n for k, n in pending.items() if k not in ("groups", "rows")})
+        return self._row_counts + Counter({f"top_k/{k}": n for k, n in pending.items() if k not in ("groups", "rows")})
 
     @property
     def pending_rows(self) -> int:
@@ -166,11 +177,11 @@ class TopKSelector(Transform):
         return 0 if self._groups is None else self._groups.pending_rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leaves rows that are sampled from a buffer as they are: the work is done when rows are written."""
+        """Return sampled rows as they are: the selection is made when rows enter the buffer."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """On the way into a buffer; None where nothing is written."""
+        """Return the rows to write to the buffer, or None if there are none."""
         if tensordict is None:
             return None
         rows = [tensordict] if tensordict.ndim == 0 else list(tensordict.reshape(-1).unbind(0))
@@ -178,17 +189,17 @@ class TopKSelector(Transform):
             rows = [row for batch in self._groups.add(rows) for group in batch for row in group]
         if not rows:
             return None
-        left = select_top_k(stack_rows(rows), self.k, self.by, returns=self.returns)
-        self._rows.update({"top_k/kept": len(left), "top_k/left_out": len(rows) - len(left)})
-        return left if len(left) else None
+        selected = select_top_k(stack_rows(rows), self.k, self.by, returns=self.returns)
+        self._row_counts.update({"top_k/kept": len(selected), "top_k/left_out": len(rows) - len(selected)})
+        return selected if len(selected) else None
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Rows held back and counters, for ``state_dict``: plain values and tensors."""
-        return {"rows": dict(self._rows), "groups": None if self._groups is None else self._groups.state_dict()}
+        """Return held rows and counters for ``state_dict``, as plain values and tensors."""
+        return {"rows": dict(self._row_counts), "groups": None if self._groups is None else self._groups.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores rows held back and counters."""
-        self._rows.clear()
-        self._rows.update(state["rows"])
+        """Restore held rows and counters."""
+        self._row_counts.clear()
+        self._row_counts.update(state["rows"])
         if self._groups is not None:
             self._groups.load_state_dict(state["groups"])

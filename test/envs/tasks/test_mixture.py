@@ -87,7 +87,7 @@ def test_draws_keep_to_the_weights_and_metrics_are_by_task(tokenizer):
         ),
         (lambda: Mixture(PARTS).load_held_out("x.jsonl"), "'x.jsonl' .* give each its own"),
         (lambda: resolve_task("mixture"), "with mixture=None"),
-        (lambda: resolve_task("gsm8k", {"addition": 1, "gsm8k": 1}), "a mixture is named 'mixture'"),
+        (lambda: resolve_task("gsm8k", {"addition": 1, "gsm8k": 1}), "set both name='mixture'"),
     ],
 )
 def test_what_is_no_mixture(build, message):

@@ -1,4 +1,4 @@
-"""A server that speaks MCP, for test_mcp.py: over stdio, or over HTTP at the port given as an argument."""
+"""MCP server of test_mcp.py, over stdio, or over HTTP at the port given as an argument."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def add(a: int, b: int = 1) -> int:
 
 @server.tool(name="odd/name")
 def odd() -> str:
-    """A name that is not everybody's."""
+    """Has a name that other tools may not have."""
     return "odd"
 
 
 @server.tool()
 def refuse() -> CallToolResult:
-    """Fails in the server's own words."""
+    """Fails with the server's own message."""
     return CallToolResult(content=[TextContent(type="text", text="no such shelf")], is_error=True)
 
 
@@ -50,7 +50,7 @@ async def wait(seconds: float) -> str:
 
 @server.tool()
 async def meet(number: int) -> str:
-    """Waits until so many calls of it are there."""
+    """Waits until ``number`` calls of it have arrived."""
     counts["meet"] += 1
     while counts["meet"] < number:
         await asyncio.sleep(0.005)
@@ -59,7 +59,7 @@ async def meet(number: int) -> str:
 
 @server.tool()
 async def arrived(tool: str) -> int:
-    """Tells how many calls of wait or of meet have come."""
+    """Counts the calls of wait or of meet that have arrived."""
     return counts[tool]
 
 
@@ -78,7 +78,7 @@ async def die() -> str:
 
 @server.tool(annotations=ToolAnnotations(read_only_hint=True))
 async def die_once(marker: str) -> int:
-    """Ends the server's process the first time, and gives its id the next."""
+    """Ends the server's process at the first call, and returns its id afterwards."""
     if not os.path.exists(marker):
         open(marker, "w").close()
         os._exit(3)
@@ -87,41 +87,41 @@ async def die_once(marker: str) -> int:
 
 @server.tool()
 def pid() -> int:
-    """The id of the server's process."""
+    """Returns the id of the server's process."""
     return os.getpid()
 
 
 @server.tool()
 def variable(key: str) -> str | None:
-    """A variable of the server's environment."""
+    """Returns a variable of the server's environment."""
     return os.environ.get(key)
 
 
 @server.tool()
 def header(key: str, ctx: Context) -> str | None:
-    """A header of the request."""
+    """Returns a header of the request."""
     return (ctx.headers or {}).get(key)
 
 
 @server.tool()
 async def increase(ctx: Context) -> int:
-    """Counts the calls of a session: that of this process, or that of an HTTP session."""
+    """Counts the calls of a session: this process, or an HTTP session."""
     session = (ctx.headers or {}).get("mcp-session-id")
     before = counts[session]
-    await asyncio.sleep(0.01)  # calls at a time would be lost
+    await asyncio.sleep(0.01)  # concurrent calls would lose counts
     counts[session] = before + 1
     return counts[session]
 
 
 @server.tool()
 async def count(ctx: Context) -> int:
-    """What increase counted."""
+    """Returns what increase counted."""
     return counts[(ctx.headers or {}).get("mcp-session-id")]
 
 
 @server.tool(structured_output=False)
 def several() -> list:
-    """Texts, an image, a link and a file."""
+    """Returns texts, an image, a link and a file."""
     return [
         "one",
         Image(data=b"x" * 30, format="png"),
@@ -133,7 +133,7 @@ def several() -> list:
 
 @server.tool()
 def nothing() -> CallToolResult:
-    """Gives no content."""
+    """Returns no content."""
     return CallToolResult(content=[])
 
 

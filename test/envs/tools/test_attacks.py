@@ -1,4 +1,4 @@
-"""Code that attacks its session, other trajectories and the trainer: it is contained, and the run goes on."""
+"""Code that attacks its session, other trajectories or the trainer is contained, and the run continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MB = 1 << 20
 SECRET = "hush"
 LIMITS = {"timeout": 60.0, "cpu_seconds": 1, "memory": 128 * MB, "max_output": 1000}
 
-# Code, and how it may end. All of it is run by itself and, in one run with others, as turns of a policy.
+# Code, and the reasons for which it may end. Each attack runs separately, and all of them run together
 ATTACKS: dict[str, tuple[str, str]] = {
     "endless_loop": ("while True: pass", "cpu"),
     "endless_threads": ("import threading\ndef f():\n while 1: pass\nthreading.Thread(target=f).start()\nf()", "cpu"),
@@ -75,7 +75,7 @@ ATTACKS: dict[str, tuple[str, str]] = {
         " except RuntimeError: time.sleep(.1)",
         "threads",
     ),
-    "native_threads": (  # clone without memory of their own: only counting them helps
+    "native_threads": (  # they share all memory: only the limit on their number stops them
         "import ctypes, mmap, time\nlibc = ctypes.CDLL(None)\n"
         "libc.clone.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int]\n"
         "stacks = mmap.mmap(-1, 1 << 22); at = ctypes.addressof(ctypes.c_char.from_buffer(stacks))\n"
@@ -154,7 +154,7 @@ ATTACKS: dict[str, tuple[str, str]] = {
 LASTING = {"forged_answer", "late_thread", "late_answers", "broken_builtins", "empty_builtins"}
 LASTING |= {"patched_cell", "hostile_trace", "close_output", "close_everything", "other_output"}
 
-# Each prints ESCAPED if it gets through; `a` says what to attack.
+# Each prints ESCAPED if it succeeds; `a` holds the targets
 ESCAPES = {
     "tcp": "import socket; socket.create_connection(('127.0.0.1', a['tcp']), 2)",
     "udp": "import socket; socket.socket(2, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
@@ -201,7 +201,7 @@ def sessions() -> Iterator[PythonSessions]:
 
 @pytest.fixture(scope="module")
 def bystander(sessions: PythonSessions) -> PythonSession:
-    """Another trajectory, with a variable."""
+    """Return the session of another trajectory, with a variable."""
     session = sessions.open()
     session.run("import os; mine = 'mi' + 'ne'; pid = os.getpid()")
     return session
@@ -222,7 +222,7 @@ def test_an_attack_is_contained(sessions: PythonSessions, session: PythonSession
     result = session.submit(code).result(120)
     assert re.fullmatch(reasons, result.reason), result
     assert len(result.output) <= 1100 and len(result.error) <= 2000
-    for call in range(6):  # it may spoil some more calls of its own
+    for call in range(6):  # it may break some later calls of its session
         after = session.submit("print('well', 'kept' in globals())").result(120)
         told = result.ended or after.restarted
         if "well True" in after.output and not told or "well False" in after.output and told:
@@ -272,7 +272,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_an_escape_fails(session: PythonSession, bystander: PythonSession, targets: dict[str, Any], name: str):
-    victim = int(bystander.run("pid").output)  # first another trajectory, then the trainer
+    victim = int(bystander.run("pid").output)  # attack first another trajectory, then the trainer
     for attacked in (victim, os.getpid()):
         a = targets | {"victim": attacked}
         result = session.submit(f"a = {a}\n{ESCAPES[name]}\nprint('ESCAPED')").result(120)
@@ -294,7 +294,7 @@ def test_an_escape_succeeds_outside(targets: dict[str, Any], tmp_path: Path, nam
 
 
 def memory_of(pid: int) -> Iterator[bytes]:
-    """All that a process can read of its memory."""
+    """Yield all readable parts of a process's memory."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in maps:
             if line.split()[1].startswith("r") and "[v" not in line:

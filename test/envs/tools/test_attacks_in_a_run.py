@@ -1,4 +1,4 @@
-"""A run in which the turns of many conversations attack: each policy reads what came of it, and nobody else notices."""
+"""Run in which many conversations attack: each policy reads the result, and other conversations are unaffected."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 REFUSED = "PermissionError: [Errno 1] Operation not permitted"
 ENDED = "The interpreter's process ended while the code ran.\nAll variables are lost."
-ATTACKS = {  # what the second turn runs, and a part of what the policy reads then
+ATTACKS = {  # code of the second turn, and a part of what the policy reads then
     "endless": ("while True: pass", "more than 1 s of CPU time and was stopped.\nAll variables are lost."),
-    "memory": ("x = []\nwhile True: x.append([0])", "The code needed more than the 128 MB of memory that there are."),
+    "memory": ("x = []\nwhile True: x.append([0])", "The code exceeded the memory limit of 128 MB."),
     "output": ("for _ in range(100): print('x' * 1_000_000)", "The code printed more than 1 MB and was stopped."),
     "fork": ("import os\nwhile True: os.fork()", REFUSED),
     "threads": (
@@ -54,13 +54,13 @@ INNOCENT = 6
 
 
 def turns_of(task: str) -> list[str]:
-    """Code of the first three turns of a conversation."""
+    """Return the code of the first three turns of a conversation."""
     if task.isdigit():
         return [f"x = {task}", "x *= 2; x", "print(x + 1)"]
     return ["kept = 5", ATTACKS[task][0], "print('well')"]
 
 
-def test_a_run_goes_on(bpe: Any, user: Callable[[str], list[dict[str, str]]]):
+def test_a_run_continues(bpe: Any, user: Callable[[str], list[dict[str, str]]]):
     tasks = [str(i) for i in range(INNOCENT)] + list(ATTACKS)
     python, done = PythonInterpreter(timeout=60.0, cpu_seconds=1, memory=128 << 20), dict.fromkeys(tasks, 0)
     transform = ToolTransform([python], PythonBlocks(), show_schemas=False, timeout=120.0)

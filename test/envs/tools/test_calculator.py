@@ -1,4 +1,4 @@
-"""The calculator: exact, bounded, and clear about what it does not do."""
+"""Calculator: exact values, bounded cost, and error messages."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_values(expression: str, value: str) -> None:
         ("0.5**99999999", "too large"),
         ("1e999999999", "too large"),
         ("1e-999999999", "too large"),
-        ("2**0.5", "whole exponents"),
-        ("2+", "no expression"),
-        ("", "no expression"),
+        ("2**0.5", "exponents must be whole"),
+        ("2+", "not a valid expression"),
+        ("", "not a valid expression"),
         ("x", "only numbers"),
         ("abs(1)", "only numbers"),
         ("__import__('os')", "only numbers"),
@@ -73,12 +73,12 @@ def test_values(expression: str, value: str) -> None:
         ("True", "only numbers"),
         ("1j", "only numbers"),
         ("[1]", "only numbers"),
-        ("1;2", "no expression"),
-        ("1\x002", "no expression"),
-        ("\ud800", "no expression"),
+        ("1;2", "not a valid expression"),
+        ("1\x002", "not a valid expression"),
+        ("\ud800", "not a valid expression"),
         ("1" * 1001, "1001 characters"),
-        ("(" * 400 + "1" + ")" * 400, "no expression"),
-        ("-" * 999 + "1", "no expression"),
+        ("(" * 400 + "1" + ")" * 400, "not a valid expression"),
+        ("-" * 999 + "1", "not a valid expression"),
         ("2^3", "only numbers"),
     ],
 )
@@ -105,7 +105,7 @@ def test_sums_and_products_are_exact(expression: str) -> None:
 
 
 @given(st.text(alphabet="0123456789.+-*/%()e ", max_size=60) | st.text(max_size=30))
-def test_nothing_but_an_error_for_the_policy_comes_of_any_text(expression: str) -> None:
+def test_any_text_raises_at_most_a_tool_error(expression: str) -> None:
     try:
         assert isinstance(calculator.call(None, expression), str)
     except ToolError as error:

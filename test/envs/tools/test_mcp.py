@@ -1,4 +1,4 @@
-"""MCPTools: a real server over stdio and HTTP, many calls, sessions of trajectories, and servers that die."""
+"""MCPTools with a real server over stdio and HTTP: concurrent calls, sessions, and servers that die."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
 class HTTPServer:
-    """The server's process, which may be killed and started again at its address."""
+    """Process of the server, which can be killed and restarted at its address."""
 
     def __init__(self):
         with socket.socket() as free:
@@ -65,7 +65,7 @@ def http_server() -> Iterator[HTTPServer]:
 
 @pytest.fixture
 def connect(request) -> Iterator[Callable[..., MCPTools]]:
-    """``connect(transport, **settings)``: tools of a server over "stdio" or over "http"."""
+    """Return ``connect(transport, **settings)``, which connects to a server over "stdio" or "http"."""
     opened = []
 
     def make(transport: str = "stdio", **settings: Any) -> MCPTools:
@@ -83,7 +83,7 @@ def connect(request) -> Iterator[Callable[..., MCPTools]]:
 
 @pytest.fixture(scope="module", params=["stdio", "http"])
 def tools(request) -> Iterator[MCPTools]:
-    """Of a server that every test may call, over either transport."""
+    """Return the tools of a server that all tests share, over either transport."""
     settings = {"timeout": 60.0, "connect_timeout": PATIENCE}
     if request.param == "http":
         url = request.getfixturevalue("http_server").url
@@ -97,7 +97,7 @@ def tools(request) -> Iterator[MCPTools]:
 
 
 class Trajectory:
-    """A trajectory's calls, as a ToolTransform makes them."""
+    """Trajectory whose calls run as those of a ToolTransform."""
 
     def __init__(self, tools, timeout: float = PATIENCE):
         self.session = ToolSession(ToolRegistry(tools), {"column": 1}, timeout=timeout)
@@ -120,14 +120,14 @@ def test_tools_are_as_the_server_declares_them(tools) -> None:
     assert len(named) == len(tools) == 17 and "odd_name" in named
     assert named["add"].description == "Adds two numbers."
     assert named["add"].schema["function"]["parameters"]["required"] == ["a"]
-    call = Trajectory([*tools, tool(beside)])
-    assert (call("add", a=2, b=3), call("add", a=2), call("odd_name"), call("beside")) == ("5", "3", "odd", "here")
+    call = Trajectory([*tools, tool(local)])
+    assert (call("add", a=2, b=3), call("add", a=2), call("odd_name"), call("local")) == ("5", "3", "odd", "here")
     assert call("several") == ("one\n[image: image/png, 30 bytes]\n[link: a book, file:///book]\na page\ntwo")
     assert call("nothing") == "(nothing)"
 
 
-def beside() -> str:
-    """A tool that is no server's."""
+def local() -> str:
+    """Run without a server."""
     return "here"
 
 
@@ -139,7 +139,7 @@ def test_errors_are_told(tools) -> None:
     assert call("add", a=1) == "2"
 
 
-def test_a_call_that_takes_too_long_ends_and_holds_up_no_other(tools, monkeypatch) -> None:
+def test_a_call_that_takes_too_long_ends_and_delays_no_other(tools, monkeypatch) -> None:
     call = Trajectory(tools)
     before = call("arrived", tool="wait")
 
@@ -169,14 +169,14 @@ def test_a_process_that_is_killed_is_told_and_started_again(connect) -> None:
     call = Trajectory(connect())
     first = int(call("pid"))
 
-    async def kill_meanwhile() -> list[ToolResult]:
+    async def kill_during_calls() -> list[ToolResult]:
         calls = [asyncio.ensure_future(call.session.call(ToolCall("meet", {"number": 4}))) for _ in range(3)]
         while (await call.session.call(ToolCall("arrived", {"tool": "meet"}))).text != "3":
             await asyncio.sleep(0.01)
         os.kill(first, signal.SIGKILL)
         return [await each for each in calls]
 
-    for result in event_loop.run(kill_meanwhile()):
+    for result in event_loop.run(kill_during_calls()):
         assert result.outcome == "failed" and result.text.startswith(
             "Error: the tool's server was lost during the call"
         )
@@ -235,7 +235,7 @@ def test_conversations_of_a_collector_have_their_own_sessions(connect, tokenizer
         said = tokenizer.decode(request.prompt).count("<tool_response>")
         return ScriptedTurn([*turns[min(said, 2)], *[tokenizer.eos_token_id] * (said == 2)])
 
-    transform = ToolTransform([*tools, beside], as_role="user", show_schemas=False, timeout=PATIENCE)
+    transform = ToolTransform([*tools, local], as_role="user", show_schemas=False, timeout=PATIENCE)
     env = DatasetChatEnv(
         load_prompts([{"query": user("Count.")}]),
         tokenizer,
@@ -257,13 +257,13 @@ def test_a_trajectory_has_its_own_process_over_stdio(connect) -> None:
     pids = [int(call("pid")) for call in (first, second)]
     assert len(set(pids)) == 2 and not any(map(is_gone, pids))
     assert (first("increase"), first("increase"), second("increase")) == ("1", "2", "1")
-    assert "what it remembered of this conversation is lost" in first("die")
+    assert "its state of this conversation is lost" in first("die")
     assert (first("increase"), second("increase")) == ("1", "2")
     second.session.timeout = 1.0
     (late,) = second.results(("block", {}))
     assert late.outcome == "timed_out" and late.text.endswith("and its state is lost")
     second.session.timeout = PATIENCE
-    assert second("count") == "0", "the other tools have a new session, too"
+    assert second("count") == "0", "the other tools share the new session"
     pids += [int(call("pid")) for call in (first, second)]
     for call in (first, second):
         call.end()
@@ -346,7 +346,7 @@ def test_servers_that_cannot_be_reached(tmp_path: Path) -> None:
     assert time.monotonic() - started < 100
 
 
-def test_settings_that_make_no_sense() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="url='ftp://x' must start with http"):
         MCPTools.http("ftp://x")
     with pytest.raises(ValueError, match="timeout=0 must be above 0"):

@@ -1,4 +1,4 @@
-"""Parsers: outputs as models write them, broken ones, and texts made to take long."""
+"""Parsers: typical outputs of models, malformed ones, and texts that would take quadratic time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def untyped(name: str, **arguments: str) -> ToolCall:
     return ToolCall(name, arguments, untyped=True)
 
 
-# what common models write
+# outputs of common models
 
 
 @pytest.mark.parametrize(
@@ -85,16 +85,16 @@ def test_hermes(text: str, calls: list[ToolCall]) -> None:
         ('<tool_call>{"name": "a", "arguments": {"x": "un', "Unterminated string"),
         ("<tool_call></tool_call>", "no JSON"),
         ("<tool_call>", "no JSON"),
-        ("<tool_call>calculator(1+2)</tool_call>", "JSON is not right"),
+        ("<tool_call>calculator(1+2)</tool_call>", "invalid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', '"name"'),
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments" must be an object'),
         ('<tool_call>{"name": "a", "arguments": "x"}</tool_call>', '"arguments" must be an object'),
         ('<tool_call>"a"</tool_call>', '"name"'),
-        ('<tool_call>{"name": "a", "arguments": {}}}</tool_call>', "more than JSON"),
-        ("<tool_call>{'name': 'a', 'arguments': {'x': {1, 2}}}</tool_call>", "JSON is not right"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "JSON is not right"),
-        ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 10_000 + "}}</tool_call>", "JSON is not right"),
+        ('<tool_call>{"name": "a", "arguments": {}}}</tool_call>', "unexpected text after the JSON"),
+        ("<tool_call>{'name': 'a', 'arguments': {'x': {1, 2}}}</tool_call>", "invalid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "invalid JSON"),
+        ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 10_000 + "}}</tool_call>", "invalid JSON"),
     ],
 )
 def test_hermes_malformed(text: str, words: str) -> None:
@@ -143,8 +143,8 @@ def test_qwen_xml(text: str, calls: list[ToolCall]) -> None:
     ("text", "words"),
     [
         ("<tool_call><function=a><parameter=x>1", "<parameter=x> is not closed"),
-        ("<function=a><parameter=x>1</parameter>", "there must be </function>"),
-        ("<function=a>x=1</function>", "there must be </function>"),
+        ("<function=a><parameter=x>1</parameter>", "must be followed by </function>"),
+        ("<function=a>x=1</function>", "must be followed by </function>"),
     ],
 )
 def test_qwen_xml_malformed(text: str, words: str) -> None:
@@ -186,8 +186,8 @@ def test_llama(text: str, calls: list[ToolCall]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"name": "f", "parameters": {"x": ', "JSON is not right"),
-        ('[{"name": "f", "parameters": {"x": ', "JSON is not right"),
+        ('{"name": "f", "parameters": {"x": ', "invalid JSON"),
+        ('[{"name": "f", "parameters": {"x": ', "invalid JSON"),
         ('{"name": {"a": 1}, "parameters": {}}', '"name"'),
         ('<|python_tag|>{"x": 1}', '"name"'),
         ("<|python_tag|>", "nothing follows"),
@@ -257,7 +257,7 @@ def test_python_blocks_that_are_not_closed() -> None:
     assert PythonBlocks("run", "source")("```python\na\n```") == [call("run", {"source": "a\n"})]
 
 
-def test_a_pattern_of_ones_own() -> None:
+def test_a_custom_pattern() -> None:
     assert TOOL("I <tool>47*38</tool> and <tool>1+1</tool>, <tool>") == [
         untyped("calculator", expression="47*38"),
         untyped("calculator", expression="1+1"),
@@ -289,7 +289,7 @@ def test_thinking_is_left_out(text: str, left: str) -> None:
     assert without_thinking(text) == left
 
 
-# whatever a policy writes
+# arbitrary text
 
 PIECES = [
     *(
@@ -424,7 +424,7 @@ UNITS = [
 
 @pytest.mark.parametrize("name", [*PARSERS, "regex"])
 def test_time_is_linear_in_the_text(name: str) -> None:
-    """Nothing that could make a search go over the text again and again takes quadratic time."""
+    """Repeating any unit takes linear time, even where a search could rescan the text."""
     parser, prefix = PARSERS.get(name, TOOL), "<|python_tag|>" if name == "llama" else ""
     for unit in UNITS:
         assert_linear(lambda n, unit=unit: parser(without_thinking(prefix + unit * (n // len(unit)))), 10_000)

@@ -1,4 +1,4 @@
-"""Python sessions and the tool on top of them: what lives from call to call, what is shown, what is left behind."""
+"""Python sessions and the tool that uses them: variables, output, limits and cleanup."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def session(sessions: PythonSessions) -> Iterator[PythonSession]:
 
 
 def children(pid: int) -> list[int]:
-    """All processes that ``pid`` has started, zombies included, whatever the thread."""
+    """Return all processes that any thread of ``pid`` has started, zombies included."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -58,14 +58,14 @@ def children(pid: int) -> list[int]:
 
 
 def processes(sessions: PythonSessions) -> tuple[int, int, list[int]]:
-    """Of what keeps sessions, of what forks them off, and of all sessions."""
+    """Return the ids of the keeper, of the zygote, and of all sessions."""
     sessions.open().run("1")
     keeper = sessions._keeper.starter.process.pid
     (zygote,) = children(keeper)
     return keeper, zygote, children(zygote)
 
 
-# what a call shows
+# output of a call
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_calls_of_a_session_come_one_after_another(sessions: PythonSessions):
     assert slow.done()
 
 
-def test_nothing_goes_on_between_calls(session: PythonSession):
+def test_nothing_runs_between_calls(session: PythonSession):
     code = "import os, threading\ndef f():\n  while True: pass\nthreading.Thread(target=f, daemon=True).start()\n"
     pid = int(session.run(code + "os.getpid()").output)
     wait_until(lambda: process_state(pid) == "T", what="the stop of the process, with all its threads")
-    assert session.run("1").output == "1\n", "it goes on with the next call"
+    assert session.run("1").output == "1\n", "it continues with the next call"
     wait_until(lambda: process_state(pid) == "T")
 
 
@@ -188,7 +188,7 @@ def test_closing_ends_the_process_and_its_calls(sessions: PythonSessions):
     wait_until(lambda: len(children(zygote)) == len(before) - 1)
 
 
-def test_nothing_is_left_behind_by_many_sessions():
+def test_many_sessions_leak_nothing():
     sessions = PythonSessions(timeout=60)
     keeper, zygote, _ = processes(sessions)
 
@@ -216,7 +216,10 @@ def test_a_dropped_object_ends_all():
 
 
 def forked(work: Callable[[Callable[[object], int]], None]) -> tuple[int, BinaryIO]:
-    """A process that does work and may write lines: its id, and where to read them. Quicker than importing anew."""
+    """Fork a process that may write lines, and return its id and the file to read them from.
+
+    A fork is quicker than a fresh interpreter, which would import everything again.
+    """
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -338,7 +341,7 @@ def python() -> Iterator[PythonInterpreter]:
 
 
 def said(python: PythonInterpreter, *codes: str) -> list[str]:
-    """What the policy reads after each call of one trajectory."""
+    """Return what the policy reads after each call of one trajectory."""
 
     async def talk() -> list[str]:
         state, texts = await python.open({}), []
@@ -365,7 +368,7 @@ def test_what_the_policy_reads(python: PythonInterpreter):
     assert "NameError" in lost
     assert said(python, "#" * 70_000) == ["!The code is longer than 64 kB and was not run."]
     (memory,) = said(python, "x = bytearray(1 << 40)")
-    assert memory.startswith("!The code needed more than the 128 MB of memory that there are.\n")
+    assert memory.startswith("!The code exceeded the memory limit of 128 MB.\n")
 
 
 def test_the_tool_says_that_variables_were_lost():
@@ -377,9 +380,7 @@ def test_the_tool_says_that_variables_were_lost():
         await python.call(second, code="x = 1")
         return await python.call(first, code="print('here')")
 
-    assert (
-        asyncio.run(talk()) == "here\nThe interpreter had been restarted before this call: earlier variables are lost."
-    )
+    assert asyncio.run(talk()) == "here\nThe interpreter was restarted before this call: earlier variables are lost."
     python.sessions.close()
 
 

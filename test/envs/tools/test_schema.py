@@ -1,4 +1,4 @@
-"""Whether arguments fit: what is refused, and in which words."""
+"""Checks of arguments against schemas, and their messages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_schemas(schema: Any, good: list, bad: list) -> None:
         ({"city": None, "unit": True}, 'argument "city" must be a string, got null (null); argument "unit" must be a'),
     ],
 )
-def test_the_words_name_the_argument_and_what_is_expected(arguments: dict, words: str) -> None:
+def test_messages_name_the_argument_and_what_is_expected(arguments: dict, words: str) -> None:
     properties = {
         "city": {"type": "string"},
         "unit": {"type": "string", "enum": ["C", "F"]},
@@ -81,7 +81,7 @@ def test_the_words_name_the_argument_and_what_is_expected(arguments: dict, words
     assert words in str(caught.value)
 
 
-def test_words_about_large_values_are_short() -> None:
+def test_messages_about_large_values_are_short() -> None:
     with pytest.raises(ValueError) as caught:
         fit_arguments({"x" * 10**6: 1, "n": "y" * 10**6}, {"properties": {"n": {"type": "integer"}}})
     assert len(str(caught.value)) < 500
@@ -121,7 +121,7 @@ def test_texts_are_read_as_the_schema_says(text: str, schema: dict, value: Any) 
     assert fit_arguments({"x": text}, {"properties": {"x": schema}}, untyped=True) == {"x": value}
 
 
-def test_texts_that_are_none_of_it_are_refused() -> None:
+def test_texts_that_fit_no_type_are_refused() -> None:
     with pytest.raises(ValueError, match='"x" must be an integer, got "seven"'):
         fit_arguments({"x": "seven"}, {"properties": {"x": {"type": "integer"}}}, untyped=True)
     assert not fits("[" * 100_000, {"type": "array"}, untyped=True)
@@ -135,7 +135,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c"]), json_values), json_values, st.booleans())
-def test_nothing_but_a_value_error_comes_of_any_arguments(arguments: dict, schema: Any, untyped: bool) -> None:
+def test_any_arguments_raise_at_most_a_value_error(arguments: dict, schema: Any, untyped: bool) -> None:
     properties = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "array", "items": {"enum": [schema]}}]}}
     try:
         fit_arguments(arguments, {"properties": properties, "required": ["a"]}, untyped=untyped)

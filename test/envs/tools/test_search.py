@@ -1,4 +1,4 @@
-"""SearchTool: what it finds, what it says, and many threads at a time."""
+"""SearchTool: scores, excerpts, messages and concurrent searches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def titles(search: SearchTool, query: str) -> list[str]:
 
 
 def bm25(documents: list[list[str]], query: list[str], k1: float = 1.5, b: float = 0.75) -> list[float]:
-    """Lucene's variant, in double precision and one term at a time."""
+    """Compute Lucene's variant in double precision, one term at a time."""
     n, mean = len(documents), sum(map(len, documents)) / len(documents)
     scores = []
     for document in documents:
@@ -71,7 +71,7 @@ def test_equal_scores_are_in_the_order_of_the_documents() -> None:
 
 @pytest.mark.parametrize("query", ["", " \n", "?!...", "_"])
 def test_a_query_without_words_is_told_so(query: str) -> None:
-    assert SearchTool(ANIMALS).call(None, query=query) == "The query has no words. Give words to look for."
+    assert SearchTool(ANIMALS).call(None, query=query) == "The query has no words. Give words to search for."
 
 
 def test_no_hit_is_told_so_and_not_at_any_length() -> None:
@@ -86,7 +86,7 @@ def test_unicode() -> None:
     for query, found in {"東京": "0", "STRASSE": "1", "köln": "1", "fine": "2", "café": "2", "МОСКВА": "3"}.items():
         assert titles(search, query) == [found], query
     assert words("a_b ＸＹ 2+3=5") == ["a", "b", "xy", "2", "3", "5"]
-    assert search.call(None, query="\ud800 \x00") == "The query has no words. Give words to look for."
+    assert search.call(None, query="\ud800 \x00") == "The query has no words. Give words to search for."
 
 
 @settings(deadline=None, max_examples=100)
@@ -117,7 +117,7 @@ def test_a_jsonl_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"corpus.jsonl, line 2 is not JSON"):
         SearchTool(path)
     path.write_text('"fine"\n{"title": "no text"}\n')
-    with pytest.raises(ValueError, match=r"corpus.jsonl, line 2 must be a text or have one as 'text'"):
+    with pytest.raises(ValueError, match=r"corpus.jsonl, line 2 must be a string or a mapping with a string 'text'"):
         SearchTool(path)
 
 
@@ -132,15 +132,15 @@ def test_many_threads_search_one_index() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"documents": []}, r"documents=\[\] have no word"),
-        ({"documents": ["", " "]}, "have no word to search for"),
-        ({"documents": ["!"]}, "have no word to search for"),
-        ({"documents": [3]}, "document 0 must be a text"),
+        ({"documents": []}, r"documents=\[\] must have at least one word"),
+        ({"documents": ["", " "]}, "must have at least one word to search for"),
+        ({"documents": ["!"]}, "must have at least one word to search for"),
+        ({"documents": [3]}, "document 0 must be a string"),
         ({"documents": ["a"], "k": 0}, "k=0 must be at least 1"),
         ({"documents": ["a"], "max_chars": 0}, "max_chars=0 must be at least 1"),
     ],
 )
-def test_settings_that_make_no_sense(arguments: dict, message: str) -> None:
+def test_invalid_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SearchTool(**arguments)
 
@@ -152,7 +152,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_search_leaves_the_process_fit_for_vllm():
-    """vLLM's CPU build does not start in a process that has numba's llvmlite, which bm25s loads if it can."""
+    """A search does not load numba's llvmlite, with which vLLM's CPU build does not start."""
     program = (
         "import sys; from torchrl_rloo.envs.tools.search import SearchTool\n"
         "before = 'llvmlite' in sys.modules\n"

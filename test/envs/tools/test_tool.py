@@ -1,4 +1,4 @@
-"""Tools of functions: their schemas, what the policy does not see, and what cannot become one."""
+"""Tools made of functions: schemas, hidden parameters, and functions that cannot become tools."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_async_functions_and_methods() -> None:
     assert made.call(None, n=2) == 2 and made.call(None, n=2) == 4
 
 
-def test_parameters_that_the_policy_does_not_see() -> None:
+def test_hidden_parameters() -> None:
     made = tool(remember)
     assert list(made.parameters["properties"]) == ["note"] == made.parameters["required"]
     assert made.in_order
@@ -177,8 +177,8 @@ def many(*numbers: int) -> int:
         (dated, "'when'.*date"),
         (by_number, "'names'.*int"),
         (many, "'numbers'"),
-        (partial(by_number, names={}), "partial.*write a function"),
-        (datetime.date, "datetime.date.*write a function"),
+        (partial(by_number, names={}), "partial.*wrap it in a function"),
+        (datetime.date, "datetime.date.*wrap it in a function"),
         (3, "3 cannot become a tool"),
     ],
 )

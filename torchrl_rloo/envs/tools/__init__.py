@@ -1,4 +1,4 @@
-"""Tools: what the policy may call, and how its calls are read."""
+"""Tools that the policy may call, and parsers that read its calls."""
 
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult

@@ -1,4 +1,4 @@
-"""What a turn of the policy asks for, and what came of it."""
+"""Tool calls of a turn, and their results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that could be read.
+    """Call that a parser could read.
 
     Args:
-        name: of the tool; there may be none of that name.
-        arguments: by name; they may not fit the tool.
-        id: that the policy gave the call; None in formats that have none.
-        untyped: whether the arguments are all texts, to be read as the tool's schema says.
+        name: name of the tool, which need not exist.
+        arguments: arguments by name, not yet checked against the tool's schema.
+        id: id that the policy gave the call; None in formats without ids.
+        untyped: True if all arguments are strings, to be converted as the tool's schema says.
     """
 
     name: str
@@ -25,11 +25,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that could not be read.
+    """Call that a parser could not read.
 
     Args:
-        text: of the call, or its beginning.
-        error: what is wrong with it, for the policy.
+        text: text of the call, or its beginning.
+        error: error message for the policy.
     """
 
     text: str
@@ -41,13 +41,13 @@ Outcome = Literal["ok", "failed", "invalid", "timed_out", "unknown", "malformed"
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of a call.
+    """Result of a call.
 
     Args:
-        name: the tool's name; empty for a call that could not be read.
-        text: what the policy is shown.
-        outcome: ``"ok"``; ``"failed"``: the tool raised; ``"invalid"``: the arguments do not fit; ``"timed_out"``;
-            ``"unknown"``: no tool of that name; ``"malformed"``.
+        name: name of the tool; empty for a call that could not be read.
+        text: text that the policy is shown.
+        outcome: ``"ok"``; ``"failed"``, the tool raised; ``"invalid"``, the arguments do not fit the schema;
+            ``"timed_out"``; ``"unknown"``, no tool has that name; ``"malformed"``, the call could not be read.
     """
 
     name: str

@@ -1,4 +1,7 @@
-"""Calls written as JSON, or nearly so, within other text; in time linear in the text, whatever it is."""
+"""Reader of tool calls in JSON, or in nearly valid JSON, within other text.
+
+Its time is linear in the length of the text, even for hostile text.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +12,47 @@ from typing import Any
 
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
 
-MOST_SOURCE = 20_000  # characters of Python source that is parsed: the parser takes about 100 times their memory
-MOST_TEXT = 200  # characters of a malformed call that are kept
+MAX_SOURCE_CHARS = 20_000  # of Python source: parsing takes about 100 times its size in memory
+MAX_MALFORMED_CHARS = 200  # kept of a malformed call
 
-_DECODER = json.JSONDecoder(strict=False)  # which takes line breaks in strings, as models write them in code
+_DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write in code
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_TRIES = 8
+_MAX_LONG_READS = 8
 
 
 def decode(text: str, start: int) -> tuple[Any, int, str | None]:
-    """The JSON value at a place.
+    """Decode the JSON value at an offset.
 
     Returns:
-        The value, the place after it, and None; or None, the place itself and what is wrong with it.
+        ``(value, end, None)``, or ``(None, start, error message)``.
     """
     try:
-        value, after = _DECODER.raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        return None, start, f"the JSON is not right: {error.msg} at character {error.pos - start}"
-    except (ValueError, RecursionError) as error:  # an integer of too many digits; nested too deeply
-        return None, start, f"the JSON is not right: {error}"
-    return value, after, None
+        return None, start, f"invalid JSON: {error.msg} at character {error.pos - start}"
+    except (ValueError, RecursionError) as error:  # an integer with too many digits, or too deep nesting
+        return None, start, f"invalid JSON: {error}"
+    return value, end, None
 
 
 class Scanner:
-    """Reads values between tags.
+    """Reader of JSON values between tags.
 
     Args:
-        text: where they are.
-        tag: what may follow a value.
+        text: text that holds the values.
+        tag: pattern of the tags that may follow a value.
     """
 
     def __init__(self, text: str, tag: re.Pattern[str]):
         self.text, self.tag = text, tag
-        self._tries = _TRIES  # at values that seem to go on after a tag: each may cost the length of the text
+        self._long_reads = _MAX_LONG_READS  # left: reading past a tag may cost the length of the text
 
     def read(self, start: int) -> tuple[Any, int, str | None]:
-        """The value at a place, as JSON or as a literal of Python. It ends at the next tag that is in no string of it.
+        """Read the JSON value or Python literal at an offset, up to the next tag outside of its strings.
 
         Returns:
-            The value, the place of the tag after it, and None; or None, the place of the next tag, and what is wrong.
+            ``(value, offset of the tag after it, None)``, or ``(None, offset of the next tag, error message)``.
         """
         start = _SPACE.match(self.text, start).end()
         end = self._next_tag(start)
@@ -58,23 +61,27 @@ class Scanner:
             return None, end, "there is no JSON"
         value, after, error = decode(body, 0)
         if error is None:
-            return (value, end, None) if after == len(body) else (None, end, "more than JSON is there")
-        if "Unterminated" in error and end < len(self.text) and self._tries:
-            value, after, beyond = decode(self.text, start)
+            return (value, end, None) if after == len(body) else (None, end, "unexpected text after the JSON")
+
+        # The tag may be part of a string: try to read past it
+        if "Unterminated" in error and end < len(self.text) and self._long_reads:
+            value, after, long_error = decode(self.text, start)
             after = _SPACE.match(self.text, after).end()
-            if beyond is None and (after == len(self.text) or self.tag.match(self.text, after)):
+            if long_error is None and (after == len(self.text) or self.tag.match(self.text, after)):
                 return value, after, None
-            self._tries -= 1
+            self._long_reads -= 1
+
+        # Models also write Python literals: single quotes, True, None
         value = literal(body)
         return (None, end, error) if value is None else (value, end, None)
 
     def _next_tag(self, start: int) -> int:
-        found = self.tag.search(self.text, start)
-        return len(self.text) if found is None else found.start()
+        tag = self.tag.search(self.text, start)
+        return len(self.text) if tag is None else tag.start()
 
 
 def literal(body: str) -> Any:
-    """What Python source in braces or brackets stands for, if JSON has it too; None if nothing."""
+    """Return the value of a Python dict or list literal as JSON types, or None if it has none."""
     if (
         not body.startswith(("{", "["))
         or "'" not in body
@@ -83,7 +90,7 @@ def literal(body: str) -> Any:
         and "None" not in body
     ):
         return None
-    if len(body) > MOST_SOURCE:
+    if len(body) > MAX_SOURCE_CHARS:
         return None
     try:
         return json.loads(json.dumps(ast.literal_eval(body)))
@@ -92,13 +99,13 @@ def literal(body: str) -> Any:
 
 
 def calls_of(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall | MalformedCall]:
-    """The call that JSON stands for, or the calls of a list.
+    """Return the call of a decoded JSON object, or the calls of a list of them.
 
     Args:
-        value: ``{"name": ..., "arguments": {...}}``. The arguments may be called ``parameters`` and may be JSON
-            themselves; all may be within a ``"function"``, or only the name.
-        text: that it was read from, for those that are malformed.
-        ids: of calls that are kept; those of another form are not.
+        value: ``{"name": ..., "arguments": {...}}``. The arguments may be named ``"parameters"`` and may be a JSON
+            string. A ``"function"`` may hold the name, or all of it.
+        text: source text, kept in malformed calls.
+        ids: pattern of valid call ids; others are dropped.
     """
     if isinstance(value, list):
         return [call for item in value for call in calls_of(item, text, ids) if not isinstance(item, list)]
@@ -111,12 +118,12 @@ def calls_of(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall
         try:
             arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
-            error = '"arguments" must be an object, and the text in its place is no JSON'
+            error = '"arguments" must be an object, got a string that is not JSON'
     if not isinstance(name, str) or not name:
         error = 'a call must be an object with a "name" and "arguments"'
     elif not isinstance(arguments, dict | None) and error is None:
         error = '"arguments" must be an object'
     if error is not None:
-        return [MalformedCall(text[:MOST_TEXT], error)]
-    given = outer.get("id")
-    return [ToolCall(name, arguments or {}, given if isinstance(given, str) and ids.fullmatch(given) else None)]
+        return [MalformedCall(text[:MAX_MALFORMED_CHARS], error)]
+    call_id = outer.get("id")
+    return [ToolCall(name, arguments or {}, call_id if isinstance(call_id, str) and ids.fullmatch(call_id) else None)]

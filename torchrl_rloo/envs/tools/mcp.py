@@ -1,4 +1,4 @@
-"""MCPTools: the tools of a server that speaks the Model Context Protocol. Needs the extra ``tools``."""
+"""Tools of a Model Context Protocol (MCP) server. Requires the extra ``tools``."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
 _LOGGER = logging.getLogger(__name__)
-_CLOSING = 10.0  # seconds; the SDK itself kills a process that does not end after 4
-_PAGES = 100  # of a list of tools, which might have no end
+_CLOSE_TIMEOUT_S = 10.0  # the SDK itself kills a process that does not end within 4 s
+_MAX_PAGES = 100  # of a server's list of tools, which might be endless
 
 Transport = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 class ConnectionLostError(ToolError):
-    """A server could not be reached, or went away during a call."""
+    """The server could not be reached, or the connection was lost during a call."""
 
 
 class MCPTools(Sequence[Tool]):
-    """The tools of an MCP server, which may stand beside others: ``[*MCPTools.stdio("my-server"), calculator]``.
+    """Sequence of the tools of an MCP server, to combine with others: ``[*MCPTools.stdio("my-server"), calculator]``.
 
-    Names, descriptions and schemas are the server's own. What a tool gives is its texts, one after the other; images,
-    audio and links are described. An error, a time-out, a server that dies: each is told to the policy, and nothing
-    hangs. A server that went away is connected to again at the next call. A call that was lost with it is made again,
-    once, if the server says that the tool only reads or is idempotent; others may have had their effect.
+    Names, descriptions and schemas are the server's. The result of a call is the server's texts, joined by line breaks;
+    images, audio and links are described. Errors, timeouts and lost connections become texts for the policy.
 
-    All conversations share one connection, over which any number of calls go at a time. ``per_trajectory`` is for
-    servers that remember: each trajectory has a session of its own from its first call to its end, with a process of
-    its own over stdio, and its calls go one at a time. Over HTTP the server has to know sessions.
+    The next call reconnects to a server that was lost. A lost call is repeated once if the server declares the tool
+    read-only or idempotent. Other calls are not repeated, because they may have had their effect.
+
+    All trajectories share one connection, over which any number of calls run concurrently. ``per_trajectory=True`` is
+    for servers with state: each trajectory has a separate session from its first call to its end, and its calls run
+    one at a time. Over stdio a session is a process; over HTTP the server must support sessions.
 
     Args:
-        transport: makes what :func:`mcp.client.stdio.stdio_client` or its like makes; see :meth:`stdio` and
+        transport: function that opens a transport such as :func:`mcp.client.stdio.stdio_client`; see :meth:`stdio` and
             :meth:`http`.
-        timeout: seconds that a call may take.
-        connect_timeout: seconds until the server must have answered; its process has to start in them.
-        per_trajectory: whether each trajectory has its own session.
-        prefix: put before the tools' names, where two servers have tools of one name.
-        sessions: whether a session needs the handshake of the protocol's versions that have sessions over HTTP.
+        timeout: limit of a call, in seconds.
+        connect_timeout: limit of connecting, in seconds, with the start of the server's process.
+        per_trajectory: True for a separate session in each trajectory.
+        prefix: prefix of the tools' names, for servers whose tools share names.
+        sessions: True to use the handshake of those protocol versions that have sessions over HTTP.
 
     Raises:
         ConnectionLostError: if the server cannot be reached.
-        ValueError: for a limit that is not above 0.
-        ImportError: without ``mcp``.
+        ValueError: if a limit is not above 0.
+        ImportError: if ``mcp`` is not installed.
 
     Example:
         >>> import sys
@@ -88,7 +89,7 @@ class MCPTools(Sequence[Tool]):
     ):
         for name, value in (("timeout", timeout), ("connect_timeout", connect_timeout)):
             if not value > 0:
-                raise ValueError(f"{name}={value} must be above 0 seconds")
+                raise ValueError(f"{name}={value} must be above 0")
         _import_mcp()
         self.timeout, self.connect_timeout, self.closed = timeout, connect_timeout, False
         self._transport, self._mode = transport, "legacy" if sessions else "auto"
@@ -96,10 +97,10 @@ class MCPTools(Sequence[Tool]):
         self._shared: _Connection | None = None
         weakref.finalize(self, _leave, self._connections).atexit = False
         _OPEN.add(self)
-        kind = _SessionTool if per_trajectory else _SharedTool
+        tool_class = _SessionTool if per_trajectory else _SharedTool
         try:
-            listed = event_loop.run(event_loop.call(self._list))
-            self._tools: list[Tool] = [kind(self, given, prefix) for given in listed]
+            specs = event_loop.run(event_loop.call(self._list))
+            self._tools: list[Tool] = [tool_class(self, spec, prefix) for spec in specs]
         except BaseException:
             self.close()
             raise
@@ -116,14 +117,14 @@ class MCPTools(Sequence[Tool]):
         cwd: str | os.PathLike | None = None,
         **settings: Any,
     ) -> MCPTools:
-        """The tools of a server that is started as a process, and ended with :meth:`close` or this process.
+        """Start a server as a process and connect to it; :meth:`close` or the end of this process ends it.
 
         Args:
             command: program to start.
-            args: its arguments.
-            env: variables besides the few that are safe to inherit (``PATH``, ``HOME``, ...).
-            cwd: its working directory.
-            **settings: of the class.
+            args: arguments of the program.
+            env: environment variables in addition to the few that are safe to inherit (``PATH``, ``HOME``, ...).
+            cwd: working directory of the process. None is this process's.
+            **settings: arguments of the class.
         """
         _import_mcp()
         from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -135,12 +136,15 @@ class MCPTools(Sequence[Tool]):
 
     @classmethod
     def http(cls, url: str, *, headers: Mapping[str, str] | None = None, **settings: Any) -> MCPTools:
-        """The tools of a server over streamable HTTP.
+        """Connect to a server over streamable HTTP.
 
         Args:
-            url: of its endpoint, as a rule ending in ``/mcp``.
-            headers: sent with each request, such as ``Authorization``.
-            **settings: of the class.
+            url: URL of the endpoint, usually ending in ``/mcp``.
+            headers: headers of each request, such as ``Authorization``.
+            **settings: arguments of the class; ``sessions`` defaults to ``per_trajectory``.
+
+        Raises:
+            ValueError: if ``url`` is not an HTTP URL.
         """
         _import_mcp()
         if not url.startswith(("http://", "https://")):
@@ -148,8 +152,8 @@ class MCPTools(Sequence[Tool]):
         per_trajectory = settings.get("per_trajectory", False)
         return cls(lambda: _http(url, dict(headers or {})), **{"sessions": per_trajectory, **settings})
 
-    def __getitem__(self, place):
-        return self._tools[place]
+    def __getitem__(self, index):
+        return self._tools[index]
 
     def __len__(self) -> int:
         return len(self._tools)
@@ -161,30 +165,32 @@ class MCPTools(Sequence[Tool]):
         self.close()
 
     def close(self) -> None:
-        """Ends all sessions and their processes; later calls are refused."""
+        """End all sessions and their processes, and refuse later calls."""
         self.closed = True
-        deadline = monotonic() + _CLOSING
+        deadline = monotonic() + _CLOSE_TIMEOUT_S
         connections = list(self._connections)
         _leave(connections)
-        left = [connection.left.wait(max(0.0, deadline - monotonic())) for connection in connections]
-        if not all(left):
-            _LOGGER.warning("%d of %d MCP sessions did not end in %g s", left.count(False), len(left), _CLOSING)
+        ended = [connection.left.wait(max(0.0, deadline - monotonic())) for connection in connections]
+        if not all(ended):
+            _LOGGER.warning(
+                "%d of %d MCP sessions did not end within %g s", ended.count(False), len(ended), _CLOSE_TIMEOUT_S
+            )
 
     def _connect(self) -> _Connection:
-        """A connection that is being made; on the users' loop."""
+        """Start to connect, on the loop of user code."""
         if self.closed:
             raise ToolError("the tool's server was closed")
         return _Connection(self._transport, self._mode, self.connect_timeout, self._connections)
 
     async def _list(self) -> list[Any]:
         self._shared = self._connect()
-        client, listed, cursor = await self._shared.client(), [], None
-        for _ in range(_PAGES):
+        client, specs, cursor = await self._shared.client(), [], None
+        for _ in range(_MAX_PAGES):
             page = await asyncio.wait_for(client.list_tools(cursor=cursor), self.connect_timeout)
-            listed += page.tools
+            specs += page.tools
             if (cursor := page.next_cursor) is None:
                 break
-        return listed
+        return specs
 
     def _shared_connection(self) -> _Connection:
         if not self._shared.usable:
@@ -198,36 +204,36 @@ _OPEN: weakref.WeakSet[MCPTools] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends servers with this process, also those that would go on without it."""
+    """Close servers at exit, because some would outlive this process."""
     for tools in list(_OPEN):
         tools.close()
 
 
 class _MCPTool(Tool):
-    """One of a server's tools."""
+    """Tool of a server."""
 
-    def __init__(self, server: MCPTools, given: Any, prefix: str):
-        name = prefix + re.sub(r"[^A-Za-z0-9_.-]", "_", given.name)
-        super().__init__(name, given.description or given.title or "", given.input_schema, timeout=None)
-        self.server, self._own_name = server, given.name
-        hints = given.annotations
-        self._repeatable = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+    def __init__(self, server: MCPTools, spec: Any, prefix: str):
+        name = prefix + re.sub(r"[^A-Za-z0-9_.-]", "_", spec.name)
+        super().__init__(name, spec.description or spec.title or "", spec.input_schema, timeout=None)
+        self.server, self._server_name = server, spec.name
+        hints = spec.annotations
+        self._is_repeatable = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
 
 
 class _SharedTool(_MCPTool):
     async def call(self, state: None, /, **arguments: Any) -> str:
         try:
-            return await self.server._shared_connection().call(self._own_name, arguments, self.server.timeout)
+            return await self.server._shared_connection().call(self._server_name, arguments, self.server.timeout)
         except ConnectionLostError:
-            if not self._repeatable:
+            if not self._is_repeatable:
                 raise
-        return await self.server._shared_connection().call(self._own_name, arguments, self.server.timeout)
+        return await self.server._shared_connection().call(self._server_name, arguments, self.server.timeout)
 
 
 class _SessionTool(_MCPTool):
-    def __init__(self, server: MCPTools, given: Any, prefix: str):
-        super().__init__(server, given, prefix)
-        self.state_of = server  # a session that all its tools share
+    def __init__(self, server: MCPTools, spec: Any, prefix: str):
+        super().__init__(server, spec, prefix)
+        self.state_of = server  # all tools of the server share one session
 
     async def open(self, columns: Mapping[str, Any]) -> _Session:
         session = _Session(self.server._connect())
@@ -239,9 +245,9 @@ class _SessionTool(_MCPTool):
             state.connection.leave()
             state.connection = self.server._connect()
         try:
-            return await state.connection.call(self._own_name, arguments, self.server.timeout)
+            return await state.connection.call(self._server_name, arguments, self.server.timeout)
         except ConnectionLostError as error:
-            raise ConnectionLostError(f"{error}; what it remembered of this conversation is lost") from error
+            raise ConnectionLostError(f"{error}; its state of this conversation is lost") from error
 
     async def close(self, state: _Session) -> None:
         await state.connection.close()
@@ -249,11 +255,11 @@ class _SessionTool(_MCPTool):
 
 @dataclass
 class _Session:
-    connection: _Connection  # another one after the server was lost
+    connection: _Connection  # replaced after the server was lost
 
 
 class _Connection:
-    """A client of the SDK, entered and left by one task, as its task groups want it, on the loop it was made on."""
+    """Client of the SDK, entered and left by one task of the current loop, as the SDK's task groups require."""
 
     def __init__(self, transport: Transport, mode: str, seconds: float, connections: set[_Connection]):
         self.loop, self.owner = asyncio.get_running_loop(), os.getpid()
@@ -265,7 +271,7 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether a call may be tried: the loop is this one, and the server is not known to be gone."""
+        """True if the running loop is this connection's and the server is not known to be lost."""
         return not self.lost and asyncio.get_running_loop() is self.loop
 
     async def _hold(self, transport: Transport, mode: str, seconds: float) -> None:
@@ -279,10 +285,10 @@ class _Connection:
                     limit.deadline = math.inf
                     self._client.set_result(client)
                     await self._leaving.wait()
-                    limit.deadline = anyio.current_time() + _CLOSING
+                    limit.deadline = anyio.current_time() + _CLOSE_TIMEOUT_S
             if limit.cancelled_caught:
                 failure = TimeoutError(f"no answer within {seconds:g} s")
-        except BaseException as error:  # groups of exceptions and cancellations, too: the task ends here anyway
+        except BaseException as error:  # includes exception groups and cancellation: the task ends here anyway
             failure = error
         finally:
             self.lost = True
@@ -290,17 +296,17 @@ class _Connection:
             if not self._client.done():
                 reason = f"the tool's server cannot be reached: {_reason(failure)}"
                 self._client.set_exception(ConnectionLostError(reason))
-                self._client.exception()  # nobody may be waiting any more
+                self._client.exception()  # mark it as retrieved: there may be no waiter left
             elif failure is not None:
                 _LOGGER.warning("the connection to an MCP server ended: %s", _reason(failure))
             self.left.set()
 
     async def client(self) -> Any:
-        """The SDK's client, once it is connected; raises ConnectionLostError if it will not be."""
+        """Wait for the connection and return the SDK's client; raise ConnectionLostError if connecting fails."""
         return await asyncio.shield(self._client)
 
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
-        """What a tool of the server gives, as text; raises what the policy is told."""
+        """Call a tool of the server and return its result as text; errors carry a message for the policy."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, REQUEST_TIMEOUT
 
@@ -309,8 +315,8 @@ class _Connection:
             result = await client.call_tool(name, arguments, read_timeout_seconds=seconds)
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
-                raise TimeoutError(f"the server has not answered within {seconds:g} s") from error
-            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # the latter if it knows the session no more
+                raise TimeoutError(f"the server did not answer within {seconds:g} s") from error
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # a server that forgot the session sends the latter
                 self.lost = True
                 self.leave()
                 raise ConnectionLostError(f"the tool's server was lost during the call ({error})") from error
@@ -321,8 +327,8 @@ class _Connection:
         return text
 
     def leave(self) -> None:
-        """Lets the connection end, from any thread."""
-        if self.owner == os.getpid():  # it is not a forked process's to end
+        """Ask the connection to end, from any thread."""
+        if self.owner == os.getpid():  # a forked process must not end its parent's connection
             self.loop.call_soon_threadsafe(self._leaving.set)
         else:
             self.left.set()
@@ -330,7 +336,7 @@ class _Connection:
     async def close(self) -> None:
         self.leave()
         if asyncio.get_running_loop() is self.loop:
-            await asyncio.wait({self._task}, timeout=_CLOSING)
+            await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
 
 
 def _leave(connections: Iterable[_Connection]) -> None:
@@ -343,14 +349,14 @@ async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    timeout = httpx2.Timeout(30.0, read=300.0)  # of a stream that is silent; calls have a limit of their own
+    timeout = httpx2.Timeout(30.0, read=300.0)  # for silent streams; each call has a separate limit
     async with httpx2.AsyncClient(headers=headers, timeout=timeout) as client:
         async with streamable_http_client(url, http_client=client) as streams:
             yield streams
 
 
 def as_text(result: Any) -> str:
-    """What a server's tool gave, the SDK's ``CallToolResult``, as the policy is shown it."""
+    """Return the SDK's ``CallToolResult`` as the text that the policy is shown."""
     parts = [_part(content) for content in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -371,10 +377,10 @@ def _part(content: Any) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The error at the bottom of groups of one."""
+    """Describe the innermost error of nested exception groups."""
     while getattr(error, "exceptions", None):
         error = error.exceptions[0]
-    return "it was left before it was there" if error is None else f"{type(error).__name__}: {error}"
+    return "it was closed before it was connected" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _import_mcp() -> None:

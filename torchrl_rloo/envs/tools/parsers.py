@@ -1,7 +1,7 @@
-"""Reading the tool calls of a turn, in the formats of common models.
+"""Parsers of the tool calls of a turn, in the formats of common models.
 
-A parser is a function of a turn's text, special tokens included, to its calls in order. It raises nothing whatever the
-policy writes, and takes time linear in the text.
+A parser maps a turn's text, special tokens included, to its calls in order. It raises for no text, and its time is
+linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.json_calls import MOST_SOURCE, MOST_TEXT, Scanner, calls_of, decode
+from torchrl_rloo.envs.tools.json_calls import MAX_MALFORMED_CHARS, MAX_SOURCE_CHARS, Scanner, calls_of, decode
 
 Parser = Callable[[str], "list[ToolCall | MalformedCall]"]
 
 
 def without_thinking(text: str, opening: str = "<think>", closing: str = "</think>") -> str:
-    """The text without what is between the tags. Thinking may have begun in the prompt, and may never have ended.
+    """Remove the text between thinking tags; the opening tag may be in the prompt, the closing one may be missing.
 
     Example:
         >>> without_thinking("so</think>a<think>b</think>c<think>d")
@@ -43,7 +43,7 @@ _TAG = re.compile(f"{_OPENING}|{_CLOSING}")
 
 
 def hermes(text: str) -> list[ToolCall | MalformedCall]:
-    """Hermes, Qwen 2.5 and 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them.
+    """Parse the calls of Hermes, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
     Example:
         >>> hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -58,7 +58,7 @@ def hermes(text: str) -> list[ToolCall | MalformedCall]:
 
 
 def _malformed(text: str, start: int, end: int, error: str) -> MalformedCall:
-    return MalformedCall(text[start : min(end, start + MOST_TEXT)], error)
+    return MalformedCall(text[start : min(end, start + MAX_MALFORMED_CHARS)], error)
 
 
 _FUNCTION = re.compile(r"<function=([^<>\n]{0,256})>\s*")
@@ -67,44 +67,45 @@ _END = re.compile(r"\s*</function>")
 
 
 def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
-    """Qwen3-Coder: ``<tool_call><function=name><parameter=x>value</parameter></function></tool_call>``.
+    """Parse the calls of Qwen3-Coder: ``<function=name><parameter=x>value</parameter></function>``.
 
-    The values are texts, taken without the line breaks around them.
+    A ``<tool_call>`` may enclose each. Values are strings, without one line break at each end.
 
     Example:
         >>> qwen_xml("<function=add><parameter=a>1</parameter></function>")
         [ToolCall(name='add', arguments={'a': '1'}, id=None, untyped=True)]
     """
     found, place = [], 0
-    while (begun := _FUNCTION.search(text, place)) is not None:
-        name, place, arguments = begun[1].strip(), begun.end(), {}
+    while (head := _FUNCTION.search(text, place)) is not None:
+        name, place, arguments = head[1].strip(), head.end(), {}
         while (parameter := _PARAMETER.match(text, place)) is not None:
             end = text.find("</parameter>", parameter.end())
             if end < 0:
                 error = f"<parameter={parameter[1]}> is not closed by </parameter>"
-                return [*found, _malformed(text, begun.start(), len(text), error)]
+                return [*found, _malformed(text, head.start(), len(text), error)]
             value = text[parameter.end() : end]
             arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
             place = end + len("</parameter>")
-        if (ended := _END.match(text, place)) is not None:
+        if (end_tag := _END.match(text, place)) is not None:
             found.append(ToolCall(name, arguments, untyped=True))
-            place = ended.end()
+            place = end_tag.end()
         else:
-            error = "after the parameters there must be </function>"
-            found.append(_malformed(text, begun.start(), len(text), error))
+            error = "the parameters must be followed by </function>"
+            found.append(_malformed(text, head.start(), len(text), error))
     return found
 
 
-_LOOKS_LIKE_A_CALL = re.compile(r'\[?\{\s*"(name|type|function|parameters|arguments)"')
-_BETWEEN = re.compile(r"[\s;,]*")
+_CALL_START = re.compile(r'\[?\{\s*"(name|type|function|parameters|arguments)"')
+_SEPARATOR = re.compile(r"[\s;,]*")
 _BUILT_IN = re.compile(r"([A-Za-z_]\w{0,255})\.call\(")
 
 
 def llama(text: str) -> list[ToolCall | MalformedCall]:
-    """Llama 3: a turn that is ``{"name": ..., "parameters": {...}}``, or several with ``;`` between or in a list.
+    """Parse the calls of Llama 3: a turn that is ``{"name": ..., "parameters": {...}}``.
 
-    After ``<|python_tag|>`` there may also be ``name.call(x="...")``, or code, which becomes a call of the tool
-    ``python`` with the argument ``code``. Without the tag, JSON that is no call is an answer.
+    Several calls are separated by ``;`` or form a list. ``<|python_tag|>`` may also precede ``name.call(x="...")`` or
+    code, which becomes a call of the tool ``python`` with the argument ``code``. Without the tag, JSON that is not a
+    call is an answer.
 
     Example:
         >>> llama('<|python_tag|>brave_search.call(query="weather")')
@@ -128,17 +129,17 @@ def _llama_json(body: str, *, tagged: bool) -> Iterator[ToolCall | MalformedCall
     while body.startswith(("{", "[{"), place):
         value, end, error = decode(body, place)
         if error is not None:
-            if tagged or place or _LOOKS_LIKE_A_CALL.match(body):
+            if tagged or place or _CALL_START.match(body):
                 yield _malformed(body, place, len(body), error)
             return
-        for one in value if isinstance(value, list) else [value]:
-            if tagged or _is_a_call(one):
-                yield from calls_of(one, body[place:end])
-        place = _BETWEEN.match(body, end).end()
+        for item in value if isinstance(value, list) else [value]:
+            if tagged or _is_call(item):
+                yield from calls_of(item, body[place:end])
+        place = _SEPARATOR.match(body, end).end()
 
 
-def _is_a_call(value: Any) -> bool:
-    """Whether an object is meant as a call, and not as an answer."""
+def _is_call(value: Any) -> bool:
+    """Return whether a JSON value is meant as a call, not as an answer."""
     if not isinstance(value, dict):
         return False
     if isinstance(value.get("function"), dict):
@@ -149,7 +150,7 @@ def _is_a_call(value: Any) -> bool:
 def _built_in(body: str) -> ToolCall | MalformedCall:
     end = body.rfind(")") + 1
     try:
-        if end > MOST_SOURCE:
+        if end > MAX_SOURCE_CHARS:
             raise ValueError
         call = ast.parse(body[:end], mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
@@ -164,11 +165,13 @@ _TOOL_CALLS = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,256})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]{1,64})\s*)?(?:\[ARGS\]\s*)?(?=\{)"
 )
-_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # its templates refuse any other
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")  # Mistral's templates refuse any other id
 
 
 def mistral(text: str) -> list[ToolCall | MalformedCall]:
-    """Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}`` repeated.
+    """Parse the calls of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``.
+
+    Newer models write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
 
     Example:
         >>> mistral('[TOOL_CALLS]add[ARGS]{"a": 1}')
@@ -184,8 +187,8 @@ def mistral(text: str) -> list[ToolCall | MalformedCall]:
         elif head is None:
             found += calls_of(value, text[start:place], _MISTRAL_ID)
         else:
-            named = {"name": head[1], "arguments": value} | ({"id": head[2]} if head[2] else {})
-            found += calls_of(named, text[start:place], _MISTRAL_ID)
+            call = {"name": head[1], "arguments": value} | ({"id": head[2]} if head[2] else {})
+            found += calls_of(call, text[start:place], _MISTRAL_ID)
     return found
 
 
@@ -193,11 +196,11 @@ _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 
 
 class PythonBlocks:
-    """Blocks of Markdown fenced as ``python`` or ``py``, each a call of one tool with the code.
+    """Parser of Markdown blocks fenced as ``python`` or ``py``, each a call of one tool with the code.
 
     Args:
-        tool: its name.
-        argument: the name of its argument.
+        tool: name of the tool.
+        argument: name of the tool's argument that takes the code.
 
     Example:
         >>> PythonBlocks()("Let me see.\\n```python\\nprint(2)\\n```\\n")
@@ -208,12 +211,12 @@ class PythonBlocks:
         self.tool, self.argument = tool, argument
 
     def __call__(self, text: str) -> list[ToolCall | MalformedCall]:
-        """The blocks of a text in order; one that is not closed is malformed."""
+        """Return a call for each block in order; a block without a closing fence is malformed."""
         found, language, start = [], None, 0
         for fence in _FENCE.finditer(text):
             info = fence[1].strip()
             ours = language in ("python", "py")
-            if language is None or info:  # a fence that names a language within a block: that one was never closed
+            if language is None or info:  # a fence with a language inside a block: the block was never closed
                 found += [self._unclosed(text, start)] * ours
                 language, start = re.match(r"\w*", info)[0].lower(), fence.end() + 1
             else:
@@ -227,15 +230,15 @@ class PythonBlocks:
 
 
 class RegexParser:
-    """Calls of one tool, written in a format of one's own.
+    """Parser of calls of one tool in a custom format.
 
     Args:
-        pattern: a regular expression; its named groups are the arguments, those that matched. It should take linear
-            time whatever the text: ``[^<]*`` up to the next tag, not ``.*?``.
-        tool: the tool's name.
+        pattern: regular expression whose named groups are the arguments; groups that did not match are left out. Its
+            time should be linear in the text: write ``[^<]*`` up to the next tag, not ``.*?``.
+        tool: name of the tool.
 
     Raises:
-        ValueError: for a pattern without named groups.
+        ValueError: if the pattern has no named group.
 
     Example:
         >>> RegexParser(r"<tool>(?P<expression>[^<]*)</tool>", tool="calculator")("<tool>47*38</tool>")
@@ -250,7 +253,7 @@ class RegexParser:
             )
 
     def __call__(self, text: str) -> list[ToolCall | MalformedCall]:
-        """A call for every match, in order."""
+        """Return a call for each match, in order."""
         return [
             ToolCall(self.tool, {k: v for k, v in match.groupdict().items() if v is not None}, untyped=True)
             for match in self.pattern.finditer(text)
@@ -267,13 +270,13 @@ PARSERS: dict[str, Parser] = {
 
 
 def parser_of(parser: str | Parser) -> Parser:
-    """The parser of a name, or the one given.
+    """Return the parser of a name, or the given function.
 
     Raises:
-        ValueError: for a name that is not in :data:`PARSERS`.
+        ValueError: if the name is not in :data:`PARSERS`.
     """
     if callable(parser):
         return parser
     if parser not in PARSERS:
-        raise ValueError(f"parser={parser!r} must be one of {sorted(PARSERS)}, or a function of a turn's text")
+        raise ValueError(f"parser={parser!r} must be one of {sorted(PARSERS)} or a function of a turn's text")
     return PARSERS[parser]

@@ -1,4 +1,4 @@
-"""A Python interpreter for the policy: one contained process per trajectory, whose variables live from call to call."""
+"""Python interpreter for the policy: one sandboxed process per trajectory, which keeps its variables between calls."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 from torchrl_rloo.envs.tools.python_sessions import GRACE, PythonSession, PythonSessions, SessionResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
-_ENDS = {
+_MESSAGES = {
     "error": "The code raised an exception:",
     "timed_out": "The code ran for longer than {timeout:g} s and was stopped.",
     "cpu": "The code took more than {cpu_seconds} s of CPU time and was stopped.",
-    "memory": "The code needed more than the {megabytes} MB of memory that there are.",
+    "memory": "The code exceeded the memory limit of {megabytes} MB.",
     "output": "The code printed more than 1 MB and was stopped.",
     "threads": "The code started too many threads and was stopped.",
     "killed": "The interpreter's process ended while the code ran.",
     "closed": "The session is closed.",
     "unavailable": "No interpreter could be started for the code.",
-    "lost": "The interpreter was ended from outside.",
+    "lost": "The interpreter was killed from outside.",
     "too_long": "The code is longer than 64 kB and was not run.",
 }
 
 
 class _LateError(ToolError, TimeoutError):
-    """A call that took too long, in the tool's own words."""
+    """Call that took too long, with the tool's own message."""
 
 
 class PythonInterpreter(Tool):
-    """The tool ``python``: runs code in a contained process of the trajectory's own.
+    """Tool ``python``, which runs code in a sandboxed process of the trajectory.
 
-    The policy reads what its code printed and the value of the expression that it ends with. An exception or a limit is
-    a failed call, whose text says what happened and whether variables are lost.
+    The policy reads what its code printed and the value of the code's last expression. An exception or an exceeded
+    limit makes the call fail with a text that says what happened and whether variables are lost.
 
     Args:
-        timeout: seconds that a call may take.
-        **limits: as :class:`PythonSessions` takes them.
+        timeout: limit of a call, in seconds.
+        **limits: limits of :class:`~torchrl_rloo.envs.tools.python_sessions.PythonSessions`.
 
     Attributes:
-        sessions: what runs the code; close it to end all processes at once.
+        sessions: sessions that run the code; close them to end all processes at once.
 
     Raises:
-        ValueError: if a limit is not positive, or ``memory`` below 64 MB.
-        SandboxUnavailableError: if this system cannot contain code fully, unless ``allow_weaker``.
+        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
+        SandboxUnavailableError: if the system lacks a layer of the sandbox, unless ``allow_weaker``.
 
     Example:
         >>> python = PythonInterpreter(timeout=5)
@@ -56,21 +56,21 @@ class PythonInterpreter(Tool):
         code = {"type": "string", "description": "Python source code."}
         super().__init__(
             "python",
-            "Runs Python code and returns what it prints and the value of its last expression. Variables live on to "
-            "the next call. There is the standard library, and neither network nor files.",
+            "Runs Python code and returns what it prints and the value of its last expression. Variables persist "
+            "between calls. The standard library is available; network and file access are not.",
             {"type": "object", "properties": {"code": code}, "required": ["code"]},
             timeout=timeout + GRACE,
         )
 
     async def open(self, columns: Mapping[str, Any]) -> PythonSession:
-        """A session, whose process starts with its first call."""
+        """Open a session; its process starts at the first call."""
         return self.sessions.open()
 
     async def call(self, state: PythonSession, /, code: str) -> str:
-        """Runs code in the trajectory's session.
+        """Run code in the trajectory's session and return what the policy reads.
 
         Raises:
-            ToolError: if it ended in any other way than of itself and without an exception.
+            ToolError: if the code raised, exceeded a limit or was not run; a timeout is also a ``TimeoutError``.
         """
         result = await asyncio.wrap_future(state.submit(code))
         text = self._text(result)
@@ -79,11 +79,11 @@ class PythonInterpreter(Tool):
         raise _LateError(text) if result.reason in ("timed_out", "cpu") else ToolError(text)
 
     async def close(self, state: PythonSession) -> None:
-        """Ends the session's process."""
+        """End the session's process."""
         state.close()
 
     def _text(self, result: SessionResult) -> str:
-        """What the policy reads."""
+        """Return what the policy reads."""
         sessions = self.sessions
         limits = {name: getattr(sessions, name) for name in ("timeout", "cpu_seconds")}
         limits["megabytes"] = sessions.memory >> 20
@@ -91,10 +91,10 @@ class PythonInterpreter(Tool):
         if output and result.reason != "ok":
             output = f"Before that it had printed:\n{output}"
         parts = [
-            _ENDS.get(result.reason, "").format(**limits),
+            _MESSAGES.get(result.reason, "").format(**limits),
             result.error,
             output,
-            "The interpreter had been restarted before this call: earlier variables are lost." * result.restarted,
+            "The interpreter was restarted before this call: earlier variables are lost." * result.restarted,
             "All variables are lost." * result.ended,
         ]
         return "\n".join(part for part in parts if part) or "(no output)"

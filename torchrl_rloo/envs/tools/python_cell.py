@@ -1,8 +1,7 @@
-"""What a Python session's own process does: runs the code it is sent, in one namespace, until it is killed.
+"""Process of one Python session: it runs the code that it is sent in one namespace until it is killed.
 
-Loaded by :mod:`torchrl_rloo.envs.tools.python_child`, without the package. Code here and code that the policy wrote
-share an interpreter, so nothing here guards anything: a program can spoil its own session at will, and no more than
-that.
+:mod:`torchrl_rloo.envs.tools.python_child` loads this file without the package. The policy's code shares the
+interpreter with it, so nothing here protects anything: a program can break its own session, but no other.
 """
 
 from __future__ import annotations
@@ -18,37 +17,37 @@ import traceback
 import types
 from collections import deque
 
-CHANNEL = 3  # the file descriptor that joins it to what keeps it
-TOKEN = 8  # bytes that begin a call, and its answer
-MOST_CODE = 1 << 16  # bytes: a message that a socket takes at once
-MOST_ERROR = 2000  # bytes of an exception's report
-MOST_FRAMES = 8
-ROOM = 16 << 20  # bytes that the next call needs to get anywhere
-# How a call ended, as a letter after the answer's token, see python_child.py
+CHANNEL = 3  # file descriptor of the socket to the keeper
+TOKEN = 8  # bytes that begin a call and its answer
+MAX_CODE_BYTES = 1 << 16  # one message on the socket
+MAX_ERROR_BYTES = 2000  # of an exception's report
+MAX_FRAMES = 8
+MIN_FREE_BYTES = 16 << 20  # that the next call needs to run at all
+# Status of a call: a letter after the token of the answer, see python_child.py
 OK, ERROR, MEMORY, FULL, OUTPUT = b"oemMf"
 
 
 def serve() -> None:
-    """Answer calls to the end of the process. One of an earlier call cannot be taken for one of a later call."""
-    read, write, leave = os.read, os.write, os._exit  # a program may put something else there
+    """Answer calls until the process ends; each answer repeats its call's token, so a late one is not mistaken."""
+    read, write, exit_now = os.read, os.write, os._exit  # kept here: a program may overwrite those of ``os``
     sys.argv, sys.stdin = ["program"], open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     random.seed(0)  # the same calls give the same output, so the same reward
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     number, full = 0, bytes([FULL])
     try:
-        while packet := read(CHANNEL, TOKEN + MOST_CODE):
+        while packet := read(CHANNEL, TOKEN + MAX_CODE_BYTES):
             number += 1
             try:
                 answer = call(packet[TOKEN:].decode(), f"<call {number}>", module.__dict__)
-            except MemoryError:  # while it was made
+            except MemoryError:  # no memory for the report
                 answer = full
             write(CHANNEL, packet[:TOKEN] + answer)
     finally:
-        leave(1)
+        exit_now(1)
 
 
 def call(code: str, name: str, namespace: dict) -> bytes:
-    """Run code; the answer is a letter and the report of an exception."""
+    """Run code and return the answer: a letter, then the report of an exception."""
     status, report = OK, ""
     sys.stdout = sys.__stdout__ = stream(1)
     sys.stderr = sys.__stderr__ = stream(2)
@@ -61,22 +60,23 @@ def call(code: str, name: str, namespace: dict) -> bytes:
         full = isinstance(error, OSError) and error.errno == errno.EFBIG
         status = OUTPUT if full else MEMORY if isinstance(error, MemoryError) else ERROR
         report = describe(error)
+    # Report a session that has too little memory left for another call, so that the keeper ends it
     try:
-        bytes(ROOM)
+        bytes(MIN_FREE_BYTES)
     except MemoryError:
         status = FULL
     text = report.encode(errors="replace")
-    return bytes([status]) + (text if len(text) <= MOST_ERROR else text[: MOST_ERROR - 3] + b"...")
+    return bytes([status]) + (text if len(text) <= MAX_ERROR_BYTES else text[: MAX_ERROR_BYTES - 3] + b"...")
 
 
 def stream(file: int) -> io.TextIOWrapper:
-    """A standard stream that holds nothing back: what a program printed before it was killed is there to be read."""
+    """Return an unbuffered standard stream, so that output printed before a kill is not lost."""
     raw = io.FileIO(file, "w", closefd=False)
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
 def execute(code: str, name: str, namespace: dict) -> None:
-    """Run code, and print the value of the expression that it ends with, if it does."""
+    """Run code and print the value of its last expression, if it ends with one."""
     linecache.cache[name] = len(code), None, code.splitlines(True), name  # a traceback shows these lines
     tree = ast.parse(code, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -88,11 +88,11 @@ def execute(code: str, name: str, namespace: dict) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The innermost lines of the session's code that led to an exception, and its message."""
+    """Return an exception's message after the innermost traceback lines of the session's own code."""
     try:
-        steps = traceback.walk_tb(error.__traceback__)
-        own = deque((s for s in steps if s[0].f_code.co_filename.startswith("<call ")), MOST_FRAMES)
+        frames = traceback.walk_tb(error.__traceback__)
+        own = deque((f for f in frames if f[0].f_code.co_filename.startswith("<call ")), MAX_FRAMES)
         lines = traceback.StackSummary.extract(own).format() if own else []
         return "".join([*lines, *traceback.format_exception_only(type(error), error)]).rstrip()
-    except BaseException as second:  # a message of its own making, or no memory for it
+    except BaseException as second:  # the exception's own code raised, or memory ran out
         return f"{type(error).__name__} (no message: {type(second).__name__})"

@@ -1,11 +1,11 @@
-"""Keeps the processes of Python sessions: ``serve`` takes over a process of :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Keeper process of Python sessions: ``serve`` takes over a process of :mod:`torchrl_rloo.rewards.sandbox_child`.
 
-Three kinds of process: this one knows the calls of all sessions and none of their code runs in it. It starts another,
-which forks off the sessions, and which sees no call, so no session inherits a word of another one's. A session has its
-standard streams and a socket to this process, through which it gets code and sends one packet when that has run.
+There are three kinds of process. The keeper knows the calls of all sessions and runs none of their code. The zygote,
+which the keeper starts, forks the sessions. It sees no call, so no session inherits data of another. A session holds
+its standard streams and a socket to the keeper. It receives code there and sends one packet when the code has run.
 
-A session is stopped between calls: its threads and timers neither work nor print then. Requests and replies are lines
-of JSON. It all ends when the other end of the channel closes: also if the trainer is killed.
+A session is stopped between calls, with its threads and timers. Requests and replies are lines of JSON. All processes
+end when the trainer's end of the channel closes, even if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TICK = 0.05  # s: how often limits of running calls are looked at
-IDLE = 1.0  # s: how often to look whether the trainer lives while nothing runs
-TOKEN = 8  # bytes that begin a call, and its answer
-MOST_PACKET = TOKEN + 2001  # bytes of an answer: token, letter, report of an exception
-# By the letter; FULL: no memory is left to go on with.
+TICK = 0.05  # seconds between checks of the limits of running calls
+IDLE = 1.0  # seconds between checks that the trainer lives, while no call runs
+TOKEN = 8  # bytes that begin a call and its answer
+MAX_PACKET_BYTES = TOKEN + 2001  # of an answer: token, letter, report of an exception
+# Reasons by the answer's letter. FULL: too little memory is left for another call
 FULL = ord("M")
 REASONS = {ord("o"): "ok", ord("e"): "error", ord("m"): "memory", FULL: "memory", ord("f"): "output"}
 
 
 def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -> None:
-    """Fork off a session for each request, which holds its socket, its output and an empty input; never returns."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    """Fork a session for each request and never return; a request carries a socket, an output and an empty input."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children without waiting for them
     parent = os.getpid()
     while True:
         _, files, _, _ = socket.recv_fds(requests, 1, 3)
@@ -49,7 +49,7 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
         if pid == 0:
             try:
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-                    score.write("1000")  # if the machine's memory runs out, a session goes first
+                    score.write("1000")  # if the machine runs out of memory, kill a session first
                 peer, output, empty = files
                 containment.enter([empty, output, output], peer, parent)
                 cell.serve()
@@ -58,7 +58,7 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
         if pid > 0:
             try:
                 answer, handles = str(pid), [os.pidfd_open(pid)]
-            except OSError as error:  # it has ended already, say
+            except OSError as error:  # for example, it has already ended
                 answer = str(error)
         socket.send_fds(requests, [answer.encode()], handles)
         for file in files + handles:
@@ -66,13 +66,13 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
 
 
 class Process:
-    """The process of a session.
+    """Process of a session.
 
     Args:
-        zygote: the socket of the process that forks it off.
+        zygote: socket to the process that forks it.
 
     Raises:
-        OSError: if the system has no process or file for it.
+        OSError: if the system has no process or file descriptor left.
     """
 
     def __init__(self, zygote: socket.socket):
@@ -81,12 +81,12 @@ class Process:
         empty = -1
         try:
             self.output = os.memfd_create("output")
-            fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)  # for good: a session may not change that
+            fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)  # the sandbox forbids a session to change this
             empty = os.open(os.devnull, os.O_RDONLY)
             socket.send_fds(zygote, [b"f"], [other.fileno(), self.output, empty])
             answer, handles, _, _ = socket.recv_fds(zygote, 200, 1)
             if not answer:
-                os._exit(1)  # no more sessions can be had: let the trainer start all anew
+                os._exit(1)  # the zygote has ended: let the trainer start another keeper
             if not handles:
                 raise OSError(answer.decode())
             self.pid, (self.handle,) = int(answer), handles
@@ -97,21 +97,21 @@ class Process:
             other.close()
             if empty >= 0:
                 os.close(empty)
-        self.clock = (~self.pid << 3) | 2  # of the CPU time of the process, see clock_getcpuclockid(3)
+        self.clock = (~self.pid << 3) | 2  # clock of the process's CPU time, see clock_getcpuclockid(3)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, number)
 
     def cpu(self) -> float:
-        """CPU seconds so far."""
+        """Return the CPU seconds used so far, or 0 if the process has ended."""
         try:
             return time.clock_gettime(self.clock)
-        except OSError:  # it has ended
+        except OSError:
             return 0.0
 
     def silent(self) -> bool:
-        """Whether it lives and has sent nothing that is still to be read."""
+        """Return whether the process lives and no unread packet from it is left."""
         try:
             self.channel.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
@@ -130,42 +130,44 @@ class Process:
 
 
 class Session:
-    """A trajectory's session: its process, if it has one, its present call and those that wait for that."""
+    """Session of a trajectory: its process if it has one, its running call, and the calls that wait for it."""
 
     def __init__(self) -> None:
         self.process: Process | None = None
         self.waiting: deque[dict[str, Any]] = deque()
         self.request: dict[str, Any] | None = None
-        self.token = b""  # of the present call
-        self.new = False  # whether the present call has started the process
-        self.began = self.cpu = 0.0  # of the present call: seconds on the clock, CPU seconds before it
+        self.token = b""  # of the running call
+        self.new = False  # True if the running call started the process
+        self.began = self.cpu = 0.0  # clock and CPU seconds at the start of the running call
 
 
 class Keeper:
-    """Starts, watches and ends the processes of sessions.
+    """Supervisor that starts, watches and ends the processes of sessions.
 
     Args:
-        channel: where requests come from.
-        zygote: to the process that forks.
+        channel: socket to the trainer.
+        zygote: socket to the process that forks sessions.
         host: the module ``sandbox_child``.
-        settings: limits of a call: ``timeout`` and ``cpu_seconds``; ``max_output``: bytes that are shown;
-            ``max_sessions``: processes at a time.
+        settings: ``timeout`` and ``cpu_seconds`` of a call, ``max_output`` (bytes of its output that are shown) and
+            ``max_sessions`` (processes at a time).
     """
 
     def __init__(self, channel: socket.socket, zygote: socket.socket, host: ModuleType, settings: dict[str, Any]):
         self.channel, self.zygote, self.host, self.settings = channel, zygote, host, settings
         self.sessions: dict[int, Session] = {}
-        self.busy: dict[int, Session] = {}  # by the file descriptor of their channels, as is the next
-        self.idle: OrderedDict[int, Session] = OrderedDict()  # the one that has not been used for longest is first
-        self.ready: deque[Session] = deque()  # may have a call to begin
-        self.starved: deque[Session] = deque()  # have one, and no process
+        self.busy: dict[int, Session] = {}  # by the file descriptor of the session's channel
+        self.idle: OrderedDict[int, Session] = OrderedDict()  # by the same, least recently used first
+        self.ready: deque[Session] = deque()  # may have a call to start
+        self.starved: deque[Session] = deque()  # have a call to start, but no process
         self.poll = select.epoll()
         for end in (channel, zygote):
             self.poll.register(end.fileno(), select.EPOLLIN)
 
     def run(self) -> None:
+        """Serve the sessions until the trainer ends, the channel closes or the zygote ends."""
         trainer, text, checked, more = os.getppid(), b"", 0.0, False
         while os.getppid() == trainer:
+            # Take requests from the trainer and answers from sessions
             for file, _ in self.poll.poll(0 if more else TICK if self.busy else IDLE):
                 if file == self.channel.fileno():
                     if not (part := self.channel.recv(1 << 16)):
@@ -177,23 +179,29 @@ class Keeper:
                     return
                 elif session := self.busy.get(file):
                     self.hear(session)
-                elif session := self.idle.pop(file, None):  # it should be silent
+                elif session := self.idle.pop(file, None):  # no idle session may send anything
                     self.end(session)
+
+            # Kill calls that exceed a limit
             if time.monotonic() >= checked + TICK:
                 checked = time.monotonic()
                 for session in list(self.busy.values()):
                     if reason := self.excess(session):
                         self.finish(session, reason, ended=True)
+
+            # Start one call per round, so that running calls stay watched
             if more := bool(self.ready or (self.starved and self.make_room())):
-                self.advance((self.ready or self.starved).popleft())  # one at a time: what runs is watched meanwhile
+                self.advance((self.ready or self.starved).popleft())
 
     def take(self, request: dict[str, Any]) -> None:
-        """Act on a request: ``{"session", "call", "code"}``, or ``{"session"}`` to close it."""
+        """Queue the call of a request ``{"session", "call", "code"}``, or close the session of ``{"session"}``."""
         session = self.sessions.setdefault(request["session"], Session())
         if "code" in request:
             session.waiting.append(request)
             self.ready.append(session)
             return
+
+        # Answer the calls of a closed session, then end its process
         del self.sessions[request["session"]]
         for waiting in session.waiting:
             self.reply(waiting["call"], reason="closed", ended=True)
@@ -207,16 +215,20 @@ class Keeper:
             self.end(session)
 
     def advance(self, session: Session) -> None:
-        """Begin the next call of a session that has none."""
+        """Start the next waiting call of a session, unless one runs."""
         if session.request is not None or not session.waiting or session in self.starved:
             return
-        if session.process is not None and not session.process.silent():  # killed from outside, or up to something
+
+        # Replace a process that was killed from outside, or that sent something while idle
+        if session.process is not None and not session.process.silent():
             del self.idle[session.process.channel.fileno()]
             self.end(session)
         session.new = session.process is None
         if session.new and not self.make_room():
             self.starved.append(session)
             return
+
+        # Send the code with a token that only the answer to this call can repeat
         session.request = session.waiting.popleft()
         try:
             if session.new:
@@ -235,7 +247,7 @@ class Keeper:
             self.finish(session, "unavailable", f"{type(error).__name__}: {error}", ended=True)
 
     def make_room(self) -> bool:
-        """Whether another process may start, for which that of an idle session may have to end."""
+        """Return whether another process may start; end the longest idle one if that makes room."""
         if len(self.busy) + len(self.idle) < self.settings["max_sessions"]:
             return True
         if not self.idle:
@@ -244,9 +256,9 @@ class Keeper:
         return True
 
     def hear(self, session: Session) -> None:
-        """Take what the process of a running call has sent, which may be anything at all."""
+        """Finish a running call with the packet that its process sent, or kill the process if it is forged."""
         try:
-            packet = session.process.channel.recv(MOST_PACKET, socket.MSG_DONTWAIT)
+            packet = session.process.channel.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -259,7 +271,7 @@ class Keeper:
             self.finish(session, REASONS[letter], report, ended=letter == FULL)
 
     def excess(self, session: Session) -> str | None:
-        """The limit that a running call has gone beyond."""
+        """Return the limit that a running call exceeds, or None."""
         if time.monotonic() - session.began > self.settings["timeout"]:
             return "timed_out"
         if session.process.cpu() - session.cpu > self.settings["cpu_seconds"]:
@@ -267,7 +279,7 @@ class Keeper:
         return "threads" if self.host.count_threads(session.process.pid) > self.host.MAX_THREADS else None
 
     def finish(self, session: Session, reason: str, error: str = "", *, ended: bool) -> None:
-        """Reply to a session's present call, and stop or end its process."""
+        """Reply to a session's running call and stop or end its process."""
         output, process, call = "", session.process, session.request["call"]
         session.request = None
         if process is not None:
@@ -283,36 +295,39 @@ class Keeper:
         self.ready.append(session)
 
     def end(self, session: Session) -> None:
-        """End the process of a session; its next call gets another one."""
+        """End the process of a session; its next call starts another."""
         self.poll.unregister(session.process.channel.fileno())
         session.process.end()
         session.process = None
 
     def shown(self, output: int) -> str:
-        """The head and the tail of what was printed."""
-        size, most = os.fstat(output).st_size, self.settings["max_output"]
-        if size <= most:
-            return os.pread(output, most, 0).decode(errors="replace")
-        head = os.pread(output, most - most // 2, 0).decode(errors="replace")
-        tail = os.pread(output, most // 2, size - most // 2).decode(errors="replace")
-        return f"{head}\n[{size - most} bytes of output are left out here]\n{tail}"
+        """Return the printed output, without its middle if it is too long."""
+        size, limit = os.fstat(output).st_size, self.settings["max_output"]
+        if size <= limit:
+            return os.pread(output, limit, 0).decode(errors="replace")
+        head = os.pread(output, limit - limit // 2, 0).decode(errors="replace")
+        tail = os.pread(output, limit // 2, size - limit // 2).decode(errors="replace")
+        return f"{head}\n[{size - limit} bytes of output are left out here]\n{tail}"
 
     def reply(self, call: int, **result: Any) -> None:
         self.channel.sendall(json.dumps({"call": call} | result).encode() + b"\n")
 
 
 def serve(host: ModuleType, channel: socket.socket, containment: Any, settings: dict[str, Any]) -> None:
-    """Keep sessions until the other end of the channel closes.
+    """Serve sessions until the trainer's end of the channel closes.
 
     Args:
         host: the module ``sandbox_child``.
-        channel: to the trainer.
-        containment: of sessions, prepared.
-        settings: as :class:`Keeper` takes them.
+        channel: socket to the trainer.
+        containment: prepared containment of the sessions.
+        settings: settings of :class:`Keeper`.
     """
+    # Each session takes several file descriptors: raise the limit as far as allowed
     cell = host.load(str(Path(__file__).with_name("python_cell")))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+
+    # Fork the zygote before any call arrives, so that it knows none
     zygote, requests = socket.socketpair()
     parent = os.getpid()
     if os.fork() == 0:

@@ -1,18 +1,18 @@
-"""Python sessions: contained processes that run what they are sent, call after call, and keep their variables.
+"""Python sessions: sandboxed processes that run calls one after another and keep their variables.
 
-What contains a session is what contains a program of :mod:`torchrl_rloo.rewards.sandbox`, see the table there: no
-network, processes, signals, tracing or files but the standard library's, and limits on memory. A session writes no
-files at all, not even in a folder of its own. On top of that:
+The sandbox is that of :mod:`torchrl_rloo.rewards.sandbox`, see the table there. A session has no network, processes,
+signals or tracing, reads no files but the standard library's, and has limited memory. It cannot write files at all.
+The following applies in addition:
 
 =============================  =========================================================================================
-a session tries                what stops it
+A session tries                Protection
 =============================  =========================================================================================
-endless loops, sleeping        limits on time and CPU time of a call, by a process that kills it
-working between calls          it is stopped then, threads and timers included
-huge output                    1 MB a call, by the kernel; the head and the tail of it are shown
-reading other sessions         each forks from a process that has seen no call; none may open ``/proc`` or trace
-false answers                  they end it, unless they bear the call's token; then they are its own, and no other one's
-too many sessions              the one that has not been used for longest is ended
+endless loops, sleeping        Another process enforces limits on the time and CPU time of a call.
+work between calls             The session is stopped then, with its threads and timers.
+huge output                    The kernel limits a call to 1 MB, of which head and tail are shown.
+reading other sessions         Sessions fork from a process that saw no call; none may open ``/proc`` or trace.
+false answers                  They end the session; with the call's token they only falsify the session's own result.
+too many sessions              The longest idle session is ended.
 =============================  =========================================================================================
 """
 
@@ -39,26 +39,25 @@ from torchrl_rloo.rewards.sandbox import Starter, checked_limits
 _LOGGER = logging.getLogger(__name__)
 
 _SERVER = Path(__file__).with_name("python_child")
-_MOST_OUTPUT = 1 << 20  # bytes that a call may print before it is stopped
-_MOST_CODE = 1 << 16
-GRACE = 30.0  # s that the process that keeps the sessions may take beyond a call's own time
+_MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
+_MAX_CODE_BYTES = 1 << 16
+GRACE = 30.0  # seconds that the keeper may take in addition to a call's timeout
 _LOST = {"reason": "lost", "ended": True}
 
 
 @dataclass(frozen=True)
 class SessionResult:
-    """How a call ended.
+    """Result of a call.
 
     Attributes:
-        reason: ``ok``; ``error``: by an exception; ``memory``, ``output``, ``timed_out``, ``cpu``, ``threads``: by that
-            limit; ``killed``: the process ended in any other way; ``too_long``: the code was not run; ``closed``: so
-            was the session; ``unavailable``: the system has no process for it; ``lost``: all sessions ended, from
-            outside.
-        output: what was printed, and the value of the expression that the code ended with; in the middle, a note if
-            something is left out.
-        error: the report of an exception.
-        ended: whether the session's process is no more, and its variables with it. The next call starts another.
-        restarted: whether it had ended since the call before, without that one knowing: the variables are lost.
+        reason: ``"ok"``; ``"error"`` (the code raised); ``"memory"``, ``"output"``, ``"timed_out"``, ``"cpu"`` or
+            ``"threads"`` (it exceeded that limit); ``"killed"`` (the process ended in another way); ``"too_long"`` (the
+            code was not run); ``"closed"`` (the session was closed); ``"unavailable"`` (the system could not start a
+            process); ``"lost"`` (all sessions were killed from outside).
+        output: printed output and the value of the code's last expression; a note replaces the middle of long output.
+        error: report of the exception.
+        ended: True if the session's process has ended. Its variables are lost, and the next call starts another.
+        restarted: True if the process ended after the previous call, so that earlier variables were lost.
     """
 
     reason: str
@@ -69,26 +68,27 @@ class SessionResult:
 
 
 class PythonSessions:
-    """Contained Python processes, one for each session; see the top of the file for what that means.
+    """Pool of sandboxed Python processes, one for each session; the module's docstring describes the sandbox.
 
-    A process keeps them, and one forks them off; both start with this object, in a tenth of a second, and end with it
-    or with this process. It pickles without them, and a forked process starts its own.
+    A keeper process watches them, and a zygote process forks them. Both start with this object, in a tenth of a second,
+    and end with it or with this process. A pickled copy and a forked process start their own.
 
     Args:
-        timeout: seconds that a call may take.
-        cpu_seconds: CPU seconds of all threads of a call; default: ``timeout``, rounded up.
-        memory: bytes of address space of a session, of which Python itself takes some 30 MB.
-        max_output: bytes of what a call prints that are shown.
-        max_sessions: processes at a time, some 2 MB each while idle. If more are asked for, that idle one ends which
-            has not been used for longest; if none is idle, calls wait.
-        allow_weaker: also run where the kernel lacks a layer; see :class:`~torchrl_rloo.rewards.sandbox.Sandbox`.
+        timeout: limit of a call, in seconds.
+        cpu_seconds: limit of a call in CPU seconds, summed over its threads. None is ``timeout``, rounded up.
+        memory: limit of a session's address space in bytes, of which Python takes about 30 MB.
+        max_output: bytes of a call's output that are shown.
+        max_sessions: limit of processes at a time; an idle one takes about 2 MB. Beyond it, the longest idle process
+            ends; if none is idle, calls wait.
+        allow_weaker: True to also run where the kernel lacks a layer of the sandbox; see
+            :class:`~torchrl_rloo.rewards.sandbox.Sandbox`.
 
     Attributes:
-        missing: a line for each layer that this system lacks; empty unless ``allow_weaker``.
+        missing: one line for each layer that the system lacks; empty unless ``allow_weaker``.
 
     Raises:
-        ValueError: if a limit is not positive, or ``memory`` below 64 MB.
-        SandboxUnavailableError: if a layer is missing and not ``allow_weaker``, or the system is not Linux.
+        ValueError: if a limit is not positive, ``memory`` is below 64 MB, or ``max_output`` above 1 MB.
+        SandboxUnavailableError: if a layer is missing and ``allow_weaker`` is False, or the system is not Linux.
 
     Example:
         >>> session = PythonSessions().open()
@@ -107,19 +107,21 @@ class PythonSessions:
         allow_weaker: bool = False,
     ):
         self.cpu_seconds = checked_limits(timeout, cpu_seconds, memory, max_output)
-        if max_output > _MOST_OUTPUT or max_sessions < 1:
-            raise ValueError(f"max_output={max_output} must be {_MOST_OUTPUT} or less, {max_sessions=} 1 or more")
+        if max_output > _MAX_OUTPUT_BYTES or max_sessions < 1:
+            raise ValueError(
+                f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES}, and {max_sessions=} at least 1"
+            )
         self.timeout, self.memory, self.max_output, self.max_sessions = timeout, memory, max_output, max_sessions
         self.allow_weaker = allow_weaker
         self.__setstate__({})
         self.missing: list[str] = self._running().starter.missing
 
     def open(self) -> PythonSession:
-        """A session, whose process starts with its first call."""
+        """Open a session; its process starts at the first call."""
         return PythonSession(self, next(self._ids))
 
     def close(self) -> None:
-        """End all sessions, and what keeps them."""
+        """End all sessions and the processes that serve them; a later call starts them again."""
         with self._lock:
             keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -128,7 +130,7 @@ class PythonSessions:
     def _running(self) -> _Keeper:
         with self._lock:
             if self._keeper is None or not self._keeper.alive:
-                limits = {"cpu_seconds": None, "memory": self.memory, "max_output": _MOST_OUTPUT}
+                limits = {"cpu_seconds": None, "memory": self.memory, "max_output": _MAX_OUTPUT_BYTES}
                 names = ("timeout", "cpu_seconds", "max_output", "max_sessions", "allow_weaker")
                 settings = {name: getattr(self, name) for name in names}
                 self._keeper = _Keeper(settings | {"limits": limits, "serve": str(_SERVER)})
@@ -144,42 +146,42 @@ class PythonSessions:
 
 
 class PythonSession:
-    """A session of :class:`PythonSessions`, which makes it; one trajectory's variables."""
+    """Session of one trajectory with its variables, made by :meth:`PythonSessions.open`."""
 
     def __init__(self, sessions: PythonSessions, number: int):
         self._sessions, self._number = sessions, number
-        self._live = self._closed = False  # whether there are variables that a call relies on
+        self._has_state = self._closed = False  # the former: an earlier call may have left variables
 
     def run(self, code: str) -> SessionResult:
-        """Run code to its end; see :meth:`submit`."""
+        """Run code and wait for its result; see :meth:`submit`."""
         return self.submit(code).result()
 
     def submit(self, code: str) -> Future[SessionResult]:
-        """Run code, after what was submitted before. Whatever it does, the future has a result in the end.
+        """Queue code after the session's earlier calls; its future always gets a result.
 
         Args:
             code: source code, run in the session's namespace.
 
         Raises:
-            SandboxUnavailableError: if the process that keeps the sessions has ended, and another cannot start.
+            SandboxUnavailableError: if the keeper process has ended and another cannot start.
         """
         done: Future[SessionResult] = Future()
         done.set_running_or_notify_cancel()
         text = code.encode(errors="replace")
-        if self._closed or len(text) > _MOST_CODE:
+        if self._closed or len(text) > _MAX_CODE_BYTES:
             done.set_result(SessionResult("closed" if self._closed else "too_long"))
             return done
 
         def finish(reply: dict[str, Any]) -> None:
-            restarted = reply.pop("new", False) and self._live
-            self._live = not reply["ended"]
+            restarted = reply.pop("new", False) and self._has_state
+            self._has_state = not reply["ended"]
             done.set_result(SessionResult(**reply, restarted=restarted))
 
         self._sessions._running().send({"session": self._number, "code": text.decode()}, finish)
         return done
 
     def close(self) -> None:
-        """End the session, and what it runs."""
+        """End the session and its running call."""
         keeper = self._sessions._keeper
         if not self._closed and keeper is not None and keeper.alive:
             keeper.send({"session": self._number})
@@ -187,22 +189,23 @@ class PythonSession:
 
 
 class _Keeper:
-    """The process that keeps sessions (``python_child.py``), and the calls that it owes an answer."""
+    """Handle of the keeper process (``python_child.py``) and of the calls that it has not answered."""
 
     def __init__(self, settings: dict[str, Any]):
         self.starter = Starter(settings)
         patience = struct.pack("ll", int(GRACE), 0)
         self.starter.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self._calls, self._sending, self._ids = _Calls(), threading.Lock(), itertools.count()
+        # The thread must not refer to this object, or it would keep it alive
         listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE
-        threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()  # holds no self
+        threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()
 
     @property
     def alive(self) -> bool:
         return self.starter.owner == os.getpid() and not self._calls.over
 
     def send(self, request: dict[str, Any], finish: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Send a request; ``finish`` is called once with its answer, from another thread."""
+        """Send a request; another thread calls ``finish`` once with its answer."""
         if finish is not None:
             request["call"] = next(self._ids)
             if not self._calls.add(request["call"], finish):
@@ -210,16 +213,16 @@ class _Keeper:
         try:
             with self._sending:
                 self.starter.channel.sendall(json.dumps(request).encode() + b"\n")
-        except OSError:  # it has ended, or does not read any more: its calls hear of that from the listener
+        except OSError:  # the process ended or hangs; the listener then answers its calls
             self.starter.process.kill()
 
 
 class _Calls:
-    """Calls under way, and who is told how they end."""
+    """Calls in flight, with the functions that receive their answers."""
 
     def __init__(self) -> None:
         self.over = False
-        self.since = 0.0  # when the first of the present ones began, or an answer was last heard
+        self.since = 0.0  # time of the last answer, or of the first call after a pause
         self._waiting: dict[int, Callable[[dict[str, Any]], None]] = {}
         self._lock = threading.Lock()
 
@@ -252,7 +255,7 @@ class _Calls:
 
 
 def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, patience: float) -> None:
-    """Hand out answers until the process ends, or owes one for so long that it must hang."""
+    """Distribute answers until the process ends, or leaves a call unanswered for longer than ``patience`` seconds."""
     poll, text = select.poll(), b""
     poll.register(channel, select.POLLIN)
     try:
@@ -265,7 +268,7 @@ def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, pa
             for line in lines:
                 calls.answer(json.loads(line))
     except ConnectionError:
-        _LOGGER.debug("the process that keeps Python sessions has ended", exc_info=True)
+        _LOGGER.debug("the keeper process of Python sessions has ended", exc_info=True)
     finally:
         process.kill()
         channel.close()

@@ -1,4 +1,4 @@
-"""ToolRegistry: tools by their names."""
+"""Registry of tools by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchrl_rloo.envs.tools.tool import Tool, tool
 
 
 class ToolRegistry(Mapping[str, Tool]):
-    """Tools by their names, in order.
+    """Mapping of names to tools, in order.
 
     Args:
-        tools: each a :class:`Tool`, or a function to make one of.
+        tools: tools, or functions to make tools of; see :func:`~torchrl_rloo.envs.tools.tool.tool`.
 
     Raises:
-        ValueError: for two tools of one name, or a function that cannot become a tool.
+        ValueError: if two tools share a name, or a function cannot become a tool.
 
     Example:
         >>> from torchrl_rloo.envs.tools.calculator import calculator
@@ -27,11 +27,11 @@ class ToolRegistry(Mapping[str, Tool]):
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]]):
         self._tools: dict[str, Tool] = {}
-        for given in tools:
-            made = given if isinstance(given, Tool) else tool(given)
-            if made.name in self._tools:
-                raise ValueError(f"there are two tools named {made.name!r}: give one of them another, tool(name=...)")
-            self._tools[made.name] = made
+        for item in tools:
+            new = item if isinstance(item, Tool) else tool(item)
+            if new.name in self._tools:
+                raise ValueError(f"there are two tools named {new.name!r}: rename one with tool(name=...)")
+            self._tools[new.name] = new
 
     def __getitem__(self, name: str) -> Tool:
         return self._tools[name]
@@ -43,21 +43,21 @@ class ToolRegistry(Mapping[str, Tool]):
         return len(self._tools)
 
     def only(self, names: Collection[str]) -> ToolRegistry:
-        """Some of the tools, in the same order.
+        """Return a registry of the named tools, in the same order.
 
         Raises:
-            ValueError: for a name that no tool has.
+            ValueError: if no tool has one of the names.
         """
         if unknown := [name for name in names if name not in self._tools]:
-            raise ValueError(f"there are no tools named {unknown}, only {list(self._tools)}")
+            raise ValueError(f"unknown tools {unknown}: use names from {list(self._tools)}")
         return ToolRegistry(tool for name, tool in self._tools.items() if name in names)
 
     def schemas(self) -> list[dict[str, Any]]:
-        """What chat templates take as ``tools``."""
+        """Return the schemas that chat templates take as ``tools``."""
         return [tool.schema for tool in self._tools.values()]
 
     def unknown(self, name: str) -> str:
-        """What to tell a policy that calls a tool which is not there."""
+        """Return the message for a policy that calls an unknown tool."""
         near = get_close_matches(name[:64], self._tools, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else f", only {', '.join(self._tools) or 'none at all'}"
         return f'there is no tool "{name[:64]}"' + hint

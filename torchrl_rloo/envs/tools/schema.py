@@ -1,4 +1,4 @@
-"""Schemas of functions, and whether the arguments of a call fit one."""
+"""JSON Schemas of functions, and checks of a call's arguments against them."""
 
 from __future__ import annotations
 
@@ -20,45 +20,47 @@ _KINDS = {
     "object": (dict, "an object"),
     "null": (type(None), "null"),
 }
-_SPELLED = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
-_PLAIN = (str, int, float, bool, list, dict, Any, type(None))
-_SHOWN = 80  # characters of a wrong value
+_PYTHON_CONSTANTS = {"true": True, "false": False, "none": None}  # matched in any case
+_JSON_TYPES = (str, int, float, bool, list, dict, Any, type(None))
+_MAX_SHOWN_CHARS = 80  # of a wrong value
 
 
 def function_schema(function: Callable[..., Any], *, hidden: Collection[str] = ()) -> dict[str, Any]:
-    """The schema of a typed function in the format that chat templates take as one of ``tools``.
+    """Return the schema of a typed function, in the format that chat templates take as one of ``tools``.
 
     Args:
-        function: with type hints and a Google docstring.
-        hidden: names of parameters that are left out.
+        function: function with type hints and a Google docstring.
+        hidden: names of parameters to leave out.
 
     Raises:
-        ValueError: if the docstring, or the type hint or the description of an argument is missing; for types that
-            JSON has not, and for arguments that cannot be given by name.
+        ValueError: if the docstring, a type hint or an argument's description is missing; if a type is not a JSON type;
+            if an argument cannot be passed by name.
     """
     from transformers.utils import chat_template_utils, get_json_schema  # takes 2 s
 
+    # Refuse parameters that JSON arguments cannot fill
     signature = inspect.signature(function)
     shown = [p for name, p in signature.parameters.items() if name not in hidden]
     name = getattr(function, "__name__", type(function).__name__)
     hints = get_type_hints(function)
     for p in shown:
         if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise ValueError(f"{name} cannot become a tool: its argument {p.name!r} cannot be given by name")
+            raise ValueError(f"{name} cannot become a tool: its argument {p.name!r} cannot be passed by name")
         if p.name in hints and not _is_json_type(hints[p.name]):
             raise ValueError(
-                f"{name} cannot become a tool: its argument {p.name!r} is {p.annotation}, which JSON has not; use str, "
-                "int, float, bool, list[...], dict[str, ...], Literal[...], or a union of these and None"
+                f"{name} cannot become a tool: its argument {p.name!r} is {p.annotation}, which is not a JSON type; "
+                "use str, int, float, bool, list[...], dict[str, ...], Literal[...], or a union of these and None"
             )
 
-    def stand_in() -> None: ...
+    # Describe a copy of the function that lacks the hidden parameters
+    def empty() -> None: ...
 
-    described = FunctionType(stand_in.__code__, {}, name)
-    described.__doc__ = inspect.getdoc(function)
-    described.__annotations__ = {p.name: hints[p.name] for p in shown if p.name in hints}
-    described.__signature__ = signature.replace(parameters=shown, return_annotation=signature.empty)
+    visible = FunctionType(empty.__code__, {}, name)
+    visible.__doc__ = inspect.getdoc(function)
+    visible.__annotations__ = {p.name: hints[p.name] for p in shown if p.name in hints}
+    visible.__signature__ = signature.replace(parameters=shown, return_annotation=signature.empty)
     try:
-        return get_json_schema(described)
+        return get_json_schema(visible)
     except (chat_template_utils.DocstringParsingException, chat_template_utils.TypeHintParsingException) as error:
         raise ValueError(f"{name} cannot become a tool: {' '.join(map(str, error.args))}") from error
 
@@ -66,7 +68,7 @@ def function_schema(function: Callable[..., Any], *, hidden: Collection[str] = (
 def _is_json_type(hint: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin is None:
-        return hint in _PLAIN
+        return hint in _JSON_TYPES
     if origin is dict and args[0] is not str:
         return False
     return origin is Literal or (origin in (list, dict, Union, UnionType) and all(map(_is_json_type, args)))
@@ -75,19 +77,19 @@ def _is_json_type(hint: Any) -> bool:
 def fit_arguments(
     arguments: Mapping[str, Any], parameters: Mapping[str, Any], *, untyped: bool = False
 ) -> dict[str, Any]:
-    """The arguments of a call as its tool takes them.
+    """Check the arguments of a call against the schema, and return them as the tool takes them.
 
-    Looked at are ``properties``, ``required``, ``additionalProperties`` (others are refused unless it is there and not
-    False), ``type``, ``nullable``, ``enum``, ``const``, ``anyOf``, ``oneOf`` and ``items``. Whatever else a schema asks
-    for is the tool's to check.
+    The check covers ``properties``, ``required``, ``additionalProperties``, ``type``, ``nullable``, ``enum``,
+    ``const``, ``anyOf``, ``oneOf`` and ``items``. Unknown arguments are refused unless ``additionalProperties`` allows
+    them. The tool must check other keywords itself.
 
     Args:
-        arguments: by name.
-        parameters: the JSON Schema of a tool's arguments.
-        untyped: whether they are texts, which stand for JSON where the schema wants something else than a string.
+        arguments: arguments by name.
+        parameters: JSON Schema of the tool's arguments.
+        untyped: True if the arguments are strings, to be decoded as JSON where the schema does not take a string.
 
     Raises:
-        ValueError: with all that does not fit, in words for the policy.
+        ValueError: with up to 8 problems, in words for the policy.
 
     Example:
         >>> parameters = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -99,7 +101,7 @@ def fit_arguments(
     """
     properties = parameters.get("properties", {})
     if untyped:
-        arguments = {k: _read(text, properties.get(k, {})) for k, text in arguments.items()}
+        arguments = {k: _decode(text, properties.get(k, {})) for k, text in arguments.items()}
     if problems := list(_object_misfits("", arguments, parameters, closed=True)):
         raise ValueError("; ".join(problems[:8]))
     return dict(arguments)
@@ -111,41 +113,41 @@ def _object_misfits(
     properties, more = schema.get("properties", {}), schema.get("additionalProperties", not closed)
     for name in schema.get("required", ()):
         if name not in value:
-            yield f"argument {_quoted(path + name)} is missing"
+            yield f"argument {_quote(path + name)} is missing"
     for name, item in value.items():
         if name in properties:
-            yield from _misfits(path + name, item, properties[name])
+            yield from _value_misfits(path + name, item, properties[name])
         elif more is False:
-            near = get_close_matches(name[:_SHOWN], properties, n=1)
+            near = get_close_matches(name[:_MAX_SHOWN_CHARS], properties, n=1)
             known = near or list(properties)
-            yield f"there is no argument {_quoted(path + name)}" + (
-                f"; did you mean {_quoted(near[0])}?"
+            yield f"there is no argument {_quote(path + name)}" + (
+                f"; did you mean {_quote(near[0])}?"
                 if near
-                else f", only {', '.join(map(_quoted, known))}" * bool(known)
+                else f", only {', '.join(map(_quote, known))}" * bool(known)
             )
         elif isinstance(more, dict):
-            yield from _misfits(path + name, item, more)
+            yield from _value_misfits(path + name, item, more)
 
 
-def _misfits(path: str, value: Any, schema: Any) -> Iterator[str]:
-    """What is wrong with one value, in words; nothing if it fits."""
+def _value_misfits(path: str, value: Any, schema: Any) -> Iterator[str]:
+    """Yield messages about a value that does not fit its schema."""
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return
     if choices := schema.get("anyOf", schema.get("oneOf")):
-        if all(any(True for _ in _misfits(path, value, choice)) for choice in choices):
-            wanted = [w for choice in choices for w in _wanted(choice)]
-            yield _says(path, wanted or ["something else"], value)
+        if all(any(True for _ in _value_misfits(path, value, choice)) for choice in choices):
+            expected = [words for choice in choices for words in _expected(choice)]
+            yield _misfit(path, expected or ["something else"], value)
         return
     kinds = _types(schema)
     if kinds and not any(_is_a(value, kind) for kind in kinds):
-        yield _says(path, _wanted(schema), value)
-    elif "enum" in schema and not any(_same(value, choice) for choice in schema["enum"]):
-        yield _says(path, [f"one of {_shown(schema['enum'], 4 * _SHOWN)}"], value)
-    elif "const" in schema and not _same(value, schema["const"]):
-        yield _says(path, [_shown(schema["const"])], value)
+        yield _misfit(path, _expected(schema), value)
+    elif "enum" in schema and not any(_is_same(value, choice) for choice in schema["enum"]):
+        yield _misfit(path, [f"one of {_show(schema['enum'], 4 * _MAX_SHOWN_CHARS)}"], value)
+    elif "const" in schema and not _is_same(value, schema["const"]):
+        yield _misfit(path, [_show(schema["const"])], value)
     elif isinstance(value, list) and "items" in schema:
         for i, item in enumerate(value):
-            yield from _misfits(f"{path}[{i}]", item, schema["items"])
+            yield from _value_misfits(f"{path}[{i}]", item, schema["items"])
     elif isinstance(value, dict):
         yield from _object_misfits(f"{path}.", value, schema)
 
@@ -156,7 +158,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     return kinds if all(kind in _KINDS for kind in kinds) else []
 
 
-def _wanted(schema: Mapping[str, Any]) -> list[str]:
+def _expected(schema: Mapping[str, Any]) -> list[str]:
     return [_KINDS[kind][1] for kind in _types(schema)] + ["null"] * bool(schema.get("nullable"))
 
 
@@ -164,28 +166,28 @@ def _is_a(value: Any, kind: str) -> bool:
     return isinstance(value, _KINDS[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
 
 
-def _same(value: Any, choice: Any) -> bool:
+def _is_same(value: Any, choice: Any) -> bool:
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)
 
 
-def _says(path: str, wanted: list[str], value: Any) -> str:
+def _misfit(path: str, expected: list[str], value: Any) -> str:
     kind = next((words for kind, (_, words) in _KINDS.items() if _is_a(value, kind)), type(value).__name__)
-    return f"argument {_quoted(path)} must be {' or '.join(wanted)}, got {_shown(value)} ({kind})"
+    return f"argument {_quote(path)} must be {' or '.join(expected)}, got {_show(value)} ({kind})"
 
 
-def _shown(value: Any, most: int = _SHOWN) -> str:
+def _show(value: Any, max_chars: int = _MAX_SHOWN_CHARS) -> str:
     if isinstance(value, str):
-        value = value[:most]
+        value = value[:max_chars]
     text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= most + 2 else text[:most] + "..."
+    return text if len(text) <= max_chars + 2 else text[:max_chars] + "..."
 
 
-def _quoted(name: str) -> str:
-    return json.dumps(name[:_SHOWN], ensure_ascii=False)
+def _quote(name: str) -> str:
+    return json.dumps(name[:_MAX_SHOWN_CHARS], ensure_ascii=False)
 
 
-def _read(text: Any, schema: Any) -> Any:
-    """A text as the value that a schema wants."""
+def _decode(text: Any, schema: Any) -> Any:
+    """Decode an untyped argument, unless its schema takes a string."""
     kinds = _any_types(schema)
     if not isinstance(text, str) or not kinds or "string" in kinds:
         return text
@@ -193,14 +195,14 @@ def _read(text: Any, schema: Any) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         body = text.strip()
-    if body.lower() in _SPELLED:
-        return _SPELLED[body.lower()]
+    if body.lower() in _PYTHON_CONSTANTS:
+        return _PYTHON_CONSTANTS[body.lower()]
     value = literal(body)
     return text if value is None else value
 
 
 def _any_types(schema: Any) -> list[str]:
-    """The types that a schema takes, at least one of them if it says so at all."""
+    """Return the types that a schema names, those of its choices included."""
     if not isinstance(schema, dict):
         return []
     choices = schema.get("anyOf", schema.get("oneOf", ()))

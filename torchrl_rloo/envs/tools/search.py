@@ -1,4 +1,4 @@
-"""SearchTool: keyword search over a corpus in memory. Needs the extra ``tools``."""
+"""Keyword search tool over a corpus in memory. Requires the extra ``tools``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 
 from torchrl_rloo.envs.tools.tool import Tool
 
-# scripts without spaces between words are searched by character: kana, Chinese
+# Search scripts without spaces between words, kana and Chinese, by character
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
 
 
 class Document(NamedTuple):
-    """What can be found; the title may be empty."""
+    """Document of the corpus; the title may be empty."""
 
     title: str
     text: str
 
 
 class Hit(NamedTuple):
-    """A document that was found, its BM25 score, and the part of its text that has most of the query's words."""
+    """Matching document, its BM25 score, and the excerpt of its text with the most query words."""
 
     document: Document
     score: float
@@ -37,23 +37,23 @@ class Hit(NamedTuple):
 
 
 class SearchTool(Tool):
-    """Gives the policy the ``k`` documents that fit a query best by BM25, with title, score and an excerpt.
+    """Tool that returns the ``k`` best documents for a query by BM25, with title, score and excerpt.
 
-    Words count in any case and Unicode form; Chinese and Japanese are searched by character. The index is built once
-    and then only read: any number of threads may search at a time. Equal scores are in the order of the documents.
+    Case and Unicode form of words are ignored; Chinese and Japanese are searched by character. The index is built once
+    and only read afterwards, so any number of threads may search at a time. Ties keep the order of the documents.
 
     Args:
-        documents: texts; or mappings with a ``"text"`` and perhaps a ``"title"``; or the path of a ``.jsonl`` file with
-            one of either a line. Further entries are ignored.
-        k: how many documents a query gives at most.
-        max_chars: characters of a document's excerpt.
-        name: what the policy calls the tool.
-        description: for the policy; None is a general one.
-        timeout: seconds that a call may take, see :class:`Tool`.
+        documents: strings, or mappings with ``"text"`` and optionally ``"title"``, or the path of a ``.jsonl`` file
+            with one of either per line. Other entries are ignored.
+        k: maximum number of documents that a query returns.
+        max_chars: maximum length of an excerpt, in characters.
+        name: name of the tool for the policy.
+        description: description for the policy. None is a general one.
+        timeout: limit of a call, in seconds; see :class:`~torchrl_rloo.envs.tools.tool.Tool`.
 
     Raises:
-        ValueError: for a number below 1, no words in any document, or one that is no text and has none, by its place.
-        ImportError: without ``bm25s``.
+        ValueError: if ``k`` or ``max_chars`` is below 1, no document has a word, or a document has no text.
+        ImportError: if ``bm25s`` is not installed.
 
     Example:
         >>> search = SearchTool([
@@ -80,7 +80,7 @@ class SearchTool(Tool):
         for setting, value in (("k", k), ("max_chars", max_chars)):
             if value < 1:
                 raise ValueError(f"{setting}={value} must be at least 1")
-        query = {"type": "string", "description": "Words to look for."}
+        query = {"type": "string", "description": "Words to search for."}
         super().__init__(
             name,
             description or f"Searches a collection of documents and returns excerpts of the {k} best matches.",
@@ -88,14 +88,14 @@ class SearchTool(Tool):
             timeout=timeout,
         )
         self.k, self.max_chars = k, max_chars
-        self.documents = [_document(given, place) for given, place in _places(documents)]
+        self.documents = [_document(item, place) for item, place in _read_documents(documents)]
         self._index = _build_index(self.documents)
 
     def search(self, query: str) -> list[Hit]:
-        """The best documents, best first; those without any of the query's words are left out.
+        """Return up to ``k`` hits, best first; documents without any of the query's words are left out.
 
         Args:
-            query: words, of which those that no document has are ignored.
+            query: words to search for; words that no document has are ignored.
         """
         known = [word for word in words(query) if word in self._index.vocab_dict]
         if not known:
@@ -110,9 +110,9 @@ class SearchTool(Tool):
         ]
 
     def call(self, state: None, /, query: str) -> str:
-        """The best documents as text, or why there are none."""
+        """Return the best documents as text, or the reason why there are none."""
         if not words(query):
-            return "The query has no words. Give words to look for."
+            return "The query has no words. Give words to search for."
         hits = self.search(query)
         if not hits:
             return f"No document has any of the words of {query[:200]!r}. Try other words."
@@ -123,7 +123,7 @@ class SearchTool(Tool):
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are indexed.
+    """Split a text into normalized words, as the index does.
 
     Example:
         >>> words("Straße, ＡＢＣ and 東京")
@@ -133,12 +133,12 @@ def words(text: str) -> list[str]:
 
 
 def excerpt(text: str, wanted: Iterable[str], max_chars: int) -> str:
-    """At most ``max_chars`` characters of a text, where most of the wanted words are; ``...`` where more would follow.
+    """Return the part of a text that has the most of the wanted words, with ``...`` where text is left out.
 
     Args:
-        text: of a document.
-        wanted: words as :func:`words` gives them.
-        max_chars: the most characters, ellipses not counted.
+        text: text of a document.
+        wanted: normalized words, from :func:`words`.
+        max_chars: maximum length in characters, without ellipses.
 
     Example:
         >>> excerpt("one two three four five six seven eight", ["five"], 12)
@@ -148,28 +148,32 @@ def excerpt(text: str, wanted: Iterable[str], max_chars: int) -> str:
         return text.strip()
     wanted = set(wanted)
     found = [(m.start(), word) for m in _WORD.finditer(text) for word in words(m.group()) if word in wanted]
-    best, most, first, near = 0, 0, 0, Counter()
+
+    # Slide a window over the found words, to where it holds the most different ones
+    best, max_distinct, first, in_window = 0, 0, 0, Counter()
     for position, word in found:
-        near[word] += 1
+        in_window[word] += 1
         while position - found[first][0] > max_chars * 0.8:
-            gone, first = found[first][1], first + 1
-            near[gone] -= 1
-            if not near[gone]:
-                del near[gone]
-        if len(near) > most:
-            best, most = found[first][0], len(near)
+            passed, first = found[first][1], first + 1
+            in_window[passed] -= 1
+            if not in_window[passed]:
+                del in_window[passed]
+        if len(in_window) > max_distinct:
+            best, max_distinct = found[first][0], len(in_window)
+
+    # Cut between words, unless a word is too long for that
     start = max(0, min(best - max_chars // 5, len(text) - max_chars))
     end = start + max_chars
-    if start:  # not in the middle of a word, unless it is longer than any should be
+    if start:
         start = min((m.end() for m in re.finditer(r"\s", text[start : start + max_chars // 5])), default=0) + start
     cut = text[start:end] if end >= len(text) else text[start:end].rpartition(" ")[0] or text[start:end]
     return f"{'... ' if start else ''}{cut.strip()}{' ...' if end < len(text) else ''}"
 
 
-def _places(documents: str | os.PathLike | Iterable[str | Mapping[str, Any]]) -> Iterable[tuple[Any, str]]:
-    """The documents, with where each is."""
+def _read_documents(documents: str | os.PathLike | Iterable[str | Mapping[str, Any]]) -> Iterable[tuple[Any, str]]:
+    """Yield each document with its place, for error messages."""
     if not isinstance(documents, str | os.PathLike):
-        yield from ((given, f"document {i}") for i, given in enumerate(documents))
+        yield from ((item, f"document {i}") for i, item in enumerate(documents))
         return
     with Path(documents).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -181,17 +185,17 @@ def _places(documents: str | os.PathLike | Iterable[str | Mapping[str, Any]]) ->
                     raise ValueError(f"{place} is not JSON: {error}") from error
 
 
-def _document(given: Any, place: str) -> Document:
-    if isinstance(given, str):
-        return Document("", given)
-    if not isinstance(given, Mapping) or not isinstance(given.get("text"), str):
-        raise ValueError(f"{place} must be a text or have one as 'text', got {given!r:.100}")
-    return Document(str(given.get("title") or ""), given["text"])
+def _document(item: Any, place: str) -> Document:
+    if isinstance(item, str):
+        return Document("", item)
+    if not isinstance(item, Mapping) or not isinstance(item.get("text"), str):
+        raise ValueError(f"{place} must be a string or a mapping with a string 'text', got {item!r:.100}")
+    return Document(str(item.get("title") or ""), item["text"])
 
 
 @contextmanager
 def _without_numba() -> Iterator[None]:
-    """Keeps an import from numba, which it can do without: where llvmlite is loaded vLLM's CPU build does not start."""
+    """Hide numba from an import that can do without it: vLLM's CPU build does not start once llvmlite is loaded."""
     if "numba" in sys.modules:
         yield
         return
@@ -214,7 +218,7 @@ def _build_index(documents: Sequence[Document]) -> Any:
         for title, text in documents
     ]
     if not vocabulary:
-        raise ValueError(f"documents={documents!r:.100} have no word to search for")
+        raise ValueError(f"documents={documents!r:.100} must have at least one word to search for")
     index = bm25s.BM25()
     index.index((ids, vocabulary), show_progress=False, create_empty_token=False)
     return index

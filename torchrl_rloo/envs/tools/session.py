@@ -1,4 +1,4 @@
-"""ToolSession: the tools as one trajectory has them, with its own state of each."""
+"""Tool calls of one trajectory, with the trajectory's state of each tool."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ToolSession:
-    """Makes the calls of one trajectory. States are opened at the first call that needs them.
+    """Session that makes the calls of one trajectory and opens a tool's state at the first call that needs it.
 
-    It belongs to the conversations' loop (:mod:`torchrl_rloo.envs.event_loop`). No call raises: what goes wrong becomes
-    a text for the policy. A call that is cancelled, or takes too long, is left behind; its tool's state is closed, so
-    that nobody else uses it.
+    It must be used on the loop of conversations (:mod:`torchrl_rloo.envs.event_loop`). No call raises: errors become
+    texts for the policy. A call that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so
+    that no later call uses it.
 
     Args:
-        tools: those that may be called.
-        columns: the dataset's columns of the trajectory's row.
-        timeout: seconds that a call may take, besides the tool's own limit; and the closing of a state.
-        max_chars: of what the policy is shown of one result; the rest is cut.
+        tools: tools that may be called.
+        columns: dataset columns of the trajectory's row.
+        timeout: limit of a call, in addition to the tool's own, and of closing a state, in seconds.
+        max_chars: characters of a result that the policy is shown; the rest is cut.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class ToolSession:
         self.tools, self.columns, self.timeout, self.max_chars = tools, columns, timeout, max_chars
         self._states: dict[Hashable, _State] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._orders: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._order_locks: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.closed = False
 
     async def call(self, call: ToolCall | MalformedCall, *, deadline: float = float("inf")) -> ToolResult:
-        """Makes one call.
+        """Make one call.
 
         Args:
-            call: as a parser read it.
-            deadline: second of ``time.monotonic()`` until which it may take.
+            call: call from a parser.
+            deadline: time of ``time.monotonic()`` at which the call times out, in seconds.
         """
         if isinstance(call, MalformedCall):
             return ToolResult("", self._error(f"the call could not be read: {call.error}"), "malformed")
@@ -64,7 +64,7 @@ class ToolSession:
             return ToolResult(tool.name, self._error(str(error)), "invalid")
         if not tool.in_order:
             return await self._make(tool, arguments, deadline)
-        async with self._orders[tool.state_of]:  # first come, first served
+        async with self._order_locks[tool.state_of]:  # asyncio locks are first come, first served
             return await self._make(tool, arguments, deadline)
 
     async def _make(self, tool: Tool, arguments: dict[str, Any], deadline: float) -> ToolResult:
@@ -74,24 +74,24 @@ class ToolSession:
         if deadline <= now:
             return ToolResult(tool.name, self._error(f"there was no time left for {tool.name}"), "timed_out")
         try:
-            made = await self._state(tool, deadline - now)
-            if made.ok:
-                made = await self._call(tool, made.value, arguments, deadline)
+            outcome = await self._state(tool, deadline - now)
+            if outcome.ok:
+                outcome = await self._call(tool, outcome.value, arguments, deadline)
         except TimeoutError:
             lost = " and its state is lost" if tool.in_order and tool.state_of not in self._states else ""
             message = f"{tool.name} took longer than {deadline - now:.3g} s{lost}"
             return ToolResult(tool.name, self._error(message), "timed_out")
-        if made.ok:
-            return ToolResult(tool.name, made.value, "ok")
-        return ToolResult(tool.name, self._error(made.value), "timed_out" if made.late else "failed")
+        if outcome.ok:
+            return ToolResult(tool.name, outcome.value, "ok")
+        return ToolResult(tool.name, self._error(outcome.value), "timed_out" if outcome.timed_out else "failed")
 
     async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], deadline: float) -> _Outcome:
-        work = _guarded(tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
+        work = _guard(tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
         held = self._states.get(tool.state_of)
         try:
             return await event_loop.call(work, timeout=max(0.0, deadline - time.monotonic()))
         except (TimeoutError, asyncio.CancelledError):
-            if self._states.get(tool.state_of) is held:  # calls that run together may have lost it already
+            if self._states.get(tool.state_of) is held:  # a concurrent call may have dropped it already
                 self._drop(tool.state_of)
             raise
 
@@ -99,9 +99,9 @@ class ToolSession:
         if not _has_state(tool):
             return _Outcome(True, None)
         if self.closed:
-            raise RuntimeError(f"the session is closed, so {tool.name} cannot be called")
+            raise RuntimeError(f"the session is closed: {tool.name} cannot be called")
         if tool.state_of not in self._states:
-            work = event_loop.call(_guarded(tool.open, (self.columns,)))
+            work = event_loop.call(_guard(tool.open, (self.columns,)))
             self._states[tool.state_of] = _State(tool, asyncio.get_running_loop().create_task(work))
         held = self._states[tool.state_of]
         done, _ = await asyncio.wait({held.opening}, timeout=seconds)
@@ -112,7 +112,7 @@ class ToolSession:
         return held.opening.result()
 
     def _drop(self, state_of: Hashable) -> None:
-        """Closes a state in the background."""
+        """Close a state in the background."""
         state = self._states.pop(state_of, None)
         if state is not None:
             closing = asyncio.get_running_loop().create_task(self._close(*state))
@@ -124,15 +124,15 @@ class ToolSession:
         if not state.ok:
             return
         try:
-            closed = await event_loop.call(_guarded(tool.close, (state.value,)), timeout=self.timeout)
+            outcome = await event_loop.call(_guard(tool.close, (state.value,)), timeout=self.timeout)
         except TimeoutError:
             _LOGGER.warning("closing the state of tool %s took longer than %g s", tool.name, self.timeout)
         else:
-            if not closed.ok:
-                _LOGGER.warning("closing the state of tool %s failed: %s", tool.name, closed.value)
+            if not outcome.ok:
+                _LOGGER.warning("closing the state of tool %s failed: %s", tool.name, outcome.value)
 
     async def close(self) -> None:
-        """Closes all states, each exactly once; those that take too long are left to themselves."""
+        """Close each state exactly once, and stop waiting after ``timeout`` seconds."""
         self.closed = True
         for state_of in list(self._states):
             self._drop(state_of)
@@ -144,40 +144,40 @@ class ToolSession:
 
 
 class _State(NamedTuple):
-    """A state, with the tool that opened it."""
+    """State of a trajectory, with the tool that opened it."""
 
     tool: Tool
-    opening: asyncio.Task[_Outcome]  # goes on if who waits for it is cancelled
+    opening: asyncio.Task[_Outcome]  # continues if its waiter is cancelled
 
 
 class _Outcome(NamedTuple):
-    """What a tool's method gave, or the message of what it raised."""
+    """Result of a tool's method, or the message of the error that it raised."""
 
     ok: bool
     value: Any
-    late: bool = False
+    timed_out: bool = False
 
 
 def _has_state(tool: Tool) -> bool:
     return type(tool).open is not Tool.open
 
 
-def _guarded(
+def _guard(
     method: Callable[..., Any],
     args: tuple[Any, ...],
     arguments: Mapping[str, Any] | None = None,
-    made_of: Callable[[Any], Any] = lambda value: value,
+    convert: Callable[[Any], Any] = lambda value: value,
 ) -> Callable[[], Any]:
-    """A call of a tool's method that raises nothing, with the work on its result where the method itself is run.
+    """Wrap a call of a tool's method and the conversion of its result, so that it raises nothing.
 
-    Not even SystemExit gets out, which would end the loop that it is raised on.
+    It also catches ``SystemExit``, which would end the loop.
     """
     arguments = arguments or {}
     if is_async(method):
 
         async def work() -> _Outcome:
             try:
-                return _Outcome(True, made_of(await method(*args, **arguments)))
+                return _Outcome(True, convert(await method(*args, **arguments)))
             except BaseException as error:
                 return _failed(method, error)
 
@@ -185,7 +185,7 @@ def _guarded(
 
         def work() -> _Outcome:
             try:
-                return _Outcome(True, made_of(method(*args, **arguments)))
+                return _Outcome(True, convert(method(*args, **arguments)))
             except BaseException as error:
                 return _failed(method, error)
 
@@ -203,9 +203,9 @@ def _failed(method: Callable[..., Any], error: BaseException) -> _Outcome:
     return _Outcome(False, message, isinstance(error, (TimeoutError, asyncio.TimeoutError)))
 
 
-def _text(value: Any, most: int) -> str:
-    """A result as the policy is shown it: not too long, and of characters that every tokenizer can encode."""
+def _text(value: Any, max_chars: int) -> str:
+    """Return a result as text for the policy, cut to the limit, with characters that every tokenizer can encode."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    if len(text) > most:
-        text = f"{text[:most]}\n[{len(text) - most} more characters are left out]"
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}\n[{len(text) - max_chars} more characters are left out]"
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")

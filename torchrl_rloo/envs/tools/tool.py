@@ -1,4 +1,4 @@
-"""Tool: a named, typed callable that the policy may call; one state of it per trajectory, if it has any."""
+"""Tools: named, typed callables for the policy, with an optional state per trajectory."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ToolError(Exception):
-    """What a tool raises to tell the policy, in its own words, that a call has failed."""
+    """Error of a tool whose message is shown to the policy as it is; the call counts as failed."""
 
 
 class State(dict):
-    """What a function keeps for one trajectory: annotate a parameter with it, and the policy never sees that one."""
+    """Dict that a function keeps for one trajectory; a parameter annotated with it is hidden from the policy."""
 
 
 class Columns(dict):
-    """The dataset's columns of the row at hand: annotate a parameter with it, and the policy never sees that one."""
+    """Dataset columns of the trajectory's row; a parameter annotated with it is hidden from the policy."""
 
 
 class Tool:
-    """Something that the policy may call by its name, with arguments that a JSON Schema describes.
+    """Base of tools that the policy calls by name, with arguments described by a JSON Schema.
 
-    For a plain function use :func:`tool`. A subclass implements :meth:`call` and, if it keeps something for a
-    trajectory, :meth:`open` and :meth:`close`. All three may be sync or async. Sync ones run on daemon threads, each
-    call on its own; async ones on the users' loop of :mod:`torchrl_rloo.envs.event_loop`.
+    For a plain function use :func:`tool`. A subclass implements :meth:`call` and, if it has a state per trajectory,
+    :meth:`open` and :meth:`close`. Each may be sync or async. A sync call runs on a separate daemon thread, an async
+    call on the loop of user code in :mod:`torchrl_rloo.envs.event_loop`.
 
     Args:
-        name: letters, digits and ``_ . -``, at most 64.
-        description: what it does, for the policy.
+        name: name of at most 64 letters, digits and ``_ . -``.
+        description: description for the policy.
         parameters: JSON Schema of the arguments: ``{"type": "object", "properties": ..., "required": [...]}``.
-        timeout: seconds that a call may take; None leaves it to who calls. The state of a call that took longer is
-            closed, and the next call opens another; a tool that can go on with its state keeps its own, shorter limit.
+        timeout: limit of a call, in seconds. None leaves it to the caller. After a timeout the state is closed, and the
+            next call opens another. A tool that can continue with its state should enforce a shorter limit itself.
 
     Attributes:
-        in_order: whether the calls of one trajectory come one after another, in the policy's order; otherwise those of
-            one turn run together. True for tools that have a state, unless a subclass says otherwise.
-        state_of: what the state is kept under, the name by default. Tools that have the same share one state in each
-            trajectory, which any of them may open or close, and one order of calls.
+        in_order: True if the calls of a trajectory run one at a time, in the policy's order; otherwise the calls of a
+            turn run concurrently. True by default for tools with a state.
+        state_of: key of the state in a trajectory; the name by default. Tools with the same key share one state, which
+            any of them may open or close, and one order of calls.
 
     Raises:
-        ValueError: for a bad name, schema or limit.
+        ValueError: if the name, schema or limit is invalid.
 
     Example:
         >>> class Dice(Tool):
@@ -66,56 +66,56 @@ class Tool:
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any], *, timeout: float | None = None):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"name={name!r} must be at most 64 letters, digits and _ . -")
+            raise ValueError(f"name={name!r} must be 1 to 64 letters, digits and _ . -")
         if parameters.get("type") != "object":
             raise ValueError(f"parameters of {name} must be a schema of type 'object', got {dict(parameters)!r:.200}")
         if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout} of {name} must be above 0 seconds, or None")
+            raise ValueError(f"timeout={timeout} of {name} must be None or above 0")
         self.name, self.description, self.parameters, self.timeout = name, description, dict(parameters), timeout
         self.in_order = type(self).open is not Tool.open
         self.state_of: Hashable = name
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What chat templates take as one of ``tools``."""
+        """Schema that chat templates take as one of ``tools``."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     def open(self, columns: Mapping[str, Any]) -> Any:
-        """Makes the state of a trajectory, at its first call.
+        """Open the state of a trajectory, at its first call.
 
         Args:
-            columns: the dataset's columns of its row.
+            columns: dataset columns of the trajectory's row.
         """
         return None
 
     def call(self, state: Any, /, **arguments: Any) -> Any:
-        """Does what the policy asks for.
+        """Run one call of the policy.
 
         Args:
-            state: what :meth:`open` gave.
-            **arguments: as the policy gave them; they fit the schema.
+            state: state from :meth:`open`.
+            **arguments: arguments of the policy, which fit the schema.
 
         Returns:
-            A text for the policy, or anything that can be written as JSON.
+            A string for the policy, or any value that JSON can represent.
 
         Raises:
-            ToolError: with a message for the policy. Any other error reaches it with its type and its message.
+            ToolError: with a message for the policy. The policy sees other errors with their type and message.
         """
         raise NotImplementedError
 
     def close(self, state: Any) -> None:
-        """Frees a state; called exactly once for every one that was opened."""
+        """Release a state; called exactly once for each opened state."""
 
 
 class FunctionTool(Tool):
-    """A function as a tool; see :func:`tool`."""
+    """Tool made of a function; see :func:`tool`."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout: float | None = None):
-        self.function, self._unseen = function, _unseen(function)
-        schema = function_schema(function, hidden=self._unseen)["function"]
+        self.function, self._hidden_types = function, _hidden_types(function)
+        schema = function_schema(function, hidden=self._hidden_types)["function"]
         super().__init__(name or schema["name"], schema["description"], schema["parameters"], timeout=timeout)
-        self.in_order = State in self._unseen.values()
+        self.in_order = State in self._hidden_types.values()
         self.call = self._call_async if is_async(function) else self._call
 
     def _call(self, state: Mapping[str, Any] | None, /, **arguments: Any) -> Any:
@@ -125,38 +125,38 @@ class FunctionTool(Tool):
         return await self.function(**(state or {}), **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, for other code."""
+        """Call the function directly."""
         return self.function(*args, **kwargs)
 
 
-class _StatefulFunction(FunctionTool):
-    """A function with parameters that the policy does not see."""
+class _StatefulFunctionTool(FunctionTool):
+    """Tool made of a function with hidden parameters."""
 
     def open(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of those parameters, by name."""
-        return {name: kind() if kind is State else kind(columns) for name, kind in self._unseen.items()}
+        """Return the values of the hidden parameters by name."""
+        return {name: kind() if kind is State else kind(columns) for name, kind in self._hidden_types.items()}
 
 
-def _unseen(function: Callable[..., Any]) -> dict[str, type]:
+def _hidden_types(function: Callable[..., Any]) -> dict[str, type]:
     return {n: kind for n, kind in get_type_hints(function).items() if n != "return" and kind in (State, Columns)}
 
 
 def tool(
     function: Callable[..., Any] | None = None, *, name: str | None = None, timeout: float | None = None
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Makes a tool of a typed function, sync or async; the schema is that of its signature and Google docstring.
+    """Make a tool of a typed function, sync or async; its schema comes from its signature and Google docstring.
 
-    A parameter annotated with :class:`State` is a dict of the trajectory's own, one annotated with :class:`Columns` has
-    the dataset's columns of its row; the policy sees neither, and they need no description.
+    A parameter annotated with :class:`State` receives a dict kept for the trajectory, one annotated with
+    :class:`Columns` the dataset columns of its row. Both are hidden from the policy and need no description.
 
     Args:
-        function: with a docstring that describes each argument, and a type hint for each: ``str``, ``int``, ``float``,
-            ``bool``, ``list[...]``, ``dict[str, ...]``, ``Literal[...]``, unions of these and None.
-        name: None is the function's own.
-        timeout: seconds that a call may take; None leaves it to who calls.
+        function: function with a description and a type hint for each argument: ``str``, ``int``, ``float``, ``bool``,
+            ``list[...]``, ``dict[str, ...]``, ``Literal[...]``, or unions of these and None.
+        name: name of the tool. None is the function's name.
+        timeout: limit of a call, in seconds. None leaves it to the caller.
 
     Raises:
-        ValueError: if the function has no docstring, or an argument no type hint or no description; for what is no
+        ValueError: if the docstring, a type hint or an argument's description is missing, or ``function`` is not a
             function or method.
 
     Example:
@@ -175,6 +175,6 @@ def tool(
     if function is None:
         return partial(tool, name=name, timeout=timeout)
     if not inspect.isroutine(function):
-        raise ValueError(f"{function!r:.100} cannot become a tool: write a function or a method around it")
-    kind = _StatefulFunction if _unseen(function) else FunctionTool
-    return kind(function, name=name, timeout=timeout)
+        raise ValueError(f"{function!r:.100} cannot become a tool: wrap it in a function or a method")
+    tool_class = _StatefulFunctionTool if _hidden_types(function) else FunctionTool
+    return tool_class(function, name=name, timeout=timeout)
