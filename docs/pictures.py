@@ -21,7 +21,7 @@ COLUMNS = {  # where each folder stands from left to right in the module map, in
 }  # fmt: skip
 STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, fill
     ("DataLoadingPrimer", "draws a prompt and copies it once for each generation", ("QUERY", "GROUP_ID"), BLUE),
-    ("ChatEnv.reset", "encodes the prompt with the chat template", ("PROMPT_TOKENS", "TOKENS"), BLUE),
+    ("ChatEnv.reset", "encodes the prompt with the chat template", ("PROMPT_TOKENS",), BLUE),
     ("policy", "samples a turn and records each token's log-prob", ("TOKENS", "ACTION_MASK", "LOG_PROBS"), GREEN),
     ("ChatEnv.step", "ends the row, or appends encoded feedback", ("STOP_REASON", "DONE"), BLUE),
     ("reward transforms", "score the finished trajectory", ("REWARDS", "REWARD", "REF_LOG_PROBS"), BLUE),

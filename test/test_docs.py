@@ -15,13 +15,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torchrl.data import ReplayBuffer
 
 from support.recipes import settings
 from torchrl_rloo.cli.main import RECIPES
 from torchrl_rloo.cli.schema import check_names
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics import DEFINITIONS
+from torchrl_rloo.embedded import build_model, build_tokenizer
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import KLRewardTransform
+from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import PRESETS, make_method
-from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -231,3 +239,37 @@ def test_every_setting_of_trl_is_translated():
     told = {name.strip() for rows in library["settings"].values() for key in rows for name in key.split(",")}
     assert wanted == told
     assert f"TRL {'.'.join(version('trl').split('.')[:2])}" in library["introduction"]
+
+
+def test_a_row_gains_the_keys_of_its_picture_in_that_order():
+    """Each stage of ``docs/pictures/row.svg`` writes the keys that the picture names, and no earlier stage does."""
+    tokenizer = build_tokenizer()
+    engine = ScriptedEngine(lambda request, index: ScriptedTurn([5 + index, tokenizer.eos_token_id]))
+    policy = vLLMWrapper(engine, tokenizer=tokenizer)
+    scorer = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate=False)
+    env = DatasetChatEnv(
+        load_prompts([{"prompt": "1+1?"}]),
+        tokenizer,
+        prompts_per_batch=1,
+        num_generations=2,
+        rewards=lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
+        after_rewards=[KLRewardTransform(scorer, kl_to_ref_coeff=0.0)],
+    )
+    rows = env.reset()
+    seen = {"DataLoadingPrimer": rows, "ChatEnv.reset": rows}
+    seen["policy"] = policy(rows.clone())
+    stepped = env.step(seen["policy"].clone())
+    seen |= {"ChatEnv.step": stepped, "reward transforms": stepped}
+    collected = seen["LLMCollector"] = LLMCollector(env, policy).collect()
+    buffer = ReplayBuffer(storage=RowStorage(), transform=MCAdvantage(), batch_size=2)
+    buffer.extend(tensor_rows(collected))
+    seen["MCAdvantage"] = buffer.sample()
+
+    before: set = set()
+    for who, _, names, _ in load(DOCS / "pictures.py").STAGES:
+        written = {getattr(keys, name) for name in names}
+        present = set(seen[who].keys(True)) if who in seen else written
+        assert written <= present, who
+        new = written - {keys.ACTION_MASK, keys.LOG_PROBS}  # empty after a reset, longer after each turn
+        assert not new & before, who
+        before |= present if who not in ("DataLoadingPrimer", "ChatEnv.step") else set()
