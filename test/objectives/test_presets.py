@@ -324,9 +324,7 @@ def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
     own = PRESETS[name].kl
     kl = {"where": where} | ({} if own else {"coeff": 0.05})
     if where == "token" and PRESETS[name].loss["ratio"] == "sequence":
-        with pytest.raises(
-            ValueError, match="loss.ratio='sequence' takes one for all: set kl.where='reward' or 'loss'"
-        ):
+        with pytest.raises(ValueError, match="loss.ratio='sequence'; set kl.where='reward' or 'loss'"):
             method_of(name, kl=kl)
         return
     method = method_of(name, kl=kl)
@@ -349,15 +347,15 @@ def test_a_kl_object_is_taken_as_it_is_and_one_without_a_place_is_off():
         (
             "rloo_trl",
             {"loss": {"kl_to_ref_coeff": 0.04}},
-            r"loss.kl_to_ref_coeff is set in kl: use kl.coeff=... \(with",
+            r"loss.kl_to_ref_coeff belongs to kl; set kl.coeff=... \(with",
         ),
-        ("rloo_trl", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=... .*kl.where=token"),
-        ("grpo", {"loss": {"kl_to_ref_coeff": 0.1}}, "use kl.coeff=... .*kl.where=loss"),
-        ("rloo_openrlhf", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=..."),
-        ("rloo_trl", {"loss": {"kl_to_ref_coeff": 0.04}, "kl": "default"}, "use kl.coeff=..."),
-        ("grpo", {"loss": {"kl_estimator": "k1"}}, "use kl.estimator=..."),
-        ("rloo_openrlhf", {"advantage": {"kl_clip": 1.0}}, "use kl.clip=..."),
-        ("grpo", {"advantage": {"kl": KL("token", 0.1)}}, "advantage.kl is set in kl: use kl=..."),
+        ("rloo_trl", {"advantage": {"token_kl_coeff": 0.01}}, "set kl.coeff=... .*kl.where=token"),
+        ("grpo", {"loss": {"kl_to_ref_coeff": 0.1}}, "set kl.coeff=... .*kl.where=loss"),
+        ("rloo_openrlhf", {"advantage": {"token_kl_coeff": 0.01}}, "set kl.coeff=..."),
+        ("rloo_trl", {"loss": {"kl_to_ref_coeff": 0.04}, "kl": "default"}, "set kl.coeff=..."),
+        ("grpo", {"loss": {"kl_estimator": "k1"}}, "set kl.estimator=..."),
+        ("rloo_openrlhf", {"advantage": {"kl_clip": 1.0}}, "set kl.clip=..."),
+        ("grpo", {"advantage": {"kl": KL("token", 0.1)}}, "advantage.kl belongs to kl; set kl=..."),
     ],
 )
 def test_a_kl_elsewhere_is_refused_with_the_setting_to_use(name, settings, message):
@@ -435,14 +433,14 @@ def test_numbers_that_a_run_gives_may_be_set():
         ({"kl": {"coeff": 0.1, "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='reward'"),
         ({"kl": {"where": "loss", "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='loss'"),
         ({"kl": {"where": "token", "clip": 0.0}}, "kl.clip=0.0 must be None or a number above 0"),
-        ({"kl": {"coeff": 0.0, "target": 1.0}}, "kl.target=1.0 adapts a coefficient, but kl.coeff is 0"),
+        ({"kl": {"coeff": 0.0, "target": 1.0}}, "kl.target=1.0 requires a coefficient to adapt; set kl.coeff above 0"),
         ({"kl": {"coeff": 0.1, "target": 0.0}}, "target=0.0 must be a number above 0"),
         ({"name": "dr_grpo", "max_new_tokens": None}, "loss.aggregation='constant' requires length"),
         ({"name": "reinforce_pp", "prompts_per_step": None}, "advantage.normalize='whiten' requires groups"),
         ({"advantage": {"credit": "normalize_then_sum"}}, "advantage.credit='normalize_then_sum' requires weights"),
         (
             {"advantage": {"normalize": {"name": "whiten", "groups": 3}}},
-            "groups=3 is more than prompts_per_step=2, so no batch would be complete",
+            "groups=3 must be at most prompts_per_step=2, or no batch would be complete",
         ),
     ],
 )

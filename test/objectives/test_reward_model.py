@@ -133,7 +133,7 @@ def test_no_rows_have_a_gradient_of_zeros(reward_model, pairs):
     [
         ({"centering_coeff": -0.1}, "centering_coeff=-0.1 must be a finite number of at least 0"),
         ({"batch_sum_coeff": math.inf}, "batch_sum_coeff=inf"),
-        ({"label_smoothing": 0.5}, "label_smoothing=0.5 must be at least 0 and below 0.5"),
+        ({"label_smoothing": 0.5}, r"label_smoothing=0.5 must be in \[0, 0.5\)"),
     ],
 )
 def test_settings_out_of_range_are_refused(reward_model, bad, message):
