@@ -75,7 +75,7 @@ def test_help_of_a_recipe_names_the_command(capsys, name):
         (["run", "rloo", "seed=one"], 1, "seed=one must be an integer"),
         (["evaluate", "eval.num_sample=3"], 1, "unknown setting eval.num_sample: did you mean eval.num_samples?"),
         (["run", "reward_model", "task=gsm8k"], 1, "unknown setting task"),
-        (["cp", "rloo", "mine"], 1, "mine must be the name of a Python file: mine.py"),
+        (["cp", "rloo", "mine"], 1, "target=mine must be the name of a Python file"),
         (["cp", "rloo", "mine.py", "sed=1"], 1, "unknown setting sed: did you mean seed?"),
         (["serve", "m", "--prot", "8001"], 1, "unrecognized arguments: --prot"),
     ],

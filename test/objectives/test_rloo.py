@@ -379,7 +379,7 @@ def test_printing_an_output_shows_its_loss(make_loss, rows):
 
 
 def test_a_mean_over_loss_and_metrics_is_refused(make_loss, rows):
-    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics: use .loss"):
+    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics; use .loss"):
         make_loss()(rows).mean(reduce=True)
 
 

@@ -93,7 +93,7 @@ def test_pairs_are_cut_by_their_number(policy, tmp_path):
         gradients.append(torch.cat([p.grad.flatten() for p in classifier.parameters()]))
         loss_fn.zero_grad()
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="max_tokens=9 is for rows, not for pairs"):
+    with pytest.raises(ValueError, match="max_tokens=9 cannot be used with preference pairs"):
         accumulate(loss_fn, pairs, max_tokens=9)
     with pytest.raises(ValueError, match="micro_batch_size=0 must be at least 1"):
         accumulate(loss_fn, pairs, micro_batch_size=0)
