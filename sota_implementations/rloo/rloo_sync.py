@@ -22,7 +22,9 @@ class Config(c.RunConfig):
     """Settings of RLOO training."""
 
     output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
-    algorithm: str = "rloo_trl"  # or rloo, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
+    algorithm: str = (
+        "rloo_trl"  # method: rloo[_trl|_openrlhf], grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
+    )
     loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
     advantage: dict[str, c.Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
     lora: c.Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights
@@ -311,7 +313,7 @@ def make_source(
         if advantage.compares_groups:
             raise ValueError(
                 "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
-                "groups; set it to null, or use an algorithm that compares rows of one group (rloo, grpo, dapo)"
+                "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
             )
         settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
         returns = problem.rewards.returns(each=isinstance(advantage.credit, replay.NormalizeThenSum))

@@ -160,7 +160,7 @@ def few_pairs(tmp_path_factory) -> str:
         (["train.steps=0"], "steps=0"),
         (["resume=yes"], "resume=yes: unknown; valid: auto"),
         (["data.eval_size=0"], "data.eval_size=0 must be at least 1"),
-        (["data.max_length=3"], "training pairs are longer than 3 tokens: raise data.max_length"),
+        (["data.max_length=3"], "training pairs are longer than 3 tokens; raise data.max_length"),
         (["data.options.drop_bad_row=true"], "drop_bad_row"),
         (["data.type=chatml.unknown"], "type='chatml.unknown' is none"),
         (["loss.centering_coeff=-1"], "centering_coeff=-1"),

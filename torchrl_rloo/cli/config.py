@@ -134,7 +134,7 @@ class SamplerConfig:
 class ExecutorConfig:
     """Execution of reward functions."""
 
-    mode: str = "inline"  # inline, thread (functions that wait), or process (a hang or crash costs one sample)
+    mode: str = "inline"  # executor: inline, thread (for waiting functions), process (a hang costs one sample)
     workers: int | None = None  # number of threads or processes; null: the default of the mode
     timeout: float | None = None  # seconds per sample; null: the default of the mode
     rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode
@@ -144,7 +144,9 @@ class ExecutorConfig:
 class RewardConfig:
     """Reward functions and their combination."""
 
-    functions: list[Any] | None = None  # names, dotted paths, or {_target_: name, argument: value}; null: the task's
+    functions: list[Any] | None = (
+        None  # functions: names, dotted paths or {_target_: name, key: value}; null: the task's
+    )
     weights: list[float] | None = None  # weight of each function; null: 1 each, or the task's
     clip_range: list[float] | None = None  # bounds [low, high] of the weighted sum; null: no clipping
     max_consecutive_failures: int | None = 100  # consecutive failed samples that stop the run; null: never stop
@@ -284,7 +286,9 @@ class LoggerConfig:
     """Metrics and tables of a run."""
 
     samples: int = 8  # rows per table of samples; 0: no tables
-    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])  # any of tensorboard, csv, wandb, mlflow
+    loggers: list[str] = field(
+        default_factory=lambda: ["tensorboard"]
+    )  # loggers to use: tensorboard, csv, wandb, mlflow
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 
@@ -335,7 +339,7 @@ class RunConfig:
 
     seed: int = 0  # seed of prompts, samples, minibatches and the built-in model's warm start
     threads: int | None = 1  # CPU threads; null: torch's choice; the same number repeats a run bit for bit
-    resume: str = "auto"  # auto: with the same settings; extend: more steps, other engine or eval; never: start over
+    resume: str = "auto"  # resumption: auto (same settings), extend (also more steps, other engine or eval), never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
