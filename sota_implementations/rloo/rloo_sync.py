@@ -22,9 +22,7 @@ class Config(c.RunConfig):
     """Settings of RLOO training."""
 
     output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
-    algorithm: str = (
-        "rloo_trl"  # method: rloo[_trl|_openrlhf], grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
-    )
+    algorithm: str = "rloo_trl"  # method: rloo[_trl|_openrlhf], [dr_]grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
     loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
     advantage: dict[str, c.Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
     lora: c.Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights

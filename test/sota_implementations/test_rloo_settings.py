@@ -1,4 +1,4 @@
-"""The recipe's methods and options of a step, and settings that it refuses."""
+"""Methods and step options of the recipe, and settings that it refuses."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ METHODS = {  # estimator, normalization of advantages, ratio, surrogate, aggrega
 
 
 class Reached(Exception):
-    """Ends a run where its loss is made."""
+    """Exception that ends a run when its loss is built."""
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch, method):
-    """Those of its paper reach advantages, environment and loss; any other method has others."""
+    """The settings of the paper reach advantages, environment and loss, and differ from those of every other method."""
     estimator, normalize, ratio, surrogate, aggregation, kl = METHODS[method]
     recipe, made = load_recipe("rloo"), {}
 
@@ -170,7 +170,7 @@ def test_a_wrong_setting_is_refused_at_once(bad, message):
 
 
 @pytest.mark.parametrize("text", ["Think, then {answer}: it's [easy]", "a=b", r"C:\\dir\\", "'quoted, too'"])
-def test_text_needs_no_quotes_of_its_own(text):
+def test_text_needs_no_extra_quotes(text):
     cfg = settings("rloo", f"data.system_prompt={text}")
     assert cfg.data.system_prompt == text.strip("'")
 

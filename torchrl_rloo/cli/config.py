@@ -144,9 +144,7 @@ class ExecutorConfig:
 class RewardConfig:
     """Reward functions and their combination."""
 
-    functions: list[Any] | None = (
-        None  # functions: names, dotted paths or {_target_: name, key: value}; null: the task's
-    )
+    functions: list[Any] | None = None  # names, dotted paths or {_target_: name, key: value}; null: the task's
     weights: list[float] | None = None  # weight of each function; null: 1 each, or the task's
     clip_range: list[float] | None = None  # bounds [low, high] of the weighted sum; null: no clipping
     max_consecutive_failures: int | None = 100  # consecutive failed samples that stop the run; null: never stop
