@@ -150,6 +150,7 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
 def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
     """Load the policy, and the engine that samples for it; None if the Hugging Face model samples."""
     turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}, cfg.inference.engine
+    # Without an engine the Hugging Face model samples
     if arguments is None:
         model, tokenizer = load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
         return TransformersWrapper(model, tokenizer=tokenizer, **turns), None

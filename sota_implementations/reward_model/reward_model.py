@@ -162,6 +162,7 @@ def load_pairs(
     max_length = cfg.data.max_length or context_length(model) or inf
     options = given(cfg.data, "max_length", "options") | cfg.data.options
     options |= {"source": addition_preferences()} if cfg.data.source == "embedded" else {}
+    # Encode both sets, and drop pairs that do not fit the model
     sets = []
     for examples, word in zip(load_preference_splits(**options, seed=cfg.seed), ("training", "held-out"), strict=True):
         rows = encode_pairs(examples, tokenizer).unbind(0)

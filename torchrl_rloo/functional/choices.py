@@ -29,15 +29,18 @@ def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
         >>> resolve("surrogate", {"name": "clip", "low": 0.1, "high": 0.3}, SURROGATES)
         Clip(low=0.1, high=0.3, dual=None)
     """
+    # Return an object that is already built
     if not isinstance(spec, (str, Mapping)):
         classes = tuple(entry for entry in table.values() if isinstance(entry, type))
         if isinstance(spec, classes) or (callable(spec) and not isinstance(spec, type)):
             return spec
         raise ValueError(f"{argument}={spec!r} must be one of {sorted(table)}, a mapping with a name, or an object")
+    # Find the entry by its name
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = settings.pop("name", None)
     if name not in table:
         raise ValueError(f"{argument}={name!r} is unknown{did_you_mean(str(name), table)}; valid: {sorted(table)}")
+    # Check the fields: functions and other objects have none
     entry = table[name]
     known = {f.name: f for f in fields(entry)} if isinstance(entry, type) else {}
     for key in settings:

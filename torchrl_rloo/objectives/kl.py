@@ -57,6 +57,7 @@ class KL:
                 if getattr(self, name) != unset:
                     raise ValueError(f"kl.{name}={getattr(self, name)} has no effect with kl.where=None; set kl.where")
             return
+        # Fill in the estimator of the place, and check it and the clip
         if self.estimator is None:
             object.__setattr__(self, "estimator", "k3" if self.where == "loss" else "k1")
         if self.estimator not in KL_ESTIMATORS:
@@ -66,6 +67,7 @@ class KL:
             raise ValueError(f"kl.clip={self.clip} must be None or a number above 0")
         if self.clip is not None and self.where != "token":
             raise ValueError(f"kl.clip={self.clip} has no effect with kl.where={self.where!r}; set kl.where='token'")
+        # Let the coefficient follow the target
         if self.target is not None and not hasattr(self.coeff, "update"):
             if not float(self.coeff):
                 raise ValueError(f"kl.target={self.target} requires a coefficient to adapt; set kl.coeff above 0")

@@ -99,12 +99,14 @@ def entropy_threshold(
     """
     if len(rows) and keys.PROXIMAL_ENTROPY not in rows.keys(True):
         raise KeyError(f"rows require {keys.PROXIMAL_ENTROPY}; record it with record_log_probs(entropy=...)")
+    # Repeat the entropies of a merged row for each row that it stands for
     times = multiplicity(rows).long().tolist()
     values = [
         row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].cpu().repeat(n)
         for row, n in zip(unbound(rows), times, strict=True)
         if _is_counted(row, mask_truncated_completions)
     ]
+    # Gather those of all ranks, so every rank finds the same threshold
     values = torch.cat([torch.zeros(0), *values])
     if process_group is not None:
         gathered = [None] * torch.distributed.get_world_size(process_group)

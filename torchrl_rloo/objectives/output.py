@@ -63,7 +63,7 @@ def merge_outputs(outputs: Sequence[LossOutput], *, num_updates: int = 1) -> dic
         return {}
     kind = type(outputs[0])
     if others := {type(o).__name__ for o in outputs} - {kind.__name__}:
-        raise TypeError(f"outputs are of {kind.__name__} and of {sorted(others)}; merge the outputs of each loss alone")
+        raise TypeError(f"outputs are of {kind.__name__} and of {sorted(others)}; merge each loss separately")
     merged = {"loss": total(outputs, "loss") / num_updates}
     for name in kind.loss_terms()[1:]:
         if any(getattr(o, name) is not None for o in outputs):
