@@ -1,9 +1,9 @@
-"""Evaluate a checkpoint: answer held-out prompts greedily and by sampling, with confidence intervals.
+"""Evaluate a checkpoint on held-out prompts, greedily and by sampling, with confidence intervals.
 
 Examples:
-  evaluate.py model.name=outputs/rloo_sync/addition/seed0/model         a trained model, on what its run held out
-  evaluate.py model.name=... compare=outputs/evaluate/base              and a paired test against an earlier result
-  evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only the paired test, of the second to the first
+  evaluate.py model.name=outputs/rloo_sync/addition/seed0/model         evaluate a trained model on its held-out prompts
+  evaluate.py model.name=... compare=outputs/evaluate/base              test it against an earlier result, paired
+  evaluate.py compare=[outputs/evaluate/base,outputs/evaluate/trained]  only test the second result against the first
   evaluate.py task=gsm8k data.eval_source=test.jsonl model.name=... eval.num_samples=16 eval.ks=[1,4,16]
   evaluate.py inference=vllm inference.engine.dtype=bfloat16 model.name=...
 """
@@ -20,13 +20,15 @@ from torchrl_rloo.cli.schema import given
 
 @dataclass
 class ScoringConfig:
-    scorers: dict[str, Any] = field(default_factory=dict)  # {right: boxed_accuracy}, headline first; {}: the task's
+    """Completions to sample and scorers to apply."""
+
+    scorers: dict[str, Any] = field(default_factory=dict)  # scorers by name, headline first; {}: the task's
     num_samples: int = 8  # sampled completions of each prompt; 0: only the greedy one
-    ks: list[int] | None = None  # of pass@k and maj@k; null: half and all of num_samples
-    greedy: bool = True  # also one completion of each prompt with the most likely tokens
-    votes: Any = None  # dotted path of a function from text to an answer, for maj@k; null: the task's; false: no maj@k
-    batch_size: int = 256  # conversations at once
-    transcripts: bool = False  # true: a page of the conversations, token by token
+    ks: list[int] | None = None  # values of k for pass@k and maj@k; null: half and all of num_samples
+    greedy: bool = True  # add one greedy completion of each prompt
+    votes: Any = None  # dotted path of a function from text to answer, for maj@k; null: the task's; false: no maj@k
+    batch_size: int = 256  # conversations per batch
+    transcripts: bool = False  # write a page of the conversations, token by token
 
     def __post_init__(self):
         c.check_ks(self.ks or [], self.num_samples)
@@ -34,19 +36,21 @@ class ScoringConfig:
 
 @dataclass
 class Config:
-    seed: int = 0  # of samples, held-out prompts and the built-in model's warm start
+    """Settings of an evaluation."""
+
+    seed: int = 0  # seed of samples, held-out prompts and the built-in model's warm start
     threads: int | None = 1  # CPU threads; null: torch's choice
-    output_dir: str = "outputs/evaluate/${now:%Y-%m-%d_%H-%M-%S}"  # completions, metrics, comparison
-    format: str = "parquet"  # of the completions; or jsonl
+    output_dir: str = "outputs/evaluate/${now:%Y-%m-%d_%H-%M-%S}"  # directory of completions, metrics and comparison
+    format: str = "parquet"  # file format of the completions: parquet or jsonl
     label: str | None = None  # name in tables and figures; null: model.name
-    compare: Any = None  # directory of an earlier result to test this one against, or two to test against each other
-    same_settings: bool = True  # false: compare even if sampling or scorers differ
+    compare: Any = None  # directory of an earlier result to test against, or a list of two to test against each other
+    same_settings: bool = True  # refuse to compare results whose sampling or scorers differ
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
-    data: c.DataConfig = field(default_factory=c.DataConfig)  # as in training: then the prompts are those held out
+    data: c.DataConfig = field(default_factory=c.DataConfig)  # prompts; the same as in training gives its held-out ones
     generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
     environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
-    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # only the engine matters here
+    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # engine; other settings have no effect
     eval: ScoringConfig = field(default_factory=ScoringConfig)
 
     unused: ClassVar = ("model.gradient_checkpointing", "inference.updater", "inference.self_test", "inference.sleep")
@@ -58,7 +62,7 @@ class Config:
                 raise ValueError(f"model.{name} has no effect with an engine; set inference.engine.{name}")
 
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
+if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json  # noqa: E402
@@ -87,7 +91,7 @@ from torchrl_rloo.rewards import load_reward
 
 
 def main(cfg: Config) -> None:
-    # Earlier results first: two of them are all that a comparison needs
+    # Load earlier results; two of them are all that a comparison needs
     check_format(cfg.format)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     folders = [] if cfg.compare is None else [cfg.compare] if isinstance(cfg.compare, str) else list(cfg.compare)
@@ -101,8 +105,8 @@ def main(cfg: Config) -> None:
 
 
 def evaluate(cfg: Config, output: Path) -> EvaluationResult:
-    """Answer and score the held-out prompts, save the result, and print it as text and as one line of JSON."""
-    # Task, policy and the environment's turns
+    """Complete and score the held-out prompts, save the result, and print it as text and as one line of JSON."""
+    # Load task, policy, and the transforms that answer its turns
     task = resolve_task(**given(cfg.task))
     policy, engine = make_policy(cfg, str(resolve_model(cfg.model.name, cfg.seed, task.name, log=print)))
     limits, context = (
@@ -113,7 +117,7 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
     with engine or nullcontext():
         prompts = held_out_prompts(cfg, task, policy.tokenizer)
         print(f"{cfg.model.name}: {len(prompts)} held-out prompts of task {task.name}", flush=True)
-        # Completions and scores
+        # Sample completions and score them
         asked, started = cfg.eval, perf_counter()
         scorer = None if asked.scorers else task.make_scorer()
         scorer = scorer if isinstance(scorer, dict) else {"score": scorer}
@@ -133,7 +137,7 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
             label=cfg.label or cfg.model.name,
         )
         result = evaluation.run(keep_rows=asked.transcripts)
-    # Files and figures
+    # Write files and figures
     result.save(output, format=cfg.format)
     if asked.transcripts:
         page = output / "transcripts.html"
@@ -144,13 +148,14 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
 
 
 def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
-    """Load what answers, and the engine that samples for it unless the Hugging Face model does."""
+    """Load the policy, and the engine that samples for it; None if the Hugging Face model samples."""
     turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}, cfg.inference.engine
+    # Without an engine the Hugging Face model samples
     if arguments is None:
         model, tokenizer = load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
         return TransformersWrapper(model, tokenizer=tokenizer, **turns), None
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model.name={name} is an adapter, which an engine cannot load: set inference=transformers")
+        raise ValueError(f"model.name={name} is an adapter, which an engine cannot load; set inference=transformers")
     if "model" in arguments:
         arguments = arguments | {"model": arguments["model"] or name}
     engine = instantiate(arguments)
@@ -158,7 +163,7 @@ def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
 
 
 def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDataset:
-    """Load the prompts that training with these settings holds out, or ``eval_source`` without the rest."""
+    """Load the prompts that training with these settings holds out, or only ``eval_source``."""
     if cfg.data.eval_source is None or cfg.data.source is not None:
         return task.load(**given(cfg.data), seed=cfg.seed, tokenizer=tokenizer)[1]
     options = given(cfg.data, "eval_source", "eval_split")

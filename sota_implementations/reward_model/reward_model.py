@@ -1,9 +1,9 @@
-"""Train a reward model on preferences: score both completions of a pair, raise the score of the better one, repeat.
+"""Train a reward model on preferences: score both completions of a pair and raise the score of the better one.
 
-The model is a Transformers classifier of one label, saved with the temperature that calibrates its scores.
+The result is a Transformers classifier with one label, saved with the temperature that calibrates its scores.
 
 Examples:
-  reward_model.py                                            a judge of the built-in task, on a CPU core
+  reward_model.py                                            train a judge of the built-in task, on the CPU
   reward_model.py model.name=my/model model.device=cuda data.source=pairs.jsonl data.type=chat_template.default \\
       optimizer.lr=1e-5
 """
@@ -20,57 +20,69 @@ from torchrl_rloo.cli.schema import given
 
 @dataclass
 class ModelConfig:
-    name: str = "embedded"  # causal language model or one-label classifier: hub id or local directory; or "embedded"
-    dtype: str = "float32"  # of the trained weights; bfloat16 rounds most steps of a small learning rate away
-    device: str = "cpu"  # or cuda
-    kwargs: dict[str, Any] = field(default_factory=dict)  # for AutoModelForSequenceClassification.from_pretrained
+    """Model to train and how to load it."""
+
+    name: str = "embedded"  # hub id or local directory of a causal model or one-label classifier; or embedded
+    dtype: str = "float32"  # data type of the trained weights; bfloat16 loses most steps of a small learning rate
+    device: str = "cpu"  # device of the model: cpu or cuda
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
 
 
 @dataclass
 class PairsConfig:
-    source: str = "embedded"  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset, or "embedded"
-    type: str = "chat_template.argilla_chat"  # layout of the rows; load_preferences lists the layouts
-    split: str = "train"  # of source
-    name: str | None = None  # configuration of a hub dataset
-    limit: int | None = None  # rows of source to read; null: all
-    eval_source: str | None = None  # held-out pairs in the same layout; null: split off source, whole prompts at a time
-    eval_split: str | None = None  # of eval_source; null: the same as of source
-    eval_size: int = 512  # held-out pairs, at most
-    max_length: int | None = None  # drop longer conversations, in tokens; null: the model's context
-    options: dict[str, Any] = field(default_factory=dict)  # for load_preferences: {drop_bad_rows: true}
+    """Training and held-out preference pairs."""
+
+    source: str = "embedded"  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset, or embedded
+    type: str = "chat_template.argilla_chat"  # layout of the rows, as listed by load_preferences
+    split: str = "train"  # split of source
+    name: str | None = None  # configuration of a hub dataset; null: its default
+    limit: int | None = None  # number of rows of source to read; null: all
+    eval_source: str | None = None  # held-out pairs in the same layout; null: split off source by prompt
+    eval_split: str | None = None  # split of eval_source; null: the same as of source
+    eval_size: int = 512  # largest number of held-out pairs
+    max_length: int | None = None  # drop conversations longer than this, in tokens; null: the model's context
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of load_preferences: {drop_bad_rows: true}
 
     def __post_init__(self):
         c.check_path("data.source", self.source)
         c.check_path("data.eval_source", self.eval_source or "")
         if self.eval_split is not None and self.eval_source is None:
-            raise ValueError(f"data.eval_split={self.eval_split} is a split of data.eval_source, which is null; set it")
+            raise ValueError(f"data.eval_split={self.eval_split} requires data.eval_source; set it")
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 300  # optimizer steps
-    pairs_per_step: int = 32  # preference pairs of an optimizer step
-    micro_batch_size: int | None = None  # pairs in one forward and backward pass; null: all of a step
-    max_grad_norm: float | None = 1.0  # null: no clipping
+    """Training steps."""
+
+    steps: int = 300  # number of optimizer steps
+    pairs_per_step: int = 32  # preference pairs per optimizer step
+    micro_batch_size: int | None = None  # pairs per forward and backward pass; null: all of a step
+    max_grad_norm: float | None = 1.0  # largest norm of the gradient; null: no clipping
 
 
 @dataclass
 class LossConfig:
-    centering_coeff: float = 0.01  # times (chosen + rejected)^2 of a pair: rewards around 0
-    batch_sum_coeff: float = 0.0  # times the squared mean reward of a step's completions: against extreme rewards
+    """Terms of the loss."""
+
+    centering_coeff: float = 0.01  # coefficient of (chosen + rejected)^2, which centers rewards at 0; 0: none
+    batch_sum_coeff: float = 0.0  # coefficient of the squared mean reward of a step, against extreme rewards; 0: none
     label_smoothing: float = 0.0  # assumed share of swapped labels
 
 
 @dataclass
 class EvalConfig:
-    every: int = 50  # steps between evaluations; 0: only before the first step and after the last
-    batch_size: int = 64  # pairs
-    bins: int = 10  # of the reliability curve
+    """Evaluation on held-out pairs."""
+
+    every: int = 50  # steps between evaluations; 0: only before the first and after the last step
+    batch_size: int = 64  # pairs per batch
+    bins: int = 10  # bins of the reliability curve
 
 
 @dataclass
 class Config(c.RunConfig):
-    output_dir: str = "outputs/reward_model/seed${seed}"  # checkpoints, metrics, report, trained model
+    """Settings of the training of a reward model."""
+
+    output_dir: str = "outputs/reward_model/seed${seed}"  # directory of checkpoints, metrics, report and trained model
     model: ModelConfig = field(default_factory=ModelConfig)
     data: PairsConfig = field(default_factory=PairsConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -82,7 +94,7 @@ class Config(c.RunConfig):
     log: c.LoggerConfig = field(default_factory=lambda: c.LoggerConfig(samples=4))
 
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
+if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json  # noqa: E402
@@ -111,7 +123,7 @@ PANELS += (("rewards/chosen", "rewards/rejected"), ("rewards/margin",), ("grad_n
 
 
 def main(cfg: Config) -> None:
-    # Model and pairs
+    # Load model and pairs
     check_resumable(cfg.output_dir, **c.run_settings(cfg))
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
@@ -120,11 +132,12 @@ def main(cfg: Config) -> None:
     train_set, eval_set = load_pairs(cfg, model, tokenizer)
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
 
-    # Learning
+    # Build loss, optimizer and learning-rate schedule
     loss_fn = RewardModelLoss(RewardModel(model), **asdict(cfg.loss), micro_batch_size=cfg.train.micro_batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.optimizer))
     scheduler = linear_schedule(optimizer, cfg.train.steps, **asdict(cfg.schedule))
 
+    # Train on pairs in shuffled epochs; evaluate between steps
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with Run(cfg.output_dir, cfg.train.steps, parts, **c.run_settings(cfg), headline=HEADLINE) as run:
         if run.step == 0:
@@ -149,12 +162,13 @@ def load_pairs(
     max_length = cfg.data.max_length or context_length(model) or inf
     options = given(cfg.data, "max_length", "options") | cfg.data.options
     options |= {"source": addition_preferences()} if cfg.data.source == "embedded" else {}
+    # Encode both sets, and drop pairs that do not fit the model
     sets = []
     for examples, word in zip(load_preference_splits(**options, seed=cfg.seed), ("training", "held-out"), strict=True):
         rows = encode_pairs(examples, tokenizer).unbind(0)
         kept = [row for row in rows if max(len(row[part][keys.TOKENS]) for part in PARTS) <= max_length]
         if not kept:
-            raise ValueError(f"all {len(rows)} {word} pairs are longer than {max_length} tokens: raise data.max_length")
+            raise ValueError(f"all {len(rows)} {word} pairs are longer than {max_length} tokens; raise data.max_length")
         print(f"{len(kept):,} {word} pairs, {len(rows) - len(kept)} dropped: longer than {max_length} tokens")
         sets.append(stack_rows(kept))
     size = cfg.train.pairs_per_step
@@ -164,7 +178,7 @@ def load_pairs(
 
 
 def step_indices(step: int, num_pairs: int, size: int, seed: int) -> list[int]:
-    """Return the pairs of a step: in each epoch no pair twice, in a new order."""
+    """Return the pairs of a step; each epoch has a new order and no pair twice."""
     epoch, k = divmod(step - 1, num_pairs // size)
     order = torch.randperm(num_pairs, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     return order[k * size : (k + 1) * size].tolist()
@@ -183,7 +197,7 @@ def score_pairs(
 def evaluate(
     run: Run, cfg: Config, loss_fn: RewardModelLoss, eval_set: TensorDictBase, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Log metrics of the held-out pairs and, before the first step and after the last, a few of them."""
+    """Log metrics of the held-out pairs; before the first and after the last step also log a few pairs."""
     with run.time("eval"):
         scores, found = score_pairs(cfg, loss_fn, eval_set)
     margin = float((scores["chosen"] - scores["rejected"]).mean())

@@ -1,11 +1,11 @@
 """Train a language model with RLOO: sample completions, score them, train on them, update the sampler, repeat.
 
 Examples:
-  rloo_sync.py                                             the built-in task and model, on CPU cores
-  rloo_sync.py --config rloo_tools                         the built-in model learns to call a tool
+  rloo_sync.py                                             train the built-in model on the built-in task, on the CPU
+  rloo_sync.py --config rloo_tools                         train the built-in model to call a tool
   rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6
   rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]
-  rloo_sync.py algorithm=grpo inference=vllm               another method, sampled by vLLM
+  rloo_sync.py algorithm=grpo inference=vllm               train with another method, sample with vLLM
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torchrl_rloo.cli.schema import given
 
 @dataclass
 class Config(c.RunConfig):
-    output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # checkpoints, metrics, report, trained model
-    algorithm: str = "rloo_trl"  # or rloo, rloo_openrlhf, grpo, dr_grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
-    loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss in place of the algorithm's
-    advantage: dict[str, c.Any] = field(default_factory=dict)  # of make_advantage in place of the algorithm's
-    lora: c.Any = None  # of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: full weights
+    """Settings of RLOO training."""
+
+    output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
+    algorithm: str = "rloo_trl"  # method: rloo[_trl|_openrlhf], [dr_]grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
+    loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
+    advantage: dict[str, c.Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
+    lora: c.Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
     data: c.DataConfig = field(default_factory=c.DataConfig)
@@ -47,7 +49,7 @@ class Config(c.RunConfig):
         c.check_clip_range(self.reward, self.advantage)
 
 
-if __name__ == "__main__":  # before torch is imported: --help and wrong settings answer at once
+if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json
@@ -88,8 +90,8 @@ class Problem(NamedTuple):
     model_name: str
     model: PreTrainedModel
     wrapper: dict[str, Any]  # arguments of every policy: tokenizer and sampling
-    limits: dict[str, Any]  # of one forward and backward pass: rows and tokens
-    make_transforms: Callable[[], list]  # that answer the policy's turns
+    limits: dict[str, Any]  # rows and tokens of one forward and backward pass
+    make_transforms: Callable[[], list]  # builds the transforms that answer the policy's turns
     chat: dict[str, Any]  # arguments of every environment: limits and template
     rewards: RewardTransform
     method: Preset
@@ -97,15 +99,15 @@ class Problem(NamedTuple):
 
 
 def main(cfg: Config) -> None:
-    # Task, model, rewards, method: wrong settings are refused before anything samples
+    # Task, model, rewards, method; wrong settings raise before anything samples
     problem = load_problem(cfg)
     model, rewards, method, plan = problem.model, problem.rewards, problem.method, problem.plan
 
-    # Environment: prompts, turns, rewards, KL to the starting model
+    # Environment: prompts, turns, rewards, KL to the initial model
     trainer = TransformersWrapper(model, generate=False, packing=cfg.train.packing, **problem.wrapper)
     env = make_env(cfg, problem, trainer)
 
-    # Learning: leave-one-out advantages as rows enter the buffer, loss, optimizer
+    # Learning: buffer with leave-one-out advantages, loss, optimizer, schedule
     advantage = MCAdvantage(**method.advantage_arguments)
     buffer = ReplayBuffer(
         storage=RowStorage(),
@@ -123,15 +125,16 @@ def main(cfg: Config) -> None:
     source = make_source(cfg, problem, collector, advantage, trainer)
     evaluation = make_evaluation(cfg, problem, policy)
 
+    # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
     headline = ("reward", "eval/greedy", "eval/sampled", "time/step")
     run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=headline)
     with engine or nullcontext(), closing(rewards), closing(source), run:
-        rewards.quarantine.rewind(run.step)  # steps that come again write their failed samples again
+        rewards.quarantine.rewind(run.step)  # steps that run again write their failed samples again
         if run.step == 0:
             evaluate(run, cfg, evaluation)
-        elif engine is not None:  # a new engine has the weights that the model started from
+        elif engine is not None:  # a new engine starts with the initial weights
             updater.updaters[-1].push_weights(collector.policy_version)
         for step in run.steps():
             with run.time("collect"):  # 1. sample whole groups of finished trajectories
@@ -147,7 +150,7 @@ def main(cfg: Config) -> None:
                     norms.append(optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm))
                 buffer.empty()
                 catch_up(scheduler, step * plan.optimizer_steps // plan.steps)
-            with run.time("sync"):  # 4. bring the weights to the sampler
+            with run.time("sync"):  # 4. push the weights to the sampler
                 if run.is_due(cfg.sampler.sync_every):
                     collector.update_policy_weights_()
             log_update(run, method, outputs, norms, len(sampled))
@@ -159,10 +162,12 @@ def main(cfg: Config) -> None:
 
 
 def load_problem(cfg: Config) -> Problem:
-    """Build task, rewards and method; load model and prompts; check that all sizes fit."""
+    """Build task, rewards and method, load model and prompts, and check that all sizes fit."""
+    # Refuse to resume with other settings before anything is loaded
     check_resumable(cfg.output_dir, **c.run_settings(cfg))
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
+    # Resolve the task: the user's own prompts and rewards replace the default one
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
     task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**given(cfg.task))
     rewards = make_rewards(cfg, task)
@@ -176,6 +181,7 @@ def load_problem(cfg: Config) -> Problem:
         num_generations=cfg.plan.num_generations,
         reward_weights=rewards.weights,
     )
+    # Load the model, the prompts, and the turns of a conversation
     name = resolve_model(cfg.model.name, cfg.seed, task.name, log=print)
     model, tokenizer = modules.load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
     model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
@@ -183,6 +189,7 @@ def load_problem(cfg: Config) -> Problem:
     context, template = modules.context_length(model), cfg.data.template_kwargs
     limits = given(cfg.environment, "transforms")
     make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
+    # Check that prompts, completions and batches fit, and print the plan
     plan = diagnostics.TrainingPlan(
         **asdict(cfg.plan),
         train_prompts=len(train_set),
@@ -208,7 +215,7 @@ def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
     """Build the reward functions: the user's, or the task's."""
     reward, own = cfg.reward, cfg.reward.functions is not None
     if reward.functions == [] and (task is CUSTOM or task.make_rewards()):
-        raise ValueError("reward.functions=[] leaves nothing to learn from: name one, or null for the task's")
+        raise ValueError("reward.functions=[] leaves nothing to learn from; name one, or use null for the task's")
     return RewardTransform(
         [load_reward(spec) for spec in reward.functions] if own else task.make_rewards(),
         weights=reward.weights if own or reward.weights else task.reward_weights,
@@ -221,7 +228,7 @@ def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
 
 
 def make_env(cfg: Config, problem: Problem, trainer: TransformersWrapper) -> DatasetChatEnv:
-    """Build the environment: prompts, turns, rewards, their shaping, KL to the starting model."""
+    """Build the environment: prompts, turns, rewards, their shaping, KL to the initial model."""
     rewards, method = problem.rewards, problem.method
     after = [instantiate(spec, rewards) for spec in cfg.reward.shaping]
     if method.kl is not None:
@@ -244,7 +251,7 @@ def make_env(cfg: Config, problem: Problem, trainer: TransformersWrapper) -> Dat
 
 
 def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> data.PromptSampler | None:
-    """Build the order of prompts: shuffled epochs (None), a mixture's shares, or by how often they are solved."""
+    """Build the prompt sampler: shuffled epochs (None), shares of a mixture, or by pass rate."""
     sampler, size = problem.task.make_sampler(problem.train_set), len(problem.train_set)
     returns = problem.rewards.returns(raw=True)  # shaping does not change whether a prompt is solved
     if curriculum.pass_rate is not None:
@@ -260,12 +267,14 @@ def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> dat
 def make_policy(
     cfg: Config, problem: Problem, trainer: TransformersWrapper
 ) -> tuple[TurnPolicy, Engine | None, torch.nn.Module, WeightUpdater]:
-    """Build what samples, the model whose weights it has, and what brings it new ones; prove that they arrive."""
+    """Build the policy, its engine, the model with the sampler's weights and their updater; verify the updates."""
+    # Sample with the model itself or a copy; without an engine this is all
     shares, dtype, tokenizer = cfg.sampler.share_weights, cfg.sampler.dtype, problem.wrapper["tokenizer"]
     sampler = problem.model if shares else modules.frozen_copy(problem.model, dtype and data.parse_dtype(dtype))
     to_sampler = InProcessWeightUpdater(problem.model, sampler)
     if cfg.inference.engine is None:
         return TransformersWrapper(sampler, **problem.wrapper), None, sampler, to_sampler
+    # Start the engine, then verify that weights arrive and that its log-probs match the trainer's
     arguments = dict(cfg.inference.engine)
     if "model" in arguments:
         arguments["model"] = arguments["model"] or problem.model_name
@@ -285,7 +294,7 @@ def make_policy(
 
 
 def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:
-    """Build what drives the conversations: turn by turn together, or each at its own pace."""
+    """Build the collector: all conversations together, turn by turn, or each one independently."""
     settings = asdict(cfg.collector)
     if not settings.pop("asynchronous"):
         return LLMCollector(env, policy, weight_updater=updater)
@@ -295,14 +304,14 @@ def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater
 def make_source(
     cfg: Config, problem: Problem, collector: LLMCollector, advantage: MCAdvantage, trainer: TransformersWrapper
 ) -> GroupSource:
-    """Build what gives a step its rows: all groups, or only those with a signal."""
+    """Build the source of a step's rows: all groups, or only those with a signal."""
     refill, cache = cfg.curriculum.refill, cfg.curriculum.cache
-    observe = getattr(collector.env.primer.sampler, "update", None)  # a pool of prompts learns from every batch
+    observe = getattr(collector.env.primer.sampler, "update", None)  # a prompt sampler that learns from every batch
     if refill is not None:
         if advantage.compares_groups:
             raise ValueError(
-                "curriculum.refill drops groups without signal, but these advantages compare groups of a step; set "
-                "curriculum.refill=null, or an algorithm that compares rows of one group (rloo, grpo, dapo)"
+                "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
+                "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
             )
         settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
         returns = problem.rewards.returns(each=isinstance(advantage.credit, replay.NormalizeThenSum))
@@ -333,20 +342,20 @@ def make_evaluation(cfg: Config, problem: Problem, policy: TurnPolicy) -> diagno
 def score_old_log_probs(
     run: Run, cfg: Config, problem: Problem, rows: TensorDictBase, loss_fn: RLOOLoss, version: int
 ) -> TensorDictBase:
-    """Score rows with the training model before its first update, where the loss or parity metrics read that."""
+    """Score rows with the training model before its first update, if the loss or parity metrics need it."""
     rows = tensor_rows(rows)
     whole = not any(keys.PREVIOUS_SEGMENTS in row.keys() for row in rows.unbind(0))
     parity = run.is_due(cfg.inference.parity_every) and whole
     if parity or {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
         rows = modules.record_log_probs(loss_fn.actor_network, rows, entropy=keys.PROXIMAL_ENTROPY, **problem.limits)
-    if parity:  # over rows of the current weights; a cache's log-probs are the trainer's own
+    if parity:  # only rows of the current weights; the log-probs of cached rows are already the trainer's
         fresh = (rows[keys.POLICY_VERSION] == version) & (rows[keys.GROUP_ID] < replay.FIRST_CACHED_GROUP)
         run.log(diagnostics.parity_metrics(rows[fresh]) if fresh.any() else {})
     return rows
 
 
 def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, collector: LLMCollector) -> None:
-    """Log metrics of the rows of a step, and now and then some of the rows."""
+    """Log metrics of a step's rows and, at intervals, a table of some of them."""
     rows, sampled = step_rows
     rewards, masked = problem.rewards, problem.method.loss.get("mask_truncated_completions", False)
     metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, mask_truncated_completions=masked)
@@ -360,7 +369,7 @@ def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, c
 
 
 def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], rows: int) -> None:
-    """Log metrics of loss and optimizer, of which a step without signal has none; adapt the coefficient of the KL."""
+    """Log metrics of loss and optimizer, if the step had a signal, and adapt the KL coefficient."""
     run.log(merge_outputs(outputs, num_updates=len(norms)))
     run.log({"grad_norm": float(torch.stack(norms).mean())} if norms else {})
     run.log({"kl_coeff": float(method.kl.coeff)} if method.kl else {})
@@ -369,7 +378,7 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
 
 
 def evaluate(run: Run, cfg: Config, evaluation: diagnostics.Evaluation) -> None:
-    """Log metrics of the held-out prompts and a table of their greedy completions, with transcripts if asked for."""
+    """Log metrics of the held-out prompts, a table of their greedy completions and, if set, transcripts."""
     with run.time("eval"):
         result = evaluation.run(keep_rows=cfg.log.transcripts)
     run.log(result.metrics)

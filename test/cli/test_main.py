@@ -1,4 +1,4 @@
-"""The command torchrl-rloo: recipes listed, run, copied and found near; a server's command line."""
+"""Command torchrl-rloo: list, run and copy recipes, near matches, and the command line of a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LISTED = [name for name in cli.RECIPES]
 
 @pytest.fixture(autouse=True)
 def unchanged_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Run in an empty folder; undo what a recipe's start leaves behind."""
+    """Run in an empty folder and restore the process state that starting a recipe changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -28,7 +28,7 @@ def unchanged_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def outcome(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    """Return exit code, output and errors of a command that need not run a recipe's loop."""
+    """Return exit code, output and errors of a command that does not run the loop of a recipe."""
     try:
         main(argv)
         code = 0
@@ -75,7 +75,7 @@ def test_help_of_a_recipe_names_the_command(capsys, name):
         (["run", "rloo", "seed=one"], 1, "seed=one must be an integer"),
         (["evaluate", "eval.num_sample=3"], 1, "unknown setting eval.num_sample: did you mean eval.num_samples?"),
         (["run", "reward_model", "task=gsm8k"], 1, "unknown setting task"),
-        (["cp", "rloo", "mine"], 1, "mine must be the name of a Python file: mine.py"),
+        (["cp", "rloo", "mine"], 1, "target=mine must be the name of a Python file"),
         (["cp", "rloo", "mine.py", "sed=1"], 1, "unknown setting sed: did you mean seed?"),
         (["serve", "m", "--prot", "8001"], 1, "unrecognized arguments: --prot"),
     ],
@@ -98,16 +98,16 @@ def test_a_copy_has_the_same_settings_in_a_file(capsys, name):
     expected = settings.replace(f"{stem}.py", "mine.py")
     expected = expected.replace(f"outputs/{stem}/", "outputs/mine/").replace(f"outputs/{name}/", "outputs/mine/")
     assert Path("mine.yaml").read_text() == expected
-    assert outcome(capsys, "run", "mine.py", "--yaml")[1] == expected  # what is written is read, and as it was
+    assert outcome(capsys, "run", "mine.py", "--yaml")[1] == expected  # a written file reads back unchanged
     own = [
         line for line in expected.partition("defaults:")[2].splitlines()[3:] if ": " in line and "override" not in line
     ]
-    assert [line for line in own if "#" not in line] == []  # every setting says what it is
+    assert [line for line in own if "#" not in line] == []  # every setting has a comment
     code, _, err = outcome(capsys, "cp", name, "mine.py")
     assert code == 1 and "mine.py exists" in err
 
 
-def test_a_copys_file_is_in_force_and_the_command_line_above_it(capsys):
+def test_the_command_line_overrides_the_file_of_a_copy(capsys):
     assert outcome(capsys, "cp", "rloo", "mine.py", "plan.steps=3", "optimizer.lr=1e-4")[0] == 0
 
     def values(*overrides: str) -> str:
@@ -116,8 +116,8 @@ def test_a_copys_file_is_in_force_and_the_command_line_above_it(capsys):
     Path("mine.yaml").write_text(Path("mine.yaml").read_text().replace("temperature: 1.0", "temperature: 0.7"))
     assert "plan.steps=3 " in values() and "optimizer.lr=0.0001 " in values()
     assert "generate.temperature=0.7" in values() and "generate.temperature=0.5" in values("generate.temperature=0.5")
-    assert "generate.max_new_tokens=512 " in values("task=gsm8k")  # the task's own, which the file leaves to it
-    assert "plan.steps=3 " in values("task=guessing")  # given to cp, so the file's
+    assert "generate.max_new_tokens=512 " in values("task=gsm8k")  # set by the task, because the file leaves it out
+    assert "plan.steps=3 " in values("task=guessing")  # given to cp, so set by the file
     text = Path("mine.yaml").read_text().replace("# max_new_tokens: 32", "max_new_tokens: 9")
     Path("mine.yaml").write_text(text)
     assert "generate.max_new_tokens=9 " in values("task=gsm8k")

@@ -1,4 +1,4 @@
-"""A recipe's errors: one line that says what to mend, and the traceback in a file."""
+"""Errors of a recipe: one line that says how to fix it, and the traceback in a file."""
 
 from __future__ import annotations
 

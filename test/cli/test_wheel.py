@@ -1,4 +1,4 @@
-"""The wheel, away from the checkout: recipes, settings and the command are in it, and a recipe runs."""
+"""Contents of the wheel without a checkout: recipes, settings, the command, and a recipe that runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-c", "from torchrl_rloo.cli.main import main; main()"]  # as the script of an installation
+COMMAND = [sys.executable, "-c", "from torchrl_rloo.cli.main import main; main()"]  # like the script of an installation
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the contents of the wheel."""
+    """Folder that holds only the contents of the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("torchrl_rloo", "sota_implementations"):
@@ -40,7 +40,7 @@ def run(site: Path, cwd: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_the_wheel_holds_what_the_checkout_does(site):
+def test_the_wheel_has_the_files_of_the_checkout(site):
     recipes = ROOT / "sota_implementations"
     files = {f.relative_to(recipes) for f in recipes.rglob("*") if f.suffix in (".py", ".yaml")}
     packed = {f.relative_to(site / "torchrl_rloo" / "recipes") for f in (site / "torchrl_rloo/recipes").rglob("*.*")}

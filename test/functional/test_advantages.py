@@ -38,7 +38,7 @@ def slow_leave_one_out(rewards: list[float], groups: list[int]) -> list[float]:
 
 @st.composite
 def batches(draw, min_rows: int = 0):
-    """Rewards with abstentions, in groups of any sizes, members interleaved in any order."""
+    """Sample rewards with abstentions, in groups of any size whose members are interleaved in any order."""
     n = draw(st.integers(min_rows, 24))
     reward = st.one_of(st.floats(-100, 100, width=32), st.sampled_from([0.0, 1.0, NAN]))
     rewards = draw(st.lists(reward, min_size=n, max_size=n))
@@ -142,11 +142,11 @@ def test_every_registered_estimator_keeps_the_contract(batch):
         assert torch.equal(rewards.nan_to_num(123.0), before.nan_to_num(123.0)), f"{name} changed its input"
 
 
-# the whole family
+# all estimators
 
 
 def slow_estimator(name: str, rewards: list[float], groups: list[int]) -> list[float]:
-    """Each method's formula for one row at a time, from a group's plain list of rewards."""
+    """Compute each method's formula for one row at a time, from the list of rewards of its group."""
     advantages = []
     for reward, group in zip(rewards, groups, strict=True):
         of_group = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
@@ -171,7 +171,7 @@ def slow_estimator(name: str, rewards: list[float], groups: list[int]) -> list[f
 
 
 def at_the_edge_of_noise(rewards: torch.Tensor, groups: torch.Tensor) -> bool:
-    """Whether a group's spread is so near the threshold that rounding decides on which side it lies."""
+    """Return whether a group's spread is so close to the threshold that rounding decides its side."""
     for group in groups.unique():
         r = rewards[(groups == group) & ~rewards.isnan()].double()
         if len(r) > 1 and 0 < r.abs().max() and 0.5e-6 < r.std() / r.abs().max() < 2e-6:
@@ -192,7 +192,7 @@ def test_every_estimator_equals_its_slow_loop(name, batch):
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "maxrl"])
 @settings(deadline=None, max_examples=40)
 @given(batch=batches(min_rows=1))
-def test_whatever_compares_a_group_sums_to_zero_in_it(name, batch):
+def test_estimators_that_compare_a_group_sum_to_zero_in_it(name, batch):
     rewards, groups = batch
     advantages = ESTIMATORS[name](rewards.double(), groups)
     sums = torch.zeros(6, dtype=torch.float64).index_add(0, groups, advantages)
@@ -223,7 +223,7 @@ def test_a_shift_of_a_groups_rewards_changes_nothing_in_those_that_subtract_a_me
 
 
 def noisy_1000_1() -> torch.Tensor:
-    """Seven float32 rewards of 1000.1, three of which differ in the last bit."""
+    """Return seven float32 rewards of 1000.1, three of which differ in the last bit."""
     rewards = torch.full((7,), 1000.1)
     rewards[::3] = torch.nextafter(rewards[::3], torch.tensor(2000.0))
     assert len(rewards.unique()) == 2
@@ -301,7 +301,7 @@ def test_normalize_then_sum_does_not_let_one_function_drown_another():
     rewards = torch.tensor([[0.0, 1000.0], [1.0, 0.0]])
     advantages = normalize_then_sum(rewards, torch.zeros(2, dtype=torch.int64), [1.0, 1.0])
     torch.testing.assert_close(advantages, torch.zeros(2), atol=2e-4, rtol=0)
-    with pytest.raises(ValueError, match="3 weights .* 2 functions"):
+    with pytest.raises(ValueError, match="weights=.* 2 reward functions"):
         normalize_then_sum(rewards, torch.zeros(2, dtype=torch.int64), [1.0, 1.0, 1.0])
 
 
@@ -328,7 +328,7 @@ def test_whitening_equals_a_slow_loop(data, center, scale):
     values, mask = torch.tensor(flat).reshape(shape), torch.tensor(chosen, dtype=torch.bool).reshape(shape)
     expected = torch.zeros(shape)
     expected[mask] = torch.tensor(slow_whiten([v for v, c in zip(flat, chosen, strict=True) if c], center, scale))
-    outside = torch.where(mask, values, NAN)  # what the mask leaves out is not read
+    outside = torch.where(mask, values, NAN)  # values outside the mask are not read
     actual = whiten(outside, mask, center=center, scale=scale)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     everything = torch.tensor(slow_whiten(flat, center, scale)).reshape(shape)
@@ -399,7 +399,7 @@ def test_whitening_over_two_processes_is_that_of_the_whole_batch(tmp_path, fork_
     assert first[5] + second[5] == first[6] + second[6] == [0.0] * 3
 
 
-# division by the batch's reward std
+# division by the reward std of the batch
 
 
 @settings(deadline=None, max_examples=60)

@@ -25,7 +25,7 @@ def padded(rows, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def slow_weight(mode: str, length: int, num_rows: float, num_tokens: float) -> float:
-    """What one token's loss counts."""
+    """Return the weight of one token's loss."""
     return {
         "sequence_sum": 1 / num_rows,
         "sequence_mean": 1 / (num_rows * max(length, 1)),
@@ -89,7 +89,7 @@ def test_padding_changes_nothing(mode, rows, padding):
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_what_is_masked_is_never_read(mode):
+def test_masked_values_are_never_read(mode):
     values = torch.tensor([[1.0, NAN], [math.inf, NAN]], requires_grad=True)
     mask = torch.tensor([[True, False], [False, False]])
     result = aggregate(values, mask, chosen(mode))

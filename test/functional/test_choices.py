@@ -43,6 +43,6 @@ def test_a_table_may_hold_functions():
         ({"name": "constant", "length": 0}, "length=0 must be a number above 0"),
     ],
 )
-def test_errors_name_the_argument_the_value_and_what_is_valid(spec, message):
+def test_errors_name_the_argument_the_value_and_the_choices(spec, message):
     with pytest.raises(ValueError, match=message):
         resolve("aggregation", spec, AGGREGATIONS)

@@ -17,7 +17,7 @@ def random_batch(lengths: list[int], seed: int = 0):
 
 
 def slow(rewards: list[float], values: list[float], discount: float, lam: float) -> list[float]:
-    """Each advantage as its own sum of all errors to come."""
+    """Compute each advantage as an explicit sum of all future errors."""
     following = [*values[1:], 0.0][: len(values)]
     deltas = [r + discount * n - v for r, v, n in zip(rewards, values, following, strict=True)]
     return [sum((discount * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
@@ -61,11 +61,11 @@ def test_it_is_torchrls_where_that_applies():
         0.97, 0.9, values[..., None], following[..., None], rewards[..., None], done
     )
     ours, returns = gae(rewards, values, torch.ones(2, 6, dtype=torch.bool), 0.97, 0.9)
-    torch.testing.assert_close(ours, theirs[..., 0], rtol=1e-5, atol=1e-5)  # it keeps its factors in float32
+    torch.testing.assert_close(ours, theirs[..., 0], rtol=1e-5, atol=1e-5)  # TorchRL keeps its factors in float32
     torch.testing.assert_close(returns, targets[..., 0], rtol=1e-5, atol=1e-5)
 
 
-def test_what_lies_beyond_a_row_is_never_read():
+def test_values_beyond_a_row_are_never_read():
     rewards, values, mask = random_batch([4, 2])
     expected = gae(rewards, values, mask)
     rewards[~mask], values[~mask] = torch.nan, torch.inf

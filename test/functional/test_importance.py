@@ -84,7 +84,7 @@ def test_weights_equal_a_slow_loop(name, chosen, rows):
             expected = SLOW[name](row, t, **chosen)
             bounds = [chosen[k] for k in chosen if k != "token_high"] + [0.99, 1.01, 2.0, 0.5, 5.0]
             sums = (math.exp(row[t]), math.exp(math.fsum(row)), math.exp(math.fsum(row) / len(row)))
-            if not any(abs(x - bound) < 1e-9 for x in sums for bound in bounds):  # rounding decides there
+            if not any(abs(x - bound) < 1e-9 for x in sums for bound in bounds):  # rounding decides here
                 assert weight[i, t].item() == pytest.approx(expected, rel=1e-9)
 
 
@@ -102,7 +102,7 @@ def test_extreme_weights_are_finite_and_bounded(name, chosen, log_weight):
 
 
 @pytest.mark.parametrize("name", [n for n in CORRECTIONS if n.startswith("seq")])
-def test_what_is_no_action_token_does_not_enter_a_sequences_weight(name):
+def test_other_tokens_do_not_enter_the_weight_of_a_sequence(name):
     rows = [[0.004, -0.002], [0.001]]
     (zeros, mask), (huge, _) = padded(rows), padded(rows, fill=50.0)
     expected, ours = CORRECTIONS[name]()(zeros, mask), CORRECTIONS[name]()(huge, mask)

@@ -88,7 +88,7 @@ def test_an_abstaining_row_still_abstains():
 
 
 class Categorical:
-    """Distributions over four tokens, so that expectations are exact sums, in float64."""
+    """Distributions over four tokens in float64, so that expectations are exact sums."""
 
     def __init__(self, seed: int, on_policy: bool):
         generator = torch.Generator().manual_seed(seed)
@@ -104,7 +104,7 @@ class Categorical:
         return sum(p.exp() * (p - q) for p, q in zip(self.policy, self.ref, strict=True))
 
     def expected(self, estimator: str, weighted: bool) -> torch.Tensor:
-        """The mean of the loss terms over samples of the old policy."""
+        """Compute the mean of the loss terms over samples of the old policy."""
         log_ratio = (self.policy - self.old)[None] if weighted else None
         terms = kl_loss_terms(self.policy[None], self.ref[None], estimator, log_ratio)
         return (self.old.exp() * terms[0]).sum()
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_finite_differences(estimator: str):
     log_probs, ref, old = (-torch.rand(2, 3, generator=generator, dtype=torch.float64) * 3 for _ in range(3))
     log_probs.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: kl_loss_terms(x, ref, estimator), log_probs)
-    if estimator != "k2":  # whose ratio is a constant
+    if estimator != "k2":  # the ratio of k2 is a constant
         assert torch.autograd.gradcheck(lambda x: kl_loss_terms(x, ref, estimator, x - old), log_probs)
 
 

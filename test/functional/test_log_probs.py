@@ -44,7 +44,7 @@ each_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
 class Case:
-    """Random inputs, in float32; ``kwargs`` for the function under test."""
+    """Random inputs in float32; ``kwargs`` of the function under test."""
 
     def __init__(self, name: str, n: int = N, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ class Case:
 
 
 def plain_log_probs(case: Case, hidden, weight, bias, *low_rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The definition, position by position in float64, with the whole vocabulary and plain autograd.
+    """Compute the definition, position by position in float64, with the whole vocabulary and plain autograd.
 
     Log-probs of the targets, entropies, and the log-probs of all tokens ``[N, V]``.
     """
@@ -145,7 +145,7 @@ def test_values_and_gradients_equal_a_plain_implementation(name, tiles):
 
 @each_setting
 def test_gradcheck(name, monkeypatch):
-    """Every input that can have a gradient, of log-probs and entropies, over more tiles and blocks than one."""
+    """Gradients hold for every differentiable input, over several tiles and blocks."""
     monkeypatch.setattr(log_probs_module, "TILE_ELEMENTS", V)
     monkeypatch.setattr(log_probs_module, "TILE_ROWS", 3)
     monkeypatch.setattr(log_probs_module, "BLOCK_ELEMENTS", V // 2)
@@ -157,10 +157,10 @@ def test_gradcheck(name, monkeypatch):
 
 @each_setting
 def test_each_statistic_has_a_gradient_of_its_own(name, tiles):
-    """Gradients of log-probs alone, of entropies alone, and that those of both are their sum."""
+    """The gradients of log-probs and of entropies add up to that of both."""
     case = Case(name)
     leaves, doubles = case.leaves(), case.leaves(torch.float64)
-    case.upstream[::2] = case.upstream.flip(0)[::2]  # any, as long as it is the same for both
+    case.upstream[::2] = case.upstream.flip(0)[::2]  # any gradient, as long as both use the same
     case.upstream = case.upstream + case.upstream.flip(0)
     parts = [gradients(case.run(*leaves)[i], case, leaves) for i in range(2)]
     reference = [gradients(plain_log_probs(case, *doubles)[i], case, doubles) for i in range(2)]
@@ -187,7 +187,7 @@ def test_top_k_statistics(name, top_k, tiles):
     assert torch.equal(scored.log_probs, case.run(*case.leaves())[0])
 
 
-def test_what_is_not_asked_for_is_not_there():
+def test_unrequested_statistics_are_none():
     case = Case("plain")
     pairs = [(case.score(*(leaves := case.leaves()), entropy=entropy), leaves) for entropy in (False, True)]
     (scored, _), (with_entropy, _) = pairs
@@ -218,7 +218,7 @@ def test_scoring_every_token_of_a_row_gives_a_distribution(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_only_what_needs_a_gradient_gets_one(name, tiles):
+def test_only_inputs_that_need_a_gradient_get_one(name, tiles):
     case = Case(name)
     leaves = case.leaves()
     complete = gradients(case.run(*leaves)[0], case, leaves)
@@ -238,7 +238,7 @@ def test_frozen_inputs_carry_no_gradient():
 
 
 def test_a_derivative_of_the_gradient_is_refused():
-    """It would silently lack what the normaliser contributes."""
+    """A second derivative would silently lack the term of the normalizer."""
     case = Case("plain")
     leaves = case.leaves()
     (gradient,) = torch.autograd.grad(case.run(*leaves)[0].square().sum(), leaves[0], create_graph=True)
@@ -273,7 +273,7 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("name", ["plain", "softcap, scale and bias", "temperature", "low rank"])
 def test_narrow_floats_are_multiplied_and_kept_in_float32(name, dtype, tiles, monkeypatch):
-    """Values have the error of float32 sums, not of rounded logits; gradients that of one rounding at the end."""
+    """Values have the error of float32 sums, not of rounded logits. Gradients are rounded once, at the end."""
     monkeypatch.setattr(projection_module, "CAST_ELEMENTS", 5 * H)
     case = Case(name)
     half = case.leaves(dtype)

@@ -19,7 +19,7 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-# Of one token: value and gradient with respect to its log-prob, from the papers' equations, differentiated by hand.
+# Value and gradient of one token with respect to its log-prob, from the papers' equations, differentiated by hand.
 
 
 def slow_clip(new, old, advantage, *, low=0.2, high=0.2, dual=None):
@@ -92,7 +92,7 @@ CASES = {
 
 
 def near_a_corner(new, old, advantage, surrogate: str, chosen: dict) -> bool:
-    """Whether rounding could decide on which side of a bound a token lies."""
+    """Return whether rounding could decide the side of a bound on which a token lies."""
     ratio, bounds = math.exp(new - old), []
     if surrogate in ("clip", "cispo"):
         bounds += [1 - chosen.get("low", 0.2), 1 + chosen.get("high", 0.2)]
@@ -121,7 +121,7 @@ def test_value_and_gradient_equal_a_slow_loop(name, rows):
 
 @pytest.mark.parametrize("name", [name for name, (s, _) in CASES.items() if s in ("clip", "sapo", "dppo")])
 def test_gradcheck(name):
-    """Finite differences, of the surrogates without a stopped gradient."""
+    """Gradients match finite differences, for surrogates without a stopped gradient."""
     surrogate, chosen = CASES[name]
     new = torch.tensor([[-0.9, -1.3, -0.4, -2.2, -0.2]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-1.0, -1.9, -2.0, -1.1, -0.26]], dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_at_a_ratio_of_one_the_gradient_is_reinforces(name, rows):
     torch.testing.assert_close(gradient, -advantages, rtol=1e-12, atol=1e-12)
 
 
-LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if not (r == "sequence" and s == "dppo")]  # dppo is of tokens
+LEVELS = [(r, s) for r in RATIOS for s in SURROGATES if not (r == "sequence" and s == "dppo")]  # dppo works on tokens
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -172,7 +172,7 @@ def test_the_loss_of_a_sequence_is_one_value_and_token_advantages_make_it_one_of
     log_ratio, old = torch.zeros(2, 1), new.clone()
     assert Clip()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 1)
     assert Clip()(log_ratio, torch.ones(2, 3), new, old).shape == (2, 3)
-    assert VESPO()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is of each token
+    assert VESPO()(log_ratio, torch.ones(2, 1), new, old).shape == (2, 3)  # its gradient is per token
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -220,7 +220,7 @@ def test_the_dual_bounds_the_loss_of_bad_tokens_and_leaves_good_ones_alone(rows,
 
 
 def slow_clipped(new, old, advantage, surrogate, chosen) -> bool:
-    """Whether the hand-written gradient is 0 although the advantage is not; soft surrogates only come near."""
+    """Return whether the hand-written gradient is 0 although the advantage is not; soft surrogates only come close."""
     return (
         surrogate not in ("sapo", "vespo") and advantage != 0 and SLOW[surrogate](new, old, advantage, **chosen)[1] == 0
     )

@@ -98,7 +98,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("name", [n for n, o in PREFERENCE_OBJECTIVES.items() if o.paired])
 def test_preferring_the_chosen_completion_lowers_the_loss(name):
-    """Here the margin is below any aim; a pair's gradient pushes the chosen up and the rejected down."""
+    """The margin is below every target, so a pair's gradient raises the chosen and lowers the rejected completion."""
     chosen, rejected = torch.tensor([-2.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)
     PREFERENCE_OBJECTIVES[name]()(chosen, rejected).sum().backward()
     assert chosen.grad < 0 < rejected.grad
@@ -133,8 +133,8 @@ def test_extreme_log_probs_give_finite_values_and_gradients(extreme):
             assert loss.isfinite().all() and x.grad.isfinite().all() and y.grad.isfinite().all()
 
 
-# Recorded from TRL 1.16.0 on sequences of a small random model (float32): what goes in, and the loss that its
-# DPOTrainer, KTOTrainer, CPOTrainer and ORPOTrainer gave for them.
+# Recorded from TRL 1.16.0 on sequences of a small random model (float32): inputs, and the losses that its DPOTrainer,
+# KTOTrainer, CPOTrainer and ORPOTrainer returned for them.
 def recorded(*values: list[float]) -> list[torch.Tensor]:
     return [torch.tensor(v, dtype=torch.float64) for v in values]
 
@@ -168,5 +168,5 @@ def test_simpo_and_orpo_equal_trl():
     chosen, rejected = recorded(chosen, [-6.565004348754883, -6.114382266998291])
     loss = SimPO(beta=0.4, gamma=0.5, cpo_alpha=0.7)(chosen, rejected).mean()
     assert loss.item() == pytest.approx(5.389165878295898, rel=3e-6)
-    odds_term = (ORPO(alpha=0.25)(chosen, rejected) + chosen).mean()  # TRL's other term is over the prompt, too
+    odds_term = (ORPO(alpha=0.25)(chosen, rejected) + chosen).mean()  # TRL's other term also covers the prompt
     assert odds_term.item() == pytest.approx(0.17127752304077148, rel=3e-6)

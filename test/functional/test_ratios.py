@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def padded(rows, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs of each row as ``log_probs``, ``old_log_probs`` and ``mask``, ``[B, A]``."""
+    """Return each row's ``log_probs``, ``old_log_probs`` and ``mask``, padded to ``[B, A]``."""
     width = max(len(row) for row in rows) if width is None else width
     new, old = torch.zeros(2, len(rows), width, dtype=torch.float64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -35,7 +35,7 @@ def padded(rows, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def slow_value(name: str, row, t: int) -> float:
-    """Log-ratio that token ``t`` of a row is given."""
+    """Compute the log-ratio of token ``t`` of a row."""
     differences = [new - old for new, old in row]
     if name == "none":
         return 0.0
@@ -71,7 +71,7 @@ def test_tokens_that_are_no_actions_have_log_ratio_zero():
 @given(ragged_batches)
 @pytest.mark.parametrize("name", RATIOS)
 def test_gradient_is_that_of_the_definition(name, rows):
-    """Of token and none: its own token's. Of sequence: all tokens'. Of sequence_mean: its own token's (GSPO-token)."""
+    """The gradient of ``sequence`` reaches all tokens; that of the other ratios only their own token."""
     new, old, mask = padded(rows)
     width = mask.shape[1]
     new.requires_grad_()
@@ -85,7 +85,7 @@ def test_gradient_is_that_of_the_definition(name, rows):
 
 
 def test_gradcheck():
-    """Finite differences, where the gradient is that of the value."""
+    """Gradients match finite differences if the gradient is that of the value."""
     generator = torch.Generator().manual_seed(0)
     new, old = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
@@ -152,7 +152,7 @@ def test_ratio_of_is_the_exponential(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("x", [21.0, 88.8, 100.0, 1000.0])
-def test_ratio_of_goes_on_as_a_straight_line(x, dtype):
+def test_ratio_of_continues_as_a_straight_line(x, dtype):
     log_ratio = torch.tensor(x, dtype=dtype, requires_grad=True)
     ratio = ratio_of(log_ratio)
     (slope,) = torch.autograd.grad(ratio, log_ratio)

@@ -20,7 +20,7 @@ def test_rewards_to_go_equal_a_slow_loop(data, discount):
     lengths = data.draw(st.lists(st.integers(0, 20), max_size=4))
     width = max(lengths, default=0) + data.draw(st.integers(0, 2))
     rows = [data.draw(st.lists(st.floats(-5, 5, width=32), min_size=n, max_size=n)) for n in lengths]
-    rewards = torch.full((len(rows), width), float("nan"), dtype=torch.float64)  # what the mask leaves out is not read
+    rewards = torch.full((len(rows), width), float("nan"), dtype=torch.float64)  # values outside the mask are not read
     expected = torch.zeros(len(rows), width, dtype=torch.float64)
     for i, row in enumerate(rows):
         rewards[i, : len(row)] = torch.tensor(row, dtype=torch.float64)

@@ -26,7 +26,7 @@ def test_bradley_terry_and_centering_equal_a_slow_loop(values, smoothing):
     chosen, rejected, margin = torch.tensor(values, dtype=torch.float64).T
     expected = []
     for w, r, m in values:
-        right, flipped = sigmoid(w - r - m), sigmoid(r - w - m)  # a wrong label is the pair the other way round
+        right, flipped = sigmoid(w - r - m), sigmoid(r - w - m)  # a wrong label swaps the pair
         expected.append(-(1 - smoothing) * math.log(right) - smoothing * math.log(flipped))
     equal(bradley_terry(chosen, rejected, margin, label_smoothing=smoothing), expected)
     equal(centering(chosen, rejected), [(w + r) ** 2 for w, r, _ in values])
@@ -50,7 +50,7 @@ def test_far_apart_rewards_stay_finite():
 
 @pytest.mark.parametrize("cuts", [[6], [2, 4], [1, 1, 1, 1, 1, 1]])
 def test_parts_of_the_batch_sum_add_up(cuts):
-    """In value to the squared mean, in gradient to that of the squared mean."""
+    """Values add up to the squared mean, gradients to the gradient of the squared mean."""
     rewards = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     whole = (sum(rewards[i] for i in range(6)) / 6) ** 2
     (expected,) = torch.autograd.grad(whole, rewards)

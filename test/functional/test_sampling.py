@@ -30,7 +30,7 @@ each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=s
 
 
 def slow_probs(logits: list[float], distribution: SamplingDistribution, seen: list[bool] | None = None) -> list[float]:
-    """Penalty, temperature, top-k, top-p, min-p, one token at a time in float64."""
+    """Compute penalty, temperature, top-k, top-p and min-p one token at a time in float64."""
     if seen is not None and distribution.repetition_penalty != 1:
         p = distribution.repetition_penalty
         logits = [(x / p if x > 0 else x * p) if s else x for x, s in zip(logits, seen, strict=True)]
@@ -92,7 +92,7 @@ def test_random_uniforms_pass_a_chi_square_test(distribution):
 
 @st.composite
 def hard_logits(draw):
-    """Logits with banned tokens, ties and huge gaps; at least one token is possible."""
+    """Sample logits with banned tokens, ties and huge gaps; at least one token is possible."""
     value = st.one_of(st.just(-math.inf), st.floats(-5, 5, width=32), st.sampled_from([0.0, -200.0, 80.0]))
     rows = draw(st.integers(1, 4))
     row = st.lists(value, min_size=6, max_size=6).filter(lambda r: max(r) > -math.inf)
@@ -110,7 +110,7 @@ def test_a_token_of_probability_zero_is_never_sampled(logits, distribution, unif
 
 
 def test_rounding_of_the_cumulative_sum_samples_no_banned_token():
-    """Rounded probabilities of many tokens may add up to less than the largest uniform number."""
+    """Rounded probabilities of many tokens may sum to less than the largest uniform number."""
     logits = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0))
     logits[:, -3:] = -math.inf
     assert (logits.softmax(-1).cumsum(-1)[:, -1] < LAST).any()
@@ -127,7 +127,7 @@ def test_some_token_is_always_kept_and_the_likeliest_among_them(logits, top_k, t
 
 @each_distribution
 def test_the_sampled_log_prob_is_the_scored_one(distribution):
-    """What the sampler reports and what the loss computes are log-probs of one distribution."""
+    """The sampler's log-probs and the loss's log-probs are of the same distribution."""
     logits, seen = random_case(rows=40)
     uniforms = torch.rand(40, generator=torch.Generator().manual_seed(5))
     ids, sampled = sample_tokens(logits, distribution, uniforms, seen)
@@ -170,7 +170,7 @@ def test_greedy_takes_the_likeliest_after_the_penalty():
     assert sample_tokens(logits, penalised, torch.tensor([0.0]), seen)[0].tolist() == [2]
 
 
-def test_scoring_keeps_the_sampled_token_whatever_the_truncation():
+def test_scoring_keeps_the_sampled_token_under_any_truncation():
     logits = torch.tensor([[5.0, 4.0, -3.0]])
     distribution = SamplingDistribution(top_k=1)
     processed = process_logits(logits, distribution, sampled=torch.tensor([2]))
@@ -191,7 +191,7 @@ def test_a_recorded_support_takes_the_truncations_place(distribution):
     assert torch.equal(processed[kept], process_logits(logits, plain, seen)[kept])
 
 
-def test_what_the_sampler_left_makes_the_same_distribution_again():
+def test_a_recorded_support_gives_the_same_distribution():
     logits, seen = random_case()
     distribution = SamplingDistribution(temperature=0.7, top_k=5, top_p=0.8, repetition_penalty=1.2)
     sampled = process_logits(logits, distribution, seen)

@@ -1,4 +1,4 @@
-"""Scores against slow references, NaN kept, and the moments' independence of how scores are split."""
+"""Tests of score shaping: against slow references, with NaN kept, and independent of how scores are split."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_truncated_rows_have_the_return_they_should(rows: list, value: float) ->
         wanted = torch.where(truncated, target, before)
         torch.testing.assert_close(total, wanted, equal_nan=True, rtol=1e-4, atol=1e-4)
         if mode != "abstain":
-            assert torch.equal(shaped.isnan(), scores.isnan()), "who abstained goes on abstaining, and nobody else"
+            assert torch.equal(shaped.isnan(), scores.isnan()), "exactly the entries that abstained still abstain"
     scaled = combine_rewards(truncated_scores(scores, truncated, torch.tensor(WEIGHTS), "scale", 0.25), WEIGHTS)
     torch.testing.assert_close(scaled, torch.where(truncated, before * 0.25, before), equal_nan=True)
 

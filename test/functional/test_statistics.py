@@ -18,7 +18,7 @@ NAN = float("nan")
 @given(st.lists(st.tuples(st.floats(-10, 10), st.booleans()), max_size=12))
 def test_masked_mean_equals_a_slow_loop(pairs):
     kept = [v for v, m in pairs if m]
-    values = torch.tensor([v if m else NAN for v, m in pairs], dtype=torch.float64)  # what is masked may be anything
+    values = torch.tensor([v if m else NAN for v, m in pairs], dtype=torch.float64)  # masked values may be anything
     mask = torch.tensor([m for _, m in pairs], dtype=torch.bool)
     expected = math.fsum(kept) / len(kept) if kept else 0.0
     assert masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
@@ -90,7 +90,7 @@ def test_masked_mean_does_not_depend_on_the_size_of_the_weights(scale):
 
 
 def test_wilson_interval():
-    """Against the two solutions of |p - share| = z * sqrt(p (1 - p) / n), which define it."""
+    """The bounds are the two solutions of |p - share| = z * sqrt(p (1 - p) / n)."""
     shares, counts = torch.tensor([0.0, 0.3, 1.0]), torch.tensor([10.0, 50.0, 4.0])
     for share, n, *ends in zip(shares.tolist(), counts.tolist(), *wilson_interval(shares, counts), strict=True):
         for end in map(float, ends):

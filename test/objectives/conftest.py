@@ -1,4 +1,4 @@
-"""Rows that make every part of a loss act, and a policy that is exact in float64."""
+"""Rows that exercise every part of a loss, and a policy that is exact in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRUNCATED = [False, True, False, False, True, False, False]
 
 
 class BigramPolicy(torch.nn.Module):
-    """The simplest language model: the logits of a token are a row of a table, that of the token before it."""
+    """Simplest language model: the logits of a token are the table row of the previous token."""
 
     def __init__(self, vocabulary: int, seed: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class BigramPolicy(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.randn(vocabulary, vocabulary, dtype=torch.float64, generator=generator))
 
     def distributions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[T - 1, V]``: log-probs of all tokens but the first."""
+        """Return the log-probs of all tokens but the first, ``[T - 1, V]``."""
         return self.table[tokens[:-1]].log_softmax(-1)
 
     def score(self, rows: TensorDictBase) -> ScoredActions:
@@ -48,7 +48,7 @@ class BigramPolicy(torch.nn.Module):
 
 
 def build_rows(own: Callable[[torch.Tensor], torch.Tensor], vocabulary: int, dtype: torch.dtype) -> TensorDictBase:
-    """Rows of a policy whose weights have moved since; ``own`` gives its present log-probs ``[T]`` of ``T`` tokens."""
+    """Build rows of a policy whose weights have moved since; ``own`` returns its current log-probs ``[T]``."""
     generator = torch.Generator().manual_seed(0)
     result = []
     for i, shape in enumerate(SHAPES):
@@ -80,7 +80,7 @@ def build_rows(own: Callable[[torch.Tensor], torch.Tensor], vocabulary: int, dty
 
 
 def changed(rows: TensorDictBase, key, values: Sequence[torch.Tensor]) -> TensorDictBase:
-    """The rows with another entry, one value for each."""
+    """Return the rows with another entry, one value for each."""
     result = [row.clone() for row in rows.unbind(0)]
     for row, value in zip(result, values, strict=True):
         row.set(key, value)
@@ -88,7 +88,7 @@ def changed(rows: TensorDictBase, key, values: Sequence[torch.Tensor]) -> Tensor
 
 
 def token_advantages(rows: TensorDictBase) -> TensorDictBase:
-    """The rows with an advantage for each action token, ``[T, 1]``, of both signs."""
+    """Return the rows with an advantage per action token, ``[T, 1]``, of both signs."""
     generator = torch.Generator().manual_seed(1)
     values = []
     for row in rows.unbind(0):
@@ -99,18 +99,18 @@ def token_advantages(rows: TensorDictBase) -> TensorDictBase:
 
 
 def weighted(rows: TensorDictBase) -> TensorDictBase:
-    """The rows with sample weights of their own."""
+    """Return the rows with sample weights."""
     return changed(rows, keys.SAMPLE_WEIGHT, [torch.tensor(0.25 * (i + 1)) for i in range(len(rows))])
 
 
 def merged(rows: TensorDictBase) -> TensorDictBase:
-    """The rows, each standing for one to three."""
+    """Return the rows with multiplicities of one to three."""
     return changed(rows, keys.MULTIPLICITY, [torch.tensor(1 + i % 3) for i in range(len(rows))])
 
 
 @pytest.fixture(scope="session")
 def rows_with():
-    """``rows_with(rows, "token_advantages", "weighted", "merged")``: the rows with such entries."""
+    """Function that adds entries, as in ``rows_with(rows, "token_advantages", "weighted", "merged")``."""
     variants = {"token_advantages": token_advantages, "weighted": weighted, "merged": merged}
 
     def change(rows: TensorDictBase, *names: str) -> TensorDictBase:
@@ -123,7 +123,7 @@ def rows_with():
 
 @pytest.fixture(scope="module")
 def bigram() -> BigramPolicy:
-    """A policy over 24 tokens, in float64."""
+    """Policy over 24 tokens in float64."""
     return BigramPolicy(24, seed=0)
 
 
@@ -141,5 +141,5 @@ def bigram_rows(bigram: BigramPolicy) -> TensorDictBase:
 
 @pytest.fixture(scope="session")
 def rows_of() -> Callable[..., TensorDictBase]:
-    """``rows_of(own, vocabulary, dtype)``: see :func:`build_rows`."""
+    """Function ``rows_of(own, vocabulary, dtype)``; see :func:`build_rows`."""
     return build_rows

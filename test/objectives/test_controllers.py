@@ -19,14 +19,14 @@ def test_the_kl_coefficient_follows_a_slow_loop():
 
 
 def test_the_kl_coefficient_finds_the_target():
-    """In a world whose KL is inversely proportional to it."""
+    """The coefficient converges if the KL is inversely proportional to it."""
     coefficient = AdaptiveKLCoefficient(0.01, target=2.0, horizon=100)
     for _ in range(400):
         coefficient.update(0.1 / float(coefficient), num_samples=50)
     assert float(coefficient) == pytest.approx(0.05, rel=1e-3)
 
 
-def test_a_resumed_controller_goes_on_the_same():
+def test_a_resumed_controller_continues_the_same():
     first, second = (AdaptiveKLCoefficient(0.1, target=0.5, horizon=300) for _ in range(2))
     for value in (0.3, 0.55, 0.8):
         first.update(value, 7)

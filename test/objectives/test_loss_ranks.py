@@ -1,4 +1,4 @@
-"""Rows split over two ranks: normalizers of both, gradients averaged, as one process has them.
+"""Rows split over two ranks: shared normalizers and averaged gradients equal those of one process.
 
 Run as a script this file is one rank: ``test_loss_ranks.py RANK FOLDER``.
 """
@@ -17,7 +17,7 @@ from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.objectives.normalizers import Normalizers
 
-SPLIT = ([1, 2, 4, 6], [0, 3, 5])  # of unequal sizes, in rows and in tokens
+SPLIT = ([1, 2, 4, 6], [0, 3, 5])  # unequal numbers of rows and of tokens
 MERGED = ([0, 3, 4, 5, 6], [1, 2])
 SETTINGS = {
     "sequence_sum": {},
@@ -38,7 +38,7 @@ SETTINGS = {
         "high_entropy_fraction": 0.4,
     },
 }
-TIMEOUT = 120  # seconds, for a machine that is busy
+TIMEOUT = 120  # seconds, enough for a busy machine
 
 
 def make_policy() -> TransformersWrapper:
@@ -66,7 +66,7 @@ def run_rank(rank: int, folder: Path) -> None:
         loss, part = RLOOLoss(policy, **settings), part_of(rows, name, rank)
         normalizers = loss.normalizers(part, group)
         gradient = gradient_of(policy, loss(part, normalizers).loss)
-        for g in gradient:  # what DistributedDataParallel does
+        for g in gradient:  # as DistributedDataParallel does
             torch.distributed.all_reduce(g)
             g /= 2
         results[name] = (normalizers.num_rows, normalizers.num_tokens, normalizers.entropy_threshold, gradient)
@@ -103,12 +103,12 @@ def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows
             for ours, theirs in zip(gradient, expected, strict=True):
                 assert float((ours - theirs).norm()) <= 1e-5 * scale, name
         parts = [gradient_of(policy, loss(part_of(rows, name, rank)).loss / 2) for rank in range(2)]
-        apart = [a + b for a, b in zip(*parts, strict=True)]  # what normalizers of each rank's own would give
+        apart = [a + b for a, b in zip(*parts, strict=True)]  # the result of separate normalizers for each rank
         assert max(float((a - b).norm()) for a, b in zip(apart, expected, strict=True)) > 1e-3 * scale, name
 
 
 def test_both_ranks_have_truncated_rows_and_action_tokens(rows_of, bigram_rows):
-    """Else the settings above would not be put to the test."""
+    """Otherwise the settings above would not be tested."""
     for split in (SPLIT, MERGED):
         assert sorted(split[0] + split[1]) == list(range(len(bigram_rows)))
         tokens = [sum(int(bigram_rows[i][keys.ACTION_MASK].sum()) for i in part) for part in split]

@@ -31,7 +31,7 @@ COEFFICIENTS = {
 
 @pytest.fixture(scope="module")
 def policy(tokenizer):
-    """One of our own: the tests leave gradients on it."""
+    """Separate policy: the tests leave gradients on it."""
     return TransformersWrapper(build_model(tokenizer, seed=0).eval(), tokenizer=tokenizer, generate=False)
 
 
@@ -68,7 +68,7 @@ def pairs() -> TensorDictBase:
 
 
 @pytest.fixture
-def labelled(pairs) -> TensorDictBase:
+def labeled(pairs) -> TensorDictBase:
     rows = [row[CHOSEN].clone() for row in pairs.unbind(0)]
     return stack_rows([row.set(LABEL, torch.tensor(d)) for row, d in zip(rows, DESIRABLE, strict=True)])
 
@@ -90,7 +90,7 @@ def exact(scorer) -> torch.nn.Module:
 
 
 def log_prob(model, row: TensorDictBase, mean: bool) -> torch.Tensor:
-    """Of one completion: whole logits, no padding."""
+    """Compute the log-prob of one completion from whole logits, without padding."""
     tokens, action = row[keys.TOKENS], row[keys.ACTION_MASK]
     full = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
     values = [full[t - 1, tokens[t]] for t in range(len(tokens)) if action[t]]
@@ -141,9 +141,9 @@ def test_pairs_have_the_loss_gradient_and_metrics_of_the_definition(make_loss, p
     )
 
 
-def mixed(labelled: TensorDictBase) -> list[TensorDictBase]:
-    """The prompts of ``PROMPTS`` with the completions of the rows after."""
-    rows, result = labelled.unbind(0), []
+def mixed(labeled: TensorDictBase) -> list[TensorDictBase]:
+    """Return the prompts of ``PROMPTS`` with the completions of the following rows."""
+    rows, result = labeled.unbind(0), []
     for i, prompt in enumerate(PROMPTS):
         j, n = (i + 1) % len(rows), len(prompt)
         m = len(PROMPTS[j])
@@ -152,20 +152,20 @@ def mixed(labelled: TensorDictBase) -> list[TensorDictBase]:
 
 
 @pytest.mark.parametrize("positive", [False, True])
-def test_kto_has_the_loss_gradient_and_point_of_the_definition(policy, reference, labelled, positive):
-    actor, other = (policy, reference) if not positive else (policy, _raised(reference, labelled))
+def test_kto_has_the_loss_gradient_and_point_of_the_definition(policy, reference, labeled, positive):
+    actor, other = (policy, reference) if not positive else (policy, _raise_reference_point(reference, labeled))
     model, ref, c = exact(actor), exact(other), COEFFICIENTS["kto"]
     with torch.no_grad():
-        apart = [log_prob(model, row, False) - log_prob(ref, row, False) for row in mixed(labelled)]
+        apart = [log_prob(model, row, False) - log_prob(ref, row, False) for row in mixed(labeled)]
         point = max(0.0, sum(x.item() for x in apart) / len(apart))
     assert (point > 0) == positive
     losses, correct = [], []
-    for row, desirable in zip(labelled.unbind(0), DESIRABLE, strict=True):
+    for row, desirable in zip(labeled.unbind(0), DESIRABLE, strict=True):
         ratio = log_prob(model, row, False) - log_prob(ref, row, False).detach()
         sign, weight = (1, c["desirable_weight"]) if desirable else (-1, c["undesirable_weight"])
         losses.append(weight * (1 - torch.sigmoid(sign * c["beta"] * (ratio - point))))
         correct.append((ratio.item() > point) == desirable)
-    out = PreferenceLoss(actor, KTO(**c), reference=other)(labelled)
+    out = PreferenceLoss(actor, KTO(**c), reference=other)(labeled)
     expected = sum(losses) / len(losses)
     assert_same_gradient(gradient_of(policy.model, out.loss), gradient_of(model, expected))
     metrics = merge_outputs([out])
@@ -176,11 +176,11 @@ def test_kto_has_the_loss_gradient_and_point_of_the_definition(policy, reference
     assert len(out.chosen_rewards) == sum(DESIRABLE) and len(out.rejected_rewards) == len(DESIRABLE) - sum(DESIRABLE)
 
 
-def _raised(reference, labelled):
-    """The reference after it has learned to dislike the mismatched completions, so that z_0 is above 0."""
+def _raise_reference_point(reference, labeled):
+    """Train the reference to dislike the mismatched completions, so that z_0 is above 0."""
     worse = frozen_reference(reference)
     worse.model.requires_grad_(True)
-    rows = stack_rows([TensorDict(row) for row in mixed(labelled)])
+    rows = stack_rows([TensorDict(row) for row in mixed(labeled)])
     optimizer = torch.optim.SGD(worse.model.parameters(), lr=0.02)
     for _ in range(3):
         worse.score(rows).log_probs.sum().backward()
@@ -199,8 +199,8 @@ def weighted(rows: TensorDictBase) -> TensorDictBase:
 
 @pytest.mark.parametrize("name", PREFERENCE_OBJECTIVES)
 @pytest.mark.parametrize("size", [1, 3])
-def test_micro_batches_sum_to_the_whole(policy, make_loss, pairs, labelled, name, size):
-    rows = weighted(pairs if PREFERENCE_OBJECTIVES[name].paired else labelled)
+def test_micro_batches_sum_to_the_whole(policy, make_loss, pairs, labeled, name, size):
+    rows = weighted(pairs if PREFERENCE_OBJECTIVES[name].paired else labeled)
     loss_fn = make_loss(name)
     whole, normalizers = loss_fn(rows), loss_fn.normalizers(rows)
     parts = [loss_fn(rows[i : i + size], normalizers) for i in range(0, len(rows), size)]
@@ -259,18 +259,18 @@ def test_the_reference_is_neither_trained_nor_saved_with_the_loss(make_loss, pol
         ({"name": "dpo", "gamma": 1.0}, None, r"unknown field 'gamma'; valid: \['beta', 'label_smoothing'\]"),
         ({"name": "simpo", "beta": 0.0}, None, "SimPO: beta=0.0 must be a number above 0"),
         ({"name": "simpo", "gamma": -1.0}, None, "SimPO: gamma=-1.0 must be a number of at least 0"),
-        ({"name": "dpo", "label_smoothing": 0.5}, "recorded", "label_smoothing=0.5 .* below 0.5"),
+        ({"name": "dpo", "label_smoothing": 0.5}, "recorded", r"label_smoothing=0.5 must be in \[0, 0.5\)"),
         ({"name": "dpo", "beta": math.nan}, "recorded", "beta=nan must be a number above 0"),
-        ("dpo", None, "requires a reference: set it to .* or 'recorded'"),
-        ("kto", None, "requires a reference: set it to a scorer such as frozen_reference"),
+        ("dpo", None, "requires a reference; set it to .* or 'recorded'"),
+        ("kto", None, "requires a reference; set it to a scorer such as frozen_reference"),
         ("kto", "recorded", "reference='recorded': objective=KTO.* requires a scorer"),
         ("dpo", "base", "reference='base': objective=DPO.* requires a scorer .* or 'recorded'"),
-        ("dpo", object(), "reference must have score"),
-        ("orpo", "recorded", "objective=ORPO.* does not use it: leave it out"),
-        ("simpo", "recorded", "objective=SimPO.* does not use it: leave it out"),
+        ("dpo", object(), "reference=object must have a score"),
+        ("orpo", "recorded", "objective=ORPO.* ignores it; remove it"),
+        ("simpo", "recorded", "objective=SimPO.* ignores it; remove it"),
     ],
 )
-def test_what_does_not_go_together_is_refused(policy, objective, reference, fault):
+def test_settings_that_cannot_be_combined_are_refused(policy, objective, reference, fault):
     with pytest.raises(ValueError, match=fault):
         PreferenceLoss(policy, objective, reference=reference)
 
@@ -283,6 +283,6 @@ def test_a_reference_that_would_move_or_measure_otherwise_is_refused(policy):
         PreferenceLoss(policy, "dpo", reference=warm)
 
 
-def test_one_labelled_row_has_no_reference_point(make_loss, labelled):
+def test_one_labeled_row_has_no_reference_point(make_loss, labeled):
     with pytest.raises(ValueError, match="at least 2 rows"):
-        make_loss("kto")(labelled[:1])
+        make_loss("kto")(labeled[:1])

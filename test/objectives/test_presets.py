@@ -1,4 +1,4 @@
-"""Each published method on one batch, against its paper's formula written out by hand."""
+"""Each published method on one batch, against the formula of its paper written out by hand."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ N, TOKENS = len(LENGTHS), sum(LENGTHS)
 
 
 def numbers(seed: int, scale: float) -> list[list[float]]:
-    """One for each action token of each row, exact in float32."""
+    """Return one number for each action token of each row, exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     return [(scale * torch.randn(n, generator=generator)).tolist() for n in LENGTHS]
 
 
 SAMPLER = [[-abs(x) - 0.2 for x in row] for row in numbers(0, 1.5)]
 REFERENCE = [[x + d for x, d in zip(*rows, strict=True)] for rows in zip(SAMPLER, numbers(1, 0.5), strict=True)]
-DRIFT = numbers(2, 0.25)  # what the log-probs have gained since
+DRIFT = numbers(2, 0.25)  # increase of the log-probs since sampling
 
 
 class LogProbTable(torch.nn.Module):
-    """A policy whose parameters are the log-probs of the action tokens themselves."""
+    """Policy whose parameters are the log-probs of the action tokens."""
 
     def __init__(self, log_probs: list[list[float]]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LogProbTable(torch.nn.Module):
 
 
 def full(values: list[float]) -> torch.Tensor:
-    """Action tokens' values after a prompt of two tokens."""
+    """Return the action tokens' values after a prompt of two tokens."""
     return torch.tensor([0.0, 0.0, *values])
 
 
@@ -79,13 +79,13 @@ def batch() -> TensorDictBase:
 
 
 def method_of(name: str, **settings) -> Preset:
-    """A method with the numbers that it leaves to a run; with its own KL unless another is given."""
+    """Build a method with the numbers of a run, and its default KL unless another is given."""
     numbers_of = {"max_new_tokens": CONSTANT, "prompts_per_step": PROMPTS, "num_generations": G}
     return make_method(name, **numbers_of | {"kl": "default"} | settings)
 
 
 def gradients_of(method: Preset, batch: TensorDictBase) -> list[list[float]]:
-    """Of the loss, with respect to the log-prob of each action token."""
+    """Return the gradient of the loss with respect to the log-prob of each action token."""
     table = LogProbTable([[x + d for x, d in zip(*r, strict=True)] for r in zip(SAMPLER, DRIFT, strict=True)])
     rows = [row.clone() for row in batch.unbind(0)]
     if coeff := float(method.reward_kl_arguments["kl_to_ref_coeff"]):  # as KLRewardTransform does
@@ -108,28 +108,28 @@ def groups_of(values: list[float]) -> list[list[float]]:
 
 
 def leave_one_out(rewards: list[float]) -> list[float]:
-    """RLOO: the reward less the mean of the others'."""
+    """Return RLOO advantages: the reward minus the mean of the other rewards."""
     return [r - (sum(group) - r) / (G - 1) for group in groups_of(rewards) for r in group]
 
 
-def centred(rewards: list[float]) -> list[float]:
-    """Dr. GRPO: the reward less the mean of the group."""
+def subtract_group_mean(rewards: list[float]) -> list[float]:
+    """Return Dr. GRPO advantages: the reward minus the mean of the group."""
     return [r - statistics.mean(group) for group in groups_of(rewards) for r in group]
 
 
-def normalised(rewards: list[float]) -> list[float]:
-    """GRPO: by mean and standard deviation of the group."""
+def normalize_by_group(rewards: list[float]) -> list[float]:
+    """Return GRPO advantages: normalized by mean and standard deviation of the group."""
     return [(r - statistics.mean(g)) / (statistics.stdev(g) + 1e-4) for g in groups_of(rewards) for r in g]
 
 
-def whitened(values: list[float]) -> list[float]:
-    """REINFORCE++: by mean and standard deviation of the batch."""
+def whiten_batch(values: list[float]) -> list[float]:
+    """Return REINFORCE++ advantages: normalized by mean and standard deviation of the batch."""
     mean, std = statistics.mean(values), statistics.stdev(values)
     return [(value - mean) / (std + 1e-4) for value in values]
 
 
-def penalised(beta: float) -> list[float]:
-    """``r - beta sum_t (log pi_old - log pi_ref)``."""
+def subtract_kl(beta: float) -> list[float]:
+    """Return ``r - beta sum_t (log pi_old - log pi_ref)``."""
     return [r - beta * sum(s - f for s, f in zip(SAMPLER[i], REFERENCE[i], strict=True)) for i, r in enumerate(REWARDS)]
 
 
@@ -143,7 +143,7 @@ def every_token(values: list[float]) -> list[list[float]]:
 
 
 def ppo(i: int, t: int, advantage: float, low: float = 0.2, high: float = 0.2) -> float:
-    """d min(rho A, clip(rho) A) / d log pi."""
+    """Return d min(rho A, clip(rho) A) / d log pi."""
     rho = math.exp(DRIFT[i][t])
     flat = rho > 1 + high if advantage > 0 else rho < 1 - low
     return 0.0 if flat else rho * advantage
@@ -154,14 +154,14 @@ def by_token(formula) -> list[list[float]]:
 
 
 def rloo():
-    """Ahmadian et al.: 1/N sum_i A_i sum_t grad log pi, A from rewards less 0.03 KL."""
-    advantages = leave_one_out(penalised(0.03))
+    """Compute 1/N sum_i A_i sum_t grad log pi, A from rewards minus 0.03 KL (Ahmadian et al.)."""
+    advantages = leave_one_out(subtract_kl(0.03))
     return by_token(lambda i, t: -advantages[i] / N)
 
 
 def rloo_trl():
-    """TRL: 1/N sum_i min(rho_i A_i, clip(rho_i) A_i), rho_i of the whole sequence; KL 0.05."""
-    advantages = leave_one_out(penalised(0.05))
+    """Compute 1/N sum_i min(rho_i A_i, clip(rho_i) A_i), rho_i of the whole sequence, KL 0.05 (TRL)."""
+    advantages = leave_one_out(subtract_kl(0.05))
 
     def formula(i, t):
         rho = math.exp(sum(DRIFT[i]))
@@ -172,14 +172,14 @@ def rloo_trl():
 
 
 def rloo_openrlhf():
-    """OpenRLHF: leave-one-out of the rewards, then each token's clamped KL to go; PPO over all tokens."""
+    """Compute leave-one-out of the rewards, then each token's clamped KL to go, PPO over all tokens (OpenRLHF)."""
     base = leave_one_out(REWARDS)
     return by_token(lambda i, t: -ppo(i, t, base[i] - 0.01 * kl_to_go(i, t, 10.0)) / TOKENS)
 
 
 def grpo():
-    """Shao et al., equation 3: 1/G sum_i 1/|o_i| sum_t (min(...) - beta (ref/pi - log ref/pi - 1))."""
-    advantages = normalised(REWARDS)
+    """Compute 1/G sum_i 1/|o_i| sum_t (min(...) - beta (ref/pi - log ref/pi - 1)) (Shao et al., equation 3)."""
+    advantages = normalize_by_group(REWARDS)
 
     def formula(i, t):
         present = SAMPLER[i][t] + DRIFT[i][t]
@@ -190,20 +190,20 @@ def grpo():
 
 
 def dr_grpo():
-    """Liu et al.: no division by the standard deviation, nor by the length."""
-    advantages = centred(REWARDS)
+    """Compute the loss without division by the standard deviation or the length (Liu et al.)."""
+    advantages = subtract_group_mean(REWARDS)
     return by_token(lambda i, t: -ppo(i, t, advantages[i]) / (N * CONSTANT))
 
 
 def dapo():
-    """Yu et al., equation 8: 1/sum_i |o_i| sum_it, clip at 1 - 0.2 and 1 + 0.28."""
-    advantages = normalised(REWARDS)
+    """Compute 1/sum_i |o_i| sum_it, clip at 1 - 0.2 and 1 + 0.28 (Yu et al., equation 8)."""
+    advantages = normalize_by_group(REWARDS)
     return by_token(lambda i, t: -ppo(i, t, advantages[i], 0.2, 0.28) / TOKENS)
 
 
 def gspo():
-    """Zheng et al., equations 5 to 7: s_i = (pi / pi_old)^(1 / |o_i|), clipped as a whole."""
-    advantages = normalised(REWARDS)
+    """Compute s_i = (pi / pi_old)^(1 / |o_i|), clipped as a whole (Zheng et al., equations 5 to 7)."""
+    advantages = normalize_by_group(REWARDS)
 
     def formula(i, t):
         ratio = math.exp(sum(DRIFT[i]) / LENGTHS[i])
@@ -214,22 +214,22 @@ def gspo():
 
 
 def cispo():
-    """MiniMax, equation 4: 1/sum |o_i| sum_it sg(clip(rho)) A grad log pi."""
-    advantages = normalised(REWARDS)
+    """Compute 1/sum |o_i| sum_it sg(clip(rho)) A grad log pi (MiniMax, equation 4)."""
+    advantages = normalize_by_group(REWARDS)
     return by_token(lambda i, t: -min(math.exp(DRIFT[i][t]), 5.0) * advantages[i] / TOKENS)
 
 
 def reinforce_pp():
-    """Hu et al.: r - beta sum_{k >= t} KL_k, whitened over the tokens of the batch; PPO."""
+    """Compute r - beta sum_{k >= t} KL_k, whitened over the tokens of the batch, with PPO (Hu et al.)."""
     raw = by_token(lambda i, t: REWARDS[i] - 0.01 * kl_to_go(i, t))
-    flat = iter(whitened([a for row in raw for a in row]))
+    flat = iter(whiten_batch([a for row in raw for a in row]))
     advantages = [[next(flat) for _ in row] for row in raw]
     return by_token(lambda i, t: -ppo(i, t, advantages[i][t]) / TOKENS)
 
 
 def reinforce_pp_baseline():
-    """Hu et al.: less the mean of the group, whitened over the batch; PPO, and k2 in the loss."""
-    advantages = whitened(centred(REWARDS))
+    """Compute the reward minus the group mean, whitened over the batch, with PPO and k2 in the loss (Hu et al.)."""
+    advantages = whiten_batch(subtract_group_mean(REWARDS))
 
     def formula(i, t):
         gap = SAMPLER[i][t] + DRIFT[i][t] - REFERENCE[i][t]
@@ -257,7 +257,7 @@ def test_the_gradient_is_that_of_the_paper(batch, name):
 
 
 def test_the_batch_tells_the_methods_apart_and_meets_their_clips():
-    """Else the test above would say little."""
+    """Otherwise the test above would prove little."""
     gradients = {name: [x for row in formula() for x in row] for name, formula in FORMULAS.items()}
     for a in gradients:
         for b in gradients:
@@ -295,7 +295,7 @@ def test_every_preset_makes_its_parts_with_any_kl(name, kl):
 
 
 def places_of(method: Preset) -> list[float]:
-    """The coefficients that the reward, the advantage and the loss are given."""
+    """Return the KL coefficients of the reward, the advantage and the loss."""
     token = method.advantage_arguments.get("kl")
     in_loss = method.loss_arguments.get("kl_to_ref_coeff", 0.0)
     return [float(c) for c in (method.reward_kl_arguments["kl_to_ref_coeff"], token.coeff if token else 0.0, in_loss)]
@@ -324,9 +324,7 @@ def test_a_kl_can_be_moved_and_keeps_its_coefficient_alone(name, where):
     own = PRESETS[name].kl
     kl = {"where": where} | ({} if own else {"coeff": 0.05})
     if where == "token" and PRESETS[name].loss["ratio"] == "sequence":
-        with pytest.raises(
-            ValueError, match="loss.ratio='sequence' takes one for all: set kl.where='reward' or 'loss'"
-        ):
+        with pytest.raises(ValueError, match="loss.ratio='sequence'; set kl.where='reward' or 'loss'"):
             method_of(name, kl=kl)
         return
     method = method_of(name, kl=kl)
@@ -349,15 +347,15 @@ def test_a_kl_object_is_taken_as_it_is_and_one_without_a_place_is_off():
         (
             "rloo_trl",
             {"loss": {"kl_to_ref_coeff": 0.04}},
-            r"loss.kl_to_ref_coeff is set in kl: use kl.coeff=... \(with",
+            r"loss.kl_to_ref_coeff belongs to kl; set kl.coeff=... \(with",
         ),
-        ("rloo_trl", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=... .*kl.where=token"),
-        ("grpo", {"loss": {"kl_to_ref_coeff": 0.1}}, "use kl.coeff=... .*kl.where=loss"),
-        ("rloo_openrlhf", {"advantage": {"token_kl_coeff": 0.01}}, "use kl.coeff=..."),
-        ("rloo_trl", {"loss": {"kl_to_ref_coeff": 0.04}, "kl": "default"}, "use kl.coeff=..."),
-        ("grpo", {"loss": {"kl_estimator": "k1"}}, "use kl.estimator=..."),
-        ("rloo_openrlhf", {"advantage": {"kl_clip": 1.0}}, "use kl.clip=..."),
-        ("grpo", {"advantage": {"kl": KL("token", 0.1)}}, "advantage.kl is set in kl: use kl=..."),
+        ("rloo_trl", {"advantage": {"token_kl_coeff": 0.01}}, "set kl.coeff=... .*kl.where=token"),
+        ("grpo", {"loss": {"kl_to_ref_coeff": 0.1}}, "set kl.coeff=... .*kl.where=loss"),
+        ("rloo_openrlhf", {"advantage": {"token_kl_coeff": 0.01}}, "set kl.coeff=..."),
+        ("rloo_trl", {"loss": {"kl_to_ref_coeff": 0.04}, "kl": "default"}, "set kl.coeff=..."),
+        ("grpo", {"loss": {"kl_estimator": "k1"}}, "set kl.estimator=..."),
+        ("rloo_openrlhf", {"advantage": {"kl_clip": 1.0}}, "set kl.clip=..."),
+        ("grpo", {"advantage": {"kl": KL("token", 0.1)}}, "advantage.kl belongs to kl; set kl=..."),
     ],
 )
 def test_a_kl_elsewhere_is_refused_with_the_setting_to_use(name, settings, message):
@@ -391,7 +389,7 @@ def test_a_target_makes_the_coefficient_adapt_in_its_place(name):
 
 
 def test_without_its_kl_grpo_has_none(batch):
-    advantages = normalised(REWARDS)
+    advantages = normalize_by_group(REWARDS)
     ours = gradients_of(method_of("grpo", kl=None), batch)
     for i in range(N):
         expected = [-ppo(i, t, advantages[i]) / (N * LENGTHS[i]) for t in range(LENGTHS[i])]
@@ -435,14 +433,14 @@ def test_numbers_that_a_run_gives_may_be_set():
         ({"kl": {"coeff": 0.1, "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='reward'"),
         ({"kl": {"where": "loss", "clip": 1.0}}, "kl.clip=1.0 has no effect with kl.where='loss'"),
         ({"kl": {"where": "token", "clip": 0.0}}, "kl.clip=0.0 must be None or a number above 0"),
-        ({"kl": {"coeff": 0.0, "target": 1.0}}, "kl.target=1.0 adapts a coefficient, but kl.coeff is 0"),
+        ({"kl": {"coeff": 0.0, "target": 1.0}}, "kl.target=1.0 requires a coefficient to adapt; set kl.coeff above 0"),
         ({"kl": {"coeff": 0.1, "target": 0.0}}, "target=0.0 must be a number above 0"),
         ({"name": "dr_grpo", "max_new_tokens": None}, "loss.aggregation='constant' requires length"),
         ({"name": "reinforce_pp", "prompts_per_step": None}, "advantage.normalize='whiten' requires groups"),
         ({"advantage": {"credit": "normalize_then_sum"}}, "advantage.credit='normalize_then_sum' requires weights"),
         (
             {"advantage": {"normalize": {"name": "whiten", "groups": 3}}},
-            "groups=3 is more than prompts_per_step=2, so no batch would be complete",
+            "groups=3 must be at most prompts_per_step=2, or no batch would be complete",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def score_alone(model: RewardModel, row: TensorDictBase) -> torch.Tensor:
 
 
 def test_the_loss_is_the_formula_of_scores_taken_one_by_one(reward_model, pairs):
-    """So neither padding nor the company of other rows matters."""
+    """Neither padding nor the other rows of a batch matter."""
     chosen, rejected = (
         torch.stack([score_alone(reward_model, r[p]) for r in pairs.unbind(0)]) for p in ("chosen", "rejected")
     )
@@ -114,7 +114,7 @@ def test_terms_that_are_off_are_absent_and_cost_no_pass(reward_model, pairs):
 
 
 def test_ties_count_half_and_know_nothing(tokenizer, tmp_path, pairs):
-    """A head that starts at zero: the loss is log 2, the accuracy a half."""
+    """A head that starts at zero has loss log 2 and accuracy one half."""
     build_model(tokenizer, seed=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     out = RewardModelLoss(RewardModel(load_reward_model(tmp_path)[0]))(pairs.exclude(MARGIN))
@@ -133,7 +133,7 @@ def test_no_rows_have_a_gradient_of_zeros(reward_model, pairs):
     [
         ({"centering_coeff": -0.1}, "centering_coeff=-0.1 must be a finite number of at least 0"),
         ({"batch_sum_coeff": math.inf}, "batch_sum_coeff=inf"),
-        ({"label_smoothing": 0.5}, "label_smoothing=0.5 must be at least 0 and below 0.5"),
+        ({"label_smoothing": 0.5}, r"label_smoothing=0.5 must be in \[0, 0.5\)"),
     ],
 )
 def test_settings_out_of_range_are_refused(reward_model, bad, message):

@@ -18,19 +18,19 @@ from torchrl_rloo.replay import drop_zero_advantage
 
 SHAPES = ["ppaa", "ppaaccaaa", "pppppapcca", "pa", "ppaaaaaaccac", "pccaap"]  # a marks the action tokens
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5, 0.0, 0.7]
-DRIFTS = [0.0, -0.2, 0.3, 0.15, 0.1, -0.1]  # what each action token's log-prob has gained since it was sampled
+DRIFTS = [0.0, -0.2, 0.3, 0.15, 0.1, -0.1]  # increase of each action token's log-prob since it was sampled
 TRUNCATED = [False, True, False, False, True, False]
 
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    """One of our own: the tests leave gradients on it."""
+    """Separate model: the tests leave gradients on it."""
     return build_model(tokenizer, seed=0).eval()
 
 
 @pytest.fixture(scope="module")
 def exact_model(model):
-    """The same weights in float64."""
+    """Model with the same weights in float64."""
     return copy.deepcopy(model).double()
 
 
@@ -41,14 +41,14 @@ def make_loss(model, tokenizer):
 
 
 def exact_log_probs(exact_model, tokens: torch.Tensor) -> torch.Tensor:
-    """``[T, V]``: entry ``t`` predicts token ``t``; the first is NaN."""
+    """Return log-probs ``[T, V]``: entry ``t`` predicts token ``t``; the first is NaN."""
     full = exact_model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
     return torch.cat([torch.full_like(full[:1], math.nan), full[:-1]])
 
 
 @pytest.fixture(scope="module")
 def rows(exact_model) -> TensorDictBase:
-    """Rows sampled by the present weights, whole conversations of one to three turns."""
+    """Rows sampled with the current weights: whole conversations of one to three turns."""
     generator, result = torch.Generator().manual_seed(0), []
     for i, shape in enumerate(SHAPES):
         tokens = torch.randint(3, 300, (len(shape),), generator=generator)
@@ -71,7 +71,7 @@ def rows(exact_model) -> TensorDictBase:
 
 @pytest.fixture(scope="module")
 def stale_rows(rows) -> TensorDictBase:
-    """The same rows, sampled by weights that have moved since."""
+    """The same rows, sampled with weights that have moved since."""
     result = [row.clone() for row in rows.unbind(0)]
     for row, drift in zip(result, DRIFTS, strict=True):
         row[keys.LOG_PROBS].sub_(drift * row[keys.ACTION_MASK])
@@ -94,7 +94,7 @@ def plain_rloo(
     mask_truncated: bool = False,
     num_rows: int | None = None,
 ) -> Expected:
-    """The definition: row by row, token by token, whole logits, float64, no padding."""
+    """Compute the definition: row by row, token by token, whole logits, float64, no padding."""
     exact_model.zero_grad()
     losses, log_ratios, differences, k3s, entropies, clipped = [], [], [], [], [], []
     for row in rows.unbind(0):
@@ -112,7 +112,7 @@ def plain_rloo(
         rho = log_ratio.exp()
         bounded = rho.clamp(1 - low, 1 + high)
         counted = 0 if mask_truncated and row[keys.TRUNCATED].item() else int(action.sum())
-        if ratio == "none":  # REINFORCE's gradient, and the value of a ratio of 1 at each token
+        if ratio == "none":  # the gradient of REINFORCE, and a ratio of 1 at each token
             losses.append(-advantage * (total - total.detach() + counted))
         else:
             losses.append(-torch.min(rho * advantage, bounded * advantage) * (counted > 0))
@@ -206,7 +206,7 @@ def test_on_policy_the_ratio_is_one(make_loss, rows):
     ],
     ids=str,
 )
-def test_what_the_policy_sampled_has_ratio_one(model, tokenizer, sampling):
+def test_on_policy_samples_have_ratio_one(model, tokenizer, sampling):
     policy = TransformersWrapper(
         model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 10, "seed": 3} | sampling
     )
@@ -317,7 +317,7 @@ def test_log_probs_of_other_tokens_are_never_read(make_loss, model, rows):
     assert all(g.isfinite().all() for g in gradient_of(model, out.loss_objective))
 
 
-def test_unknown_behaviour_log_probs_do_not_spoil_plain_reinforce(make_loss, model, rows):
+def test_unknown_behavior_log_probs_do_not_change_plain_reinforce(make_loss, model, rows):
     unknown = [row.clone() for row in rows.unbind(0)]
     for row in unknown:
         row[keys.LOG_PROBS][row[keys.ACTION_MASK]] = math.nan
@@ -379,7 +379,7 @@ def test_printing_an_output_shows_its_loss(make_loss, rows):
 
 
 def test_a_mean_over_loss_and_metrics_is_refused(make_loss, rows):
-    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics: use .loss"):
+    with pytest.raises(TypeError, match="RLOOLossOutput.mean would average the loss with its metrics; use .loss"):
         make_loss()(rows).mean(reduce=True)
 
 
@@ -391,7 +391,7 @@ def test_outputs_of_different_losses_do_not_merge(make_loss, model, tokenizer, r
 
 
 def test_a_row_whose_ratio_underflows_is_not_clipped_from_above(make_loss, rows):
-    """Its gradient is 0 by underflow; the clip of its advantage's sign is on the other side."""
+    """The row's gradient is 0 by underflow, while its advantage's sign clips on the other side."""
     row = rows[0].clone()
     row[keys.ADVANTAGE].fill_(1.0)
     row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 60.0
@@ -402,7 +402,7 @@ def test_a_row_whose_ratio_underflows_is_not_clipped_from_above(make_loss, rows)
 def test_bad_arguments_are_refused(make_loss, model, tokenizer):
     with pytest.raises(ValueError, match="ratio='tokens' is unknown.*did you mean 'token'"):
         make_loss(ratio="tokens")
-    with pytest.raises(ValueError, match="score.*Linear"):
+    with pytest.raises(ValueError, match="Linear.*score"):
         RLOOLoss(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="generate=False"):
         RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer))

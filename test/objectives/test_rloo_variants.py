@@ -1,4 +1,4 @@
-"""RLOOLoss over the product of its parts, against one plain implementation of their definitions."""
+"""RLOOLoss over the product of its choices, against one plain implementation of their definitions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def smaller(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def plain_surrogate(name, rho, advantage, log_prob, old, *, low=None, high=None, dual=None, **chosen) -> torch.Tensor:
-    """Loss of one token (or one sequence) from the papers' equations; all are scalars with gradient."""
+    """Compute the loss of one token (or one sequence) from the papers' equations; all are scalars with gradient."""
     if name == "clip":
         low = 0.2 if low is None else low
         high = low if high is None else high
@@ -59,7 +59,7 @@ def plain_surrogate(name, rho, advantage, log_prob, old, *, low=None, high=None,
 
 
 def split(spec) -> tuple[str | None, dict]:
-    """The name of a choice, and its fields."""
+    """Return the name of a choice and its fields."""
     fields = {"name": spec} if spec is None or isinstance(spec, str) else dict(spec)
     return fields.pop("name"), fields
 
@@ -81,7 +81,7 @@ def plain_weight(name, log_weights: list[float], t: int, *, low=None, high=None,
 
 
 def plain_kl(estimator: str, log_prob: torch.Tensor, other: float, sampler: float | None) -> torch.Tensor:
-    """Of one token; ``sampler``, if given, is what the importance weight starts from."""
+    """Compute the KL of one token; ``sampler`` is the denominator of the importance weight, if given."""
     gap = log_prob - other
     value = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[estimator]
     if sampler is None:
@@ -91,7 +91,7 @@ def plain_kl(estimator: str, log_prob: torch.Tensor, other: float, sampler: floa
 
 
 def entropy_bar(rows, lengths: list[int], multiplicities: list[int], fraction: float) -> float:
-    """The least entropy among the share of tokens whose entropy is highest."""
+    """Return the smallest entropy within the given share of highest-entropy tokens."""
     entropies = []
     for row, length, copies in zip(rows, lengths, multiplicities, strict=True):
         if length:
@@ -100,17 +100,17 @@ def entropy_bar(rows, lengths: list[int], multiplicities: list[int], fraction: f
 
 
 class Token(NamedTuple):
-    """What a metric may ask of an action token that the loss is over."""
+    """Properties of an action token that metrics may read."""
 
     row: int
     copies: int
     advantage: float
-    flat: bool  # the surrogate takes its gradient away
-    correction: float  # 0 where the token is left out
+    flat: bool  # the surrogate removes its gradient
+    correction: float  # 0 if the token is masked
 
 
 def plain_loss(log_probs, entropies, batch, chosen: dict, seen: list[Token] | None = None) -> dict[str, torch.Tensor]:
-    """The terms of the loss from each row's log-probs and entropies (float64 ``[A_i]``, with gradient)."""
+    """Compute the terms of the loss from each row's log-probs and entropies (float64 ``[A_i]``, with gradient)."""
     rows, ratio = list(batch.unbind(0)), chosen.get("ratio", "sequence")
     kl_estimator = chosen.get("kl_estimator", "k3")
     surrogate, surrogate_fields = split(chosen.get("surrogate", "clip"))
@@ -185,7 +185,7 @@ def plain_loss(log_probs, entropies, batch, chosen: dict, seen: list[Token] | No
 
 @dataclass
 class Exact:
-    """A policy in float64: log-probs and entropies of rows' action tokens, and gradients through them."""
+    """Policy in float64: log-probs and entropies of action tokens, and gradients through them."""
 
     module: torch.nn.Module
     distributions: Callable[[torch.Tensor], torch.Tensor]  # tokens [T] -> log-probs [T - 1, V] of all but the first
@@ -261,8 +261,8 @@ ROW_ENTRIES = ["weighted", "merged", "token_advantages"]
 
 
 def draw(generator: random.Random) -> tuple[dict, list[str]]:
-    """Settings that go together, and the rows' optional entries."""
-    ratio = generator.choice([*RATIO_CHOICES, "token"])  # that with the most surrogates twice
+    """Sample settings that can be combined, and optional entries of the rows."""
+    ratio = generator.choice([*RATIO_CHOICES, "token"])  # the choice with the most surrogates comes twice
     chosen = {"ratio": ratio} | generator.choice(AGGREGATION_CHOICES)
     if ratio == "none":
         correction = generator.choice(CORRECTION_CHOICES)
@@ -317,7 +317,7 @@ def test_the_sample_of_settings_has_every_choice():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    """One of our own: the tests leave gradients on it."""
+    """Separate model: the tests leave gradients on it."""
     return build_model(tokenizer, seed=0).eval()
 
 
@@ -362,7 +362,7 @@ def assert_same_gradient(ours: list[torch.Tensor], expected: list[torch.Tensor],
 
 
 def number(out, name: str) -> float:
-    """A field's value; 0 for a term that is not in the loss."""
+    """Return the value of a field; 0 for a term that is not in the loss."""
     value = getattr(out, name)
     return 0.0 if value is None else value.item()
 
@@ -394,7 +394,7 @@ def test_loss_and_gradients_of_a_bigram_equal_a_plain_implementation_to_the_last
 
 @pytest.mark.parametrize("part", [*SURROGATE_CHOICES, *CORRECTION_CHOICES, *OPTIONS], ids=str)
 def test_each_part_changes_the_gradient_of_these_rows(exact_bigram, bigram_rows, part):
-    """Else the tests above would say nothing about it."""
+    """Otherwise the tests above would not cover it."""
     base = {"ratio": "token", "surrogate": {"name": "clip", "low": 0.05, "high": 0.9}, "old_log_probs": "proximal"}
     with_part = base | part
     _, plain = exact_bigram.loss_and_gradient(bigram_rows, base)
@@ -476,11 +476,11 @@ def test_no_rows_have_nothing_to_count_or_learn(bigram, bigram_rows):
         assert all(not g.any() for g in gradient_of(bigram, out.loss))
 
 
-def test_the_units_of_the_clip_are_rows_whatever_their_lengths(bigram, bigram_rows):
-    """Also where no row of the batch has more than one action token."""
+def test_the_units_of_the_clip_are_rows_of_any_length(bigram, bigram_rows):
+    """This holds even if no row of the batch has more than one action token."""
     single = stack_rows([bigram_rows[3].clone(), bigram_rows[3].clone()])
     for i, row in enumerate(single.unbind(0)):
-        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 5.0  # far from the present, on the clipped side
+        row[keys.LOG_PROBS][row[keys.ACTION_MASK]] += 5.0  # far from the current policy, on the clipped side
         row[keys.TRUNCATED].fill_(i == 1)
     out = RLOOLoss(bigram, mask_truncated_completions=True)(single)
     assert out.clip_fraction.item() == out.clip_fraction_low.item() == 0.5
@@ -503,7 +503,7 @@ def test_the_order_of_rows_does_not_matter(bigram, bigram_rows, rows_with, draw,
 
 
 def copies_of(rows: TensorDictBase) -> TensorDictBase:
-    """Each row as often as its multiplicity says."""
+    """Repeat each row by its multiplicity."""
     result = []
     for row in rows.unbind(0):
         count = int(row[keys.MULTIPLICITY])
@@ -644,10 +644,10 @@ def test_a_coefficient_is_read_at_each_use(bigram, bigram_rows):
     assert 0 < second < first
 
 
-# --- functions of one's own ---
+# --- user-defined functions ---
 
 
-def test_functions_of_ones_own_take_the_place_of_names(bigram, bigram_rows):
+def test_user_functions_replace_names(bigram, bigram_rows):
     def half_ratio(log_probs, old_log_probs, mask):
         return torch.where(mask, (log_probs - old_log_probs) / 2, 0.0)
 
@@ -691,8 +691,8 @@ IMPOSSIBLE = {
     "correction": ({"correction": "is", "old_log_probs": "proximal"}, "correction='is'.*tis"),
     "old_log_probs": ({"old_log_probs": "reference"}, "old_log_probs.*'reference'"),
     "kl_estimator": ({"kl_to_ref_coeff": 0.1, "kl_estimator": "k4"}, "kl_estimator.*'k4'"),
-    "dppo of sequences": ({"ratio": "sequence", "surrogate": "dppo"}, "surrogate=DPPO.*set ratio='token'"),
-    "dppo of means": ({"ratio": "sequence_mean", "surrogate": "dppo"}, "surrogate=DPPO.*set ratio='token'"),
+    "dppo of sequences": ({"ratio": "sequence", "surrogate": "dppo"}, "surrogate=DPPO.*requires ratio='token'"),
+    "dppo of means": ({"ratio": "sequence_mean", "surrogate": "dppo"}, "surrogate=DPPO.*requires ratio='token'"),
     "a surrogate without a ratio": ({"ratio": "none", "surrogate": "sapo"}, "surrogate=SAPO.*ratio='none'"),
     "a clip without a ratio": ({"ratio": "none", "surrogate": Clip(0.1)}, "surrogate=Clip.*ratio='none'"),
     "proximal for nothing": ({"ratio": "none", "old_log_probs": "proximal"}, "old_log_probs.*ratio='none'"),
@@ -722,7 +722,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_what_cannot_be_is_refused(bigram, name):
+def test_invalid_settings_are_refused(bigram, name):
     chosen, message = IMPOSSIBLE[name]
     with pytest.raises(ValueError, match=message):
         RLOOLoss(bigram, **chosen)
@@ -759,7 +759,7 @@ def test_entries_that_no_part_reads_may_be_missing(bigram, bigram_rows, key):
 
 @pytest.fixture(scope="module")
 def narrow_bigram(bigram):
-    """The same in float32, where exponentials overflow at 88."""
+    """The same policy in float32, where exponentials overflow at 88."""
     return copy.deepcopy(bigram).float()
 
 

@@ -19,7 +19,7 @@ WEIGHTS, COPIES = [1.0, 0.5, 2.0, 0.0, 1.5], [1, 3, 1, 2, 1]
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    """One of our own: the tests leave gradients on it."""
+    """Separate model: the tests leave gradients on it."""
     return build_model(tokenizer, seed=0).eval()
 
 
@@ -60,7 +60,7 @@ def gradient_of(model, *losses: torch.Tensor) -> list[torch.Tensor]:
 
 
 def plain_sft(model, rows: TensorDictBase, aggregation: str, constant: float | None):
-    """The definition, in float64: each row by itself, once for each time that it stands for."""
+    """Compute the definition in float64: each row alone, repeated by its multiplicity."""
     exact = copy.deepcopy(model).double()
     total, num_rows, num_tokens = 0.0, 0, 0
     for row in rows.unbind(0):
@@ -131,7 +131,7 @@ def test_it_fits_demonstrations(tokenizer):
         ({"aggregation": "constant"}, r"aggregation='constant' requires \['length'\]"),
     ],
 )
-def test_what_does_not_go_together_is_refused(make_loss, settings, fault):
+def test_settings_that_cannot_be_combined_are_refused(make_loss, settings, fault):
     with pytest.raises(ValueError, match=fault):
         make_loss(**settings)
 

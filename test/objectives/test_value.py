@@ -1,4 +1,4 @@
-"""ValueLoss: exact on rows, and with TokenGAE it teaches a critic, and with RLOOLoss a policy (PPO)."""
+"""Tests of ValueLoss: exact on rows; with TokenGAE it trains a critic, and with RLOOLoss a policy (PPO)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_rows_are_no_loss(value_head, rows) -> None:
     assert all((p.grad == 0).all() for p in value_head.parameters())
 
 
-def test_what_is_missing_is_named(value_head, rows) -> None:
+def test_missing_entries_are_named(value_head, rows) -> None:
     with pytest.raises(KeyError, match=keys.VALUE_TARGET):
         ValueLoss(value_head)(rows.exclude(keys.VALUE_TARGET))
     with pytest.raises(ValueError, match="clip_epsilon=0"):
@@ -103,7 +103,7 @@ def test_what_is_missing_is_named(value_head, rows) -> None:
 
 @pytest.mark.parametrize("share_trunk", [False, True])
 def test_a_critic_learns_what_its_prompts_are_worth(share_trunk: bool, tokenizer) -> None:
-    """The return is the share of even tokens in the prompt: the critic can know it before the first action."""
+    """The return is the share of even tokens in the prompt, so the critic can know it before the first action."""
     model = build_model(tokenizer, seed=0).eval()
     head = ValueHead(model, share_trunk=share_trunk)
     loss, transform = ValueLoss(head, clip_epsilon=None), TokenGAE(head, lam=1.0)
@@ -132,7 +132,7 @@ def test_a_critic_learns_what_its_prompts_are_worth(share_trunk: bool, tokenizer
 
 
 def test_ppo_from_parts(tokenizer) -> None:
-    """Policy and critic, several epochs on each batch: the policy learns to answer with even tokens."""
+    """Policy and critic train several epochs on each batch; the policy learns to answer with even tokens."""
     model = build_model(tokenizer, seed=0).eval()
     kwargs = {"max_new_tokens": 3, "seed": 0, "ignore_eos": True}
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)

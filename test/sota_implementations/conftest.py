@@ -1,4 +1,4 @@
-"""Rewards and scorers of a user, which let a test stop a run in a known phase."""
+"""User-defined rewards and scorers that let a test stop a run in a known phase."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def broken(completion_ids, **columns):
     raise RuntimeError("always")
 
 
-if PHASE:  # in the run itself: workers of rewards need neither import
+if PHASE:  # only in the run itself: workers of rewards need neither import
     import torch
     from transformers import PreTrainedModel
 
@@ -104,7 +104,7 @@ if PHASE:  # in the run itself: workers of rewards need neither import
 
 @pytest.fixture(scope="session")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a user's module ``own_rewards``."""
+    """Folder with a user's module ``own_rewards``."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_rewards.py").write_text(OWN_REWARDS)
     return folder
@@ -117,7 +117,7 @@ def importable(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def start(fork_server, own: Path) -> Callable[..., ForkedProcess]:
-    """``start(overrides, output, hold="")``: a run of the recipe in a process, stopped where ``hold`` says."""
+    """Function ``start(overrides, output, hold="")``: start the recipe in a process that stops where ``hold`` says."""
 
     def start(overrides: list[str], output: Path, hold: str = "", recipe: str = "rloo") -> ForkedProcess:
         environment = os.environ | ({"HOLD": hold} if hold else {})
@@ -133,7 +133,7 @@ def start(fork_server, own: Path) -> Callable[..., ForkedProcess]:
 
 @pytest.fixture(scope="session")
 def finish(start) -> Callable[..., str]:
-    """``finish(overrides, output)``: run the recipe to its end in a process; returns what it prints."""
+    """Function ``finish(overrides, output)``: run the recipe to its end in a process and return its output."""
 
     def finish(overrides: list[str], output: Path, recipe: str = "rloo") -> str:
         process = start(overrides, output, recipe=recipe)
@@ -148,7 +148,7 @@ def finish(start) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def kill(start) -> Callable[..., None]:
-    """``kill(overrides, output, hold)``: kill a run in a known phase."""
+    """Function ``kill(overrides, output, hold)``: kill a run in a known phase."""
 
     def kill(overrides: list[str], output: Path, hold: str) -> None:
         process = start(overrides, output, hold)

@@ -1,4 +1,4 @@
-"""The evaluation recipe, as a user runs it: a checkpoint, another one, and the two compared."""
+"""Evaluation recipe as a user runs it: one checkpoint, another one, and their comparison."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_two_results_are_compared(overrides, first, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| greedy " in printed and "note: generate_kwargs differs" in printed
     found = json.loads((tmp_path / "comparison.json").read_text())
-    assert found["metrics"]["greedy"]["difference"] == 0.0  # of greedy completions the temperature is the same
+    assert found["metrics"]["greedy"]["difference"] == 0.0  # the temperature does not affect greedy completions
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
     both = [f"compare=[{earlier},{tmp_path}]", f"output_dir={tmp_path / 'again'}"]
-    run_recipe_here("evaluate", *both, "same_settings=false")  # evaluates nothing: the model is not loaded
+    run_recipe_here("evaluate", *both, "same_settings=false")  # evaluates nothing, so the model is not loaded
     again = json.loads((tmp_path / "again" / "comparison.json").read_text())
     assert again == found and "| greedy " in capsys.readouterr().out
     with pytest.raises(ValueError, match="differ in generate_kwargs"):
@@ -85,7 +85,7 @@ def test_vllm_samples_the_same_greedy_completions(overrides, first, fork_server,
     assert done.returncode == 0, done.stderr[-3000:]
     mine, theirs = EvaluationResult.load(tmp_path), EvaluationResult.load(first[1])
     same = [a["completion"] == b["completion"] for a, b in zip(mine.table(), theirs.table(), strict=True)]
-    assert sum(same) >= 11 and json.loads(done.stdout.splitlines()[-1])["prompts"] == 12  # 1: rounding may part a tie
+    assert sum(same) >= 11 and json.loads(done.stdout.splitlines()[-1])["prompts"] == 12  # rounding may break a tie
 
 
 @pytest.mark.parametrize(

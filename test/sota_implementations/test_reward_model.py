@@ -1,4 +1,4 @@
-"""The reward-model recipe, as a user runs it: to the end, killed and resumed, on a file, misconfigured; and its use."""
+"""Reward-model recipe as a user runs it: to the end, killed and resumed, from a file, with wrong settings, in use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def overrides(warm_model) -> list[str]:
-    """Micro-batches and both terms, so that all of the loss is in use."""
+    """Settings with micro-batches and both regularizers, so that the whole loss is used."""
     return [
         f"model.name={warm_model()}",
         f"train.steps={STEPS}",
@@ -62,7 +62,7 @@ def results(output: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def finished(overrides, fork_server, tmp_path_factory) -> Path:
-    """The output of a run that was never stopped."""
+    """Output of a run that was never stopped."""
     output = tmp_path_factory.mktemp("finished")
     done = fork_server.run(recipe_file("reward_model"), [*overrides, f"output_dir={output}"])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,7 +72,7 @@ def finished(overrides, fork_server, tmp_path_factory) -> Path:
 
 def test_it_learns_and_says_so(finished):
     result = json.loads((finished / "stdout").read_text().splitlines()[-1])
-    assert result["held_out_accuracy_before"] == 0.5  # the head starts at zero: all are ties
+    assert result["held_out_accuracy_before"] == 0.5  # the head starts at zero, so all pairs are ties
     assert result["held_out_accuracy_after"] > 0.8
     page = Path(result["report"]).read_text()
     assert page.count("data:image/png;base64,") == 2 and "Calibration on held-out pairs" in page
@@ -86,7 +86,7 @@ def test_it_learns_and_says_so(finished):
 
 
 def test_the_directory_is_a_reward_in_the_environment(finished, warm_model):
-    """Its calibrated scores are the returns of what a policy samples."""
+    """The calibrated scores are the returns of sampled completions."""
     directory = finished / "model"
     model, tokenizer = load_model(warm_model())
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "seed": 0})
@@ -160,7 +160,7 @@ def few_pairs(tmp_path_factory) -> str:
         (["train.steps=0"], "steps=0"),
         (["resume=yes"], "resume=yes: unknown; valid: auto"),
         (["data.eval_size=0"], "data.eval_size=0 must be at least 1"),
-        (["data.max_length=3"], "training pairs are longer than 3 tokens: raise data.max_length"),
+        (["data.max_length=3"], "training pairs are longer than 3 tokens; raise data.max_length"),
         (["data.options.drop_bad_row=true"], "drop_bad_row"),
         (["data.type=chatml.unknown"], "type='chatml.unknown' is none"),
         (["loss.centering_coeff=-1"], "centering_coeff=-1"),

@@ -1,4 +1,4 @@
-"""The recipe's methods and options of a step, and settings that it refuses."""
+"""Methods and step options of the recipe, and settings that it refuses."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ METHODS = {  # estimator, normalization of advantages, ratio, surrogate, aggrega
 
 
 class Reached(Exception):
-    """Ends a run where its loss is made."""
+    """Exception that ends a run when its loss is built."""
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch, method):
-    """Those of its paper reach advantages, environment and loss; any other method has others."""
+    """The settings of the paper reach advantages, environment and loss, and differ from those of every other method."""
     estimator, normalize, ratio, surrogate, aggregation, kl = METHODS[method]
     recipe, made = load_recipe("rloo"), {}
 
@@ -130,7 +130,7 @@ EARLY = [  # refused before torch is imported
     ("collector.asynchronous=true collector.ahead=4", "sampler.share_weights=true"),
     ("curriculum.refill={max_batch:3}", "did you mean curriculum.refill.max_batches?"),
     ("curriculum.refill.max_batches=many", "curriculum.refill.max_batches=many must be an integer"),
-    ("curriculum.refill=4", "curriculum.refill=4 must be null or settings"),
+    ("curriculum.refill=4", "curriculum.refill=4 must be null or a mapping of settings"),
     ("curriculum.cache={capacity:8}", "curriculum.cache requires curriculum.refill"),
     ("plan.steps=0", "plan.steps=0 must be at least 1"),
     ("eval.every=-1", "eval.every=-1 must be at least 0"),
@@ -153,9 +153,9 @@ EARLY = [  # refused before torch is imported
     ("kl.where=token", "kl.where=token has no effect with kl.coeff=0"),
     ("kl.target=0.1 kl.coeff=0", "kl.target=0.1 has no effect with kl.coeff=0"),
     ("kl.coeff=0.1 kl.where=rewards", "kl.where=rewards: unknown (did you mean 'reward'?)"),
-    ("lora=16", "lora=16 must be null or settings by name"),
-    ("task.mixture=addition", "task.mixture=addition must be null or settings by name"),
-    ("inference.engine=vllm", "inference.engine=vllm must be null or settings by name"),
+    ("lora=16", "lora=16 must be null or a mapping of settings"),
+    ("task.mixture=addition", "task.mixture=addition must be null or a mapping of settings"),
+    ("inference.engine=vllm", "inference.engine=vllm must be null or a mapping of settings"),
     ("inference.engine.dtype=bfloat16", "choose one as well, such as inference=vllm"),
     ("inference.sleep=true", "inference.sleep requires an engine, such as inference=vllm"),
     ("inference.self_test=false", "inference.self_test requires an engine"),
@@ -170,7 +170,7 @@ def test_a_wrong_setting_is_refused_at_once(bad, message):
 
 
 @pytest.mark.parametrize("text", ["Think, then {answer}: it's [easy]", "a=b", r"C:\\dir\\", "'quoted, too'"])
-def test_text_needs_no_quotes_of_its_own(text):
+def test_text_needs_no_extra_quotes(text):
     cfg = settings("rloo", f"data.system_prompt={text}")
     assert cfg.data.system_prompt == text.strip("'")
 
@@ -184,7 +184,7 @@ def test_choices_are_those_of_the_library():
 
 
 BAD = [
-    ("algorithm=dapo kl.coeff=null kl.where=loss", "the method has no KL of its own; set kl.coeff"),
+    ("algorithm=dapo kl.coeff=null kl.where=loss", "the method has no default KL; set kl.coeff"),
     ("reward.functions=[]", "reward.functions=[] leaves nothing to learn from"),
     ("environment.max_turns=3", "environment.max_turns=3 has no effect: conversations of task addition have one turn"),
     ("data.chat=false", "chat=False keeps text prompts text"),

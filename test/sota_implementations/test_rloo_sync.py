@@ -1,4 +1,4 @@
-"""The recipe, as a user runs it: to the end, killed in any phase and resumed, stopped, misconfigured."""
+"""Recipe as a user runs it: to the end, killed in any phase and resumed, stopped, with wrong settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = ("metrics.jsonl", "completions.jsonl", "model/model.safetensors", "model
 
 @pytest.fixture(scope="module")
 def overrides(warm_model) -> list[str]:
-    """A run of seconds that uses every stateful part: own sampler weights, KL, several minibatches and epochs."""
+    """Settings of a short run with all stateful parts: separate sampler weights, KL, several minibatches and epochs."""
     return [
         f"model.name={warm_model()}",
         f"plan.steps={STEPS}",
@@ -55,7 +55,7 @@ def results(output: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def finished(overrides, own, tmp_path_factory) -> Path:
-    """A run that was never stopped, in an interpreter of its own."""
+    """Output of a run that was never stopped, in a separate interpreter."""
     output = tmp_path_factory.mktemp("finished")
     command = [sys.executable, str(recipe_file("rloo")), *overrides, f"output_dir={output}"]
     done = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=300)
@@ -84,7 +84,7 @@ def test_every_metric_of_a_run_is_defined(finished):
 
 
 def test_the_learning_rate_follows_its_schedule(finished):
-    """It rises over the warm-up, then falls to a tenth."""
+    """The learning rate rises during the warmup, then falls to a tenth."""
     logged = [line["learning_rate"] for line in read_jsonl(finished / "metrics.jsonl")[1:]]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
     schedule, expected = linear_schedule(optimizer, 4 * STEPS, warmup_steps=8, final_fraction=0.1), []
@@ -97,7 +97,7 @@ def test_the_learning_rate_follows_its_schedule(finished):
 
 
 def test_killed_in_any_phase_and_resumed(overrides, finished, kill, finish, tmp_path):
-    """While it starts, samples, updates, writes a checkpoint, evaluates, and saves the model."""
+    """The phases are start, sampling, update, checkpoint, evaluation and saving of the model."""
     for hold in ("start:1", "rollout:2", "train:9", "save:2", "evaluation:1", "end:1"):
         kill(overrides, tmp_path, hold)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*.pt"))[-1] == f"step_{STEPS:08d}.pt"
@@ -139,7 +139,7 @@ def test_starting_over_leaves_nothing_to_resume(overrides, finished, importable,
 
 
 def test_a_sampler_of_half_precision(overrides, importable, tmp_path):
-    """Its log-probs are those of rounded weights: near the trainer's, and not equal to them."""
+    """The sampler's log-probs are those of rounded weights: close to the trainer's, but not equal."""
     more = [
         "plan.steps=1",
         "schedule.warmup_steps=0",
@@ -153,7 +153,7 @@ def test_a_sampler_of_half_precision(overrides, importable, tmp_path):
 
 
 def test_a_policy_is_on_policy_over_a_run_of_the_defaults(warm_model, importable, tmp_path):
-    """Sampler and trainer are one model: in a step's first pass their log-probs differ by rounding alone."""
+    """Sampler and trainer are one model, so the log-probs of a step's first pass differ only by rounding."""
     sizes = ["plan.steps=3", "plan.prompts_per_step=4", "data.limit=64", "data.eval_size=8", "inference.parity_every=1"]
     sizes.append("reward.functions=[own_rewards.distinct]")  # every step has a gradient
     run_recipe_here("rloo", f"model.name={warm_model()}", *sizes, f"output_dir={tmp_path}")

@@ -1,4 +1,4 @@
-"""The recipe with vLLM as sampler: resumed, with an engine that is killed, with an adapter, over a server."""
+"""Recipe with vLLM as sampler: resumed, with a killed engine, with an adapter, over a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def overrides(warm_model) -> list[str]:
-    """A run of seconds; the engine is sent a copy that is older than the training model at every other step."""
+    """Settings of a short run; at every other step the engine gets a copy older than the training model."""
     return [
         f"model.name={warm_model()}",
         f"plan.steps={STEPS}",
@@ -54,7 +54,7 @@ def overrides(warm_model) -> list[str]:
 
 @pytest.fixture
 def run(importable, capsys):
-    """``run(overrides, output)``: a run in this process; what it prints and logs."""
+    """Function ``run(overrides, output)``: run in this process and return its output and log."""
 
     def run(overrides: list[str], output: Path) -> tuple[str, list[dict]]:
         run_recipe_here("rloo", *overrides, f"output_dir={output}")
@@ -65,7 +65,7 @@ def run(importable, capsys):
 
 @pytest.fixture(scope="module")
 def finished(overrides, finish, tmp_path_factory) -> Path:
-    """A run with vLLM in its process that was never stopped."""
+    """Output of a run with vLLM in its process that was never stopped."""
     output = tmp_path_factory.mktemp("finished")
     (output / "stdout").write_text(finish(["inference=vllm", *overrides], output))
     return output
@@ -81,11 +81,11 @@ def test_sampler_and_trainer_agree_at_each_sync(finished) -> None:
     assert "weight updates arrive: " in out and "sampler against trainer: " in out
     assert [line["staleness"] for line in lines[1:]] == [0.0] * STEPS
     assert [line["step"] for line in lines if "parity/max" in line] == [2, 4]
-    assert all(lines[step]["parity/max"] > 1e-4 for step in (2, 4))  # one update has not been sent
+    assert all(lines[step]["parity/max"] > 1e-4 for step in (2, 4))  # one update is missing
     assert all(lines[step]["log_ratio_max"] < 1e-4 < lines[step + 1]["log_ratio_max"] for step in (1, 3))
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(overrides, finished, kill, run, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_identically(overrides, finished, kill, run, tmp_path) -> None:
     kill(["inference=vllm", *overrides], tmp_path, "train:4")
     out, _ = run(["inference=vllm", *overrides], tmp_path)
     assert "resumed after step 3" in out
@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(overrides, finished, kil
 
 
 def test_an_engine_that_is_killed_costs_nothing(overrides, finished, start, tmp_path) -> None:
-    """In a process of its own the engine samples the same, and after its death the same again."""
+    """The engine samples the same in a separate process, and again after a restart."""
     process = start(["inference=vllm_process", *overrides], tmp_path, hold="train:2")
     largest = max(children(process.pid), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
     os.kill(largest, signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_an_engine_that_is_killed_costs_nothing(overrides, finished, start, tmp_
 
 
 def test_a_server_samples_the_same(overrides, finished, run, warm_model, tmp_path) -> None:
-    """The server that the command starts, fed with weights by the run."""
+    """The server that the command starts gets its weights from the run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -133,7 +133,7 @@ def _listens(port: int) -> bool:
 
 
 def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path) -> None:
-    """From a copy that samples, which an updater of adapters and its self-test have to take for one, too."""
+    """The sampler is a copy, which the adapter's updater and self-test must handle like the model."""
     adapter = ["lora={r: 4, lora_alpha: 8, target_modules: all-linear}", "sampler.sync_every=1"]
     more = ["plan.steps=2", "kl.coeff=0.01", "optimizer.lr=3e-3", "inference.parity_every=1"]
     _, lines = run(["inference=vllm_lora", *overrides, *adapter, *more], tmp_path)
@@ -142,8 +142,8 @@ def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path) -> None:
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
 
 
-def test_rounded_weights_are_no_wrong_weights(overrides, run, tmp_path) -> None:
-    """The parity probe takes a float32 engine that is sent bfloat16 weights for what it is."""
+def test_rounded_weights_pass_the_parity_probe(overrides, run, tmp_path) -> None:
+    """The parity probe accepts a float32 engine with bfloat16 weights."""
     out, _ = run(["inference=vllm", *overrides, "plan.steps=1", "sampler.dtype=bfloat16"], tmp_path)
     assert "sampler against trainer: " in out and "more than rounding explains" not in out
 
@@ -169,7 +169,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("overrides", "message"), ENGINES, ids=[overrides for overrides, _ in ENGINES])
-def test_what_an_engine_would_fail_at_is_refused_before_it_starts(overrides: str, message: str | None) -> None:
+def test_settings_that_an_engine_rejects_are_refused_before_it_starts(overrides: str, message: str | None) -> None:
     cfg = settings("rloo", *overrides.split())
     plan = SimpleNamespace(max_prompt_tokens=40, max_new_tokens=12)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
@@ -177,8 +177,8 @@ def test_what_an_engine_would_fail_at_is_refused_before_it_starts(overrides: str
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONFIG / "inference").glob("vllm*.yaml")))
-def test_every_inference_config_fits_what_it_configures(name: str) -> None:
-    """Also those that need a GPU: their arguments are ones that the classes take."""
+def test_every_inference_config_fits_its_classes(name: str) -> None:
+    """The arguments of all configurations, including those for a GPU, exist in their classes."""
     cfg = settings("rloo", f"inference={name}", "lora={r: 4, target_modules: all-linear}").inference
     engine = dict(cfg.engine)
     target = get_class(engine.pop("_target_"))

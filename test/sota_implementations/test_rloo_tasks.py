@@ -1,4 +1,4 @@
-"""The recipe with each task, with a user's data, mixtures, curricula, shaping and bad rewards."""
+"""Recipe with each task, with a user's data, mixtures, curricula, shaping and failing rewards."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ BAD = {
 
 
 def number(ids: list[int]) -> int:
-    """Return what the functions of ``own_rewards`` decide by."""
+    """Return the number by which the functions of ``own_rewards`` decide."""
     return zlib.crc32(str(ids).encode()) % 100
 
 
 @pytest.fixture(scope="module")
 def tiny(warm_model) -> list[str]:
-    """Two steps of a small model; few tests need more."""
+    """Settings of two steps of a small model; few tests need more."""
     return [
         f"model.name={warm_model()}",
         "plan.steps=2",
@@ -72,7 +72,7 @@ def test_every_task_runs_on_its_generated_rows(tiny, tmp_path, task):
     assert [r["step"] for r in records] == [0, 1, 2] and (tmp_path / "report.html").is_file()
     assert {"eval/greedy", "eval/sampled", "eval/greedy_low"} <= records[-1].keys()
     assert records[-1]["eval/failed"] == 0 and not [k for r in records for k in r if k.startswith("count/eval")]
-    assert all(r["frac_abstained"] == 0 for r in records[1:])  # every reward takes its own task's rows
+    assert all(r["frac_abstained"] == 0 for r in records[1:])  # every reward reads only rows of its task
     assert not (tmp_path / "quarantine.jsonl").exists()
     check_metric_names(tmp_path)
 
@@ -88,7 +88,7 @@ def test_every_task_runs_on_a_file_in_the_format_of_its_dataset(tiny, tmp_path, 
 
 
 def test_gsm8k_from_a_file_of_its_own_format(tiny, tmp_path):
-    """As published: worked solutions with calculator annotations, the number after ``####``, with a comma in it."""
+    """The file has the published format: worked solutions with calculator annotations, the number after ``####``."""
     rows = [
         {
             "question": f"Tom has {n} boxes of 1,000 nails. How many nails?",
@@ -108,7 +108,7 @@ def test_gsm8k_from_a_file_of_its_own_format(tiny, tmp_path):
 
 
 def test_own_prompts_and_rewards(tiny, tmp_path, importable):
-    """Without a scorer the rewards judge the held-out prompts."""
+    """Without a scorer, the rewards score the held-out prompts."""
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"Say {n}.", "seen": n}) + "\n" for n in range(20)))
     run([*tiny, "task=custom", f"data.source={source}", "reward.functions=[own_rewards.coin]"], tmp_path / "out")
@@ -152,7 +152,7 @@ def test_help_names_the_tasks_and_engines_that_there_are(tmp_path):
 
 # ---------------------------------------------------------------------------------------------- curriculum and shaping
 def test_groups_without_signal_train_nothing(tiny, tmp_path, importable):
-    """No group of any step has a signal, though the KL in the reward makes every return another."""
+    """No group has a signal, although the KL in the reward makes all returns differ."""
     more = ["reward.functions=[own_rewards.flat]", "curriculum.refill={max_batches: 2}", "kl.target=0.01"]
     more += ["curriculum.cache={capacity: 8}", "kl.coeff=0.05", "plan.minibatches=2", "inference.parity_every=1"]
     run([*tiny, *more], tmp_path)
@@ -165,7 +165,7 @@ def test_groups_without_signal_train_nothing(tiny, tmp_path, importable):
 
 
 def test_rows_without_signal_leave_the_weights(tiny, tmp_path, importable):
-    """Without a curriculum they reach the loss, which skips them."""
+    """Without a curriculum such rows reach the loss, which skips them."""
     run([*tiny, "reward.functions=[own_rewards.flat]", "plan.micro_batch_size=4"], tmp_path)
     records = read_jsonl(tmp_path / "metrics.jsonl")[1:]
     assert all(r["reward"] == 1 and not r.get("grad_norm") for r in records)
@@ -182,12 +182,12 @@ def test_short_batches_surplus_and_cached_groups_train(tiny, tmp_path, importabl
     assert last["count/refill/short_batches"] > 0 and last["count/cache/used"] > 0
     assert last["count/groups"] == last["count/refill/groups"] + last["count/cache/used"]
     assert len(trained) >= 6 and all(r["grad_norm"] > 0 for r in trained)
-    assert any(r["staleness"] > 0 for r in trained)  # of the cached
+    assert any(r["staleness"] > 0 for r in trained)  # of the cached rows
     check_metric_names(tmp_path)
 
 
-def test_parity_is_of_what_was_sampled_by_the_present_weights(tiny, tmp_path, importable):
-    """Surplus was sampled before an update, and the gap of two policies is not one of sampler and trainer."""
+def test_parity_covers_only_rows_of_the_current_weights(tiny, tmp_path, importable):
+    """Surplus rows were sampled before an update, so their gap is not one of sampler and trainer."""
     run([*tiny, *REFILLED, "curriculum.refill={max_batches: 4}"], tmp_path)
     records = [r for r in read_jsonl(tmp_path / "metrics.jsonl") if "parity/max" in r]
     assert any(r["staleness"] > 0 for r in records)
@@ -195,7 +195,7 @@ def test_parity_is_of_what_was_sampled_by_the_present_weights(tiny, tmp_path, im
 
 
 def test_pass_rates_are_of_scores_before_shaping(tiny, tmp_path, importable):
-    """Centered and divided, a score of 1 is no longer 1: the pool must not take that for a failure."""
+    """The pool of pass rates must not take a centered and scaled score of 1 for a failure."""
     shaping = "{_target_: torchrl_rloo.envs.transforms.NormalizeRewards, min_count: 2, center: true}"
     more = ["reward.functions=[own_rewards.flat]", f"reward.shaping=[{shaping}]", "curriculum.pass_rate={}"]
     run([*tiny, *more, "curriculum.rerolls={}"], tmp_path)
@@ -204,7 +204,7 @@ def test_pass_rates_are_of_scores_before_shaping(tiny, tmp_path, importable):
 
 
 def test_several_rewards_kept_apart(tiny, tmp_path, importable):
-    """GDPO: with its own weights and whitening, and with groups refilled by the signal of each reward."""
+    """GDPO runs with its weights and whitening, and with groups refilled by the signal of each reward."""
     more = ["reward.functions=[own_rewards.coin,own_rewards.flat]", "reward.weights=[1,2]", "algorithm=grpo"]
     apart = "advantage.credit={name: normalize_then_sum, weights: [1, 2]}"
     run([*tiny, *more, apart], tmp_path / "whole")
@@ -235,7 +235,7 @@ EVERYTHING = [
 
 
 def bad_samples(output: Path) -> list[tuple]:
-    """Return what is in quarantine, but for how long it took."""
+    """Return the rows in quarantine without their durations."""
     return [(r["function"], r["step"], r["completion_ids"]) for r in read_jsonl(output / "quarantine.jsonl")]
 
 
@@ -244,11 +244,11 @@ def test_killed_and_resumed_with_all_that_has_a_state(tiny, start, finish, tmp_p
     finish(overrides, tmp_path / "whole")
     last = read_jsonl(tmp_path / "whole" / "metrics.jsonl")[-1]
     for name in ("cache/used", "refill/short_batches", "rerolls/drawn"):
-        assert last[f"count/{name}"] > 0, name  # or the test would show nothing
+        assert last[f"count/{name}"] > 0, name  # otherwise the test would prove nothing
     process = start(overrides, killed, hold="train:9")
     workers = children(process.pid, "executor_worker")
     assert len(workers) == 2
-    os.kill(process.pid, signal.SIGKILL)  # alone: its workers must end by themselves
+    os.kill(process.pid, signal.SIGKILL)  # only this process: its workers must then exit
     wait_until_gone(workers)
     assert "resumed after step 3" in finish(overrides, killed)
     for name in ("metrics.jsonl", "completions.jsonl", "model/model.safetensors"):
@@ -257,7 +257,7 @@ def test_killed_and_resumed_with_all_that_has_a_state(tiny, start, finish, tmp_p
 
 
 def test_pass_rates_have_a_state(tiny, start, finish, tmp_path):
-    """A pool of pass rates cannot be combined with a mixture."""
+    """A pool of pass rates cannot be combined with a mixture, so it is tested alone."""
     overrides = [*tiny, "plan.steps=4", "checkpoint.every=1", "curriculum.pass_rate={floor: 0.2, success: 0.5}"]
     overrides += ["reward.functions=[own_rewards.coin]"]
     finish(overrides, tmp_path / "whole")
@@ -305,10 +305,10 @@ def test_bad_samples_cost_their_scores_and_nothing_else(tiny, tmp_path, importab
         expected = Counter((row["step"] - 1, row["prompt"], tuple(row["ids"])) for row in hit)
         mine = [r for r in kept if r["function"] == name]
         found = Counter((r["step"], _text(r["prompt"]), tuple(r["completion_ids"])) for r in mine)
-        assert found.keys() == expected.keys() and set(found.values()) == {1}  # identical ones once
+        assert found.keys() == expected.keys() and set(found.values()) == {1}  # identical completions appear once
         assert {r["kind"] for r in mine} == {kind}
-        assert all(r[f"rewards/{name}/mean"] == 1 for r in records[1:])  # the others have theirs
-    for row in samples:  # the sum of what the functions gave, those that failed aside
+        assert all(r[f"rewards/{name}/mean"] == 1 for r in records[1:])  # the other rewards are unaffected
+    for row in samples:  # the return sums only the functions that succeeded
         failed = sum(int(row["answer"]) % 8 == bad for bad, _ in BAD.values())
         assert row["reward"] == 4 - failed + float(number(row["ids"]) % 8 == 0)
     report = (tmp_path / "report.html").read_text()
@@ -329,7 +329,7 @@ def test_a_reward_that_only_fails_ends_the_run_with_the_evidence(tiny, tmp_path,
     with pytest.raises(RuntimeError):
         run([*tiny, *more, "resume=never"], tmp_path)
     ids = bad_samples(tmp_path)
-    assert len(ids) == len(set(map(str, ids)))  # of the second run alone
+    assert len(ids) == len(set(map(str, ids)))  # only of the second run
 
 
 # ------------------------------------------------------------------------------------------------------ wrong settings

@@ -1,4 +1,4 @@
-"""The recipe's configuration for conversations with tools: to the end, ahead of training, stopped and resumed."""
+"""Configuration for conversations with tools: to the end, ahead of training, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIGNAL = "reward.functions=[own_rewards.distinct]"  # every step has a gradient
 
 @pytest.fixture(scope="module")
 def tiny(warm_model) -> list[str]:
-    """A run of seconds."""
+    """Settings of a short run."""
     return [
         f"model.name={warm_model('calculator')}",
         "plan.steps=3",
@@ -72,12 +72,12 @@ def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
     assert [page.name for page in pages] == ["step_000000.html", "step_000002.html", "step_000003.html"]
     assert "\\u003ctool" in pages[0].read_text() or "<tool>" in pages[0].read_text()
     staleness = [r["staleness"] for r in logged[1:]]
-    assert staleness[0] == 0 and (max(staleness) > 0) == stale  # groups begun ahead have older weights
+    assert staleness[0] == 0 and (max(staleness) > 0) == stale  # groups that were started ahead have older weights
     check_metric_names(tmp_path)
 
 
-def test_a_run_that_was_killed_goes_on(tiny, start, finish, tmp_path) -> None:
-    """Groups that were begun and not delivered come again under their ids: none is lost, none comes twice."""
+def test_a_killed_run_resumes(tiny, start, finish, tmp_path) -> None:
+    """Groups that were started but not delivered restart under their ids: none is lost or delivered twice."""
     overrides = [*tiny, *AHEAD, SIGNAL, "checkpoint.every=1"]
     start(overrides, tmp_path, hold="train:3", recipe="rloo_tools").kill()
     assert "resumed after step 2" in finish(overrides, tmp_path, recipe="rloo_tools")
@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on(tiny, start, finish, tmp_path) -> None:
     assert [r["step"] for r in logged] == [0, 1, 2, 3] and logged[-1]["count/groups"] == 12
 
 
-def test_a_run_that_was_stopped_goes_on(tiny, start, finish, tmp_path) -> None:
+def test_a_stopped_run_resumes(tiny, start, finish, tmp_path) -> None:
     overrides = [*tiny, *AHEAD, SIGNAL, "checkpoint.every=0"]
     process = start(overrides, tmp_path, hold="train:2", recipe="rloo_tools")
     process.send_signal(signal.SIGTERM)
@@ -96,14 +96,14 @@ def test_a_run_that_was_stopped_goes_on(tiny, start, finish, tmp_path) -> None:
 
 
 def test_a_game(tiny, warm_model, tmp_path) -> None:
-    """The environment rewards, not a function."""
+    """The environment computes the reward, not a function."""
     logged = run([*tiny, "task=guessing", f"model.name={warm_model('guessing')}"], tmp_path)
     assert all(r["num_turns"] > 1.5 for r in logged[1:]) and any(r["reward"] != 0 for r in logged[1:])
     assert {"eval/greedy", "eval/sampled"} <= logged[-1].keys() and "num_tool_calls" not in logged[-1]
     check_metric_names(tmp_path)
 
 
-def test_tools_of_ones_own_that_fail_and_hang(tiny, tmp_path, monkeypatch) -> None:
+def test_user_tools_that_fail_and_hang(tiny, tmp_path, monkeypatch) -> None:
     (tmp_path / "own_tools_of_the_script.py").write_text(OWN_TOOL)
     monkeypatch.syspath_prepend(tmp_path)
     more = [f"environment.transforms=[{' '.join(OWN_TRANSFORM.split())}]", "environment.max_turns=3"]

@@ -1,4 +1,4 @@
-"""Accumulation: one gradient however a batch is cut; minibatches of equal weight; the optimizer's step."""
+"""Gradient accumulation, minibatches of equal weight, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_gradient_does_not_depend_on_the_cut(policy, kwargs):
     torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-7)
     merged, expected = merge_outputs(outputs), merge_outputs([one])
     assert merged["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert whole.abs().max() > 1e-4  # else the test would show nothing
+    assert whole.abs().max() > 1e-4  # otherwise the test would prove nothing
 
 
 def test_rows_of_zero_advantage_are_skipped_but_counted(policy):
@@ -93,7 +93,7 @@ def test_pairs_are_cut_by_their_number(policy, tmp_path):
         gradients.append(torch.cat([p.grad.flatten() for p in classifier.parameters()]))
         loss_fn.zero_grad()
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="max_tokens=9 is for rows, not for pairs"):
+    with pytest.raises(ValueError, match="max_tokens=9 cannot be used with preference pairs"):
         accumulate(loss_fn, pairs, max_tokens=9)
     with pytest.raises(ValueError, match="micro_batch_size=0 must be at least 1"):
         accumulate(loss_fn, pairs, micro_batch_size=0)
@@ -125,7 +125,7 @@ def test_a_schedule_catches_up_after_missing_updates():
     optimizer_step(model, optimizer, scheduler)
     catch_up(scheduler, 4)
     assert scheduler.get_last_lr() == [pytest.approx(0.8)]
-    catch_up(scheduler, 2)  # never back
+    catch_up(scheduler, 2)  # it never steps back
     assert scheduler.get_last_lr() == [pytest.approx(0.8)]
 
 

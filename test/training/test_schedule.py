@@ -9,7 +9,7 @@ from torchrl_rloo.training import linear_schedule
 
 
 def rates(total: int, **kwargs) -> list[float]:
-    """Return the learning rates of all optimizer steps, as parts of the first group's, and the one after them."""
+    """Return the learning rates of all optimizer steps and the one after them, as shares of the first group's."""
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 2.0}, {"params": [torch.zeros(1)], "lr": 0.5}])
     schedule = linear_schedule(optimizer, total, **kwargs)
     found = []

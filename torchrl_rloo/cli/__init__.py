@@ -1,1 +1,1 @@
-"""The command line: typed settings, recipes as commands."""
+"""Command line: typed settings and recipes as commands."""

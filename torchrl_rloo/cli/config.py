@@ -1,4 +1,4 @@
-"""Sections of the recipes' configurations: one typed, documented line a field. Imports nothing heavy."""
+"""Sections of the recipes' configurations: typed fields with a one-line comment each; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torchrl_rloo.lookup import check_path
 
 @dataclass
 class ModelConfig:
-    name: str = "embedded"  # a hub id, a local directory, or "embedded": the built-in model
-    dtype: str = "float32"  # of the trained weights; bfloat16 rounds most steps of a small learning rate away
-    device: str = "cpu"  # or cuda
+    """Model to train and how to load it."""
+
+    name: str = "embedded"  # hub id or local directory; embedded: the built-in model
+    dtype: str = "float32"  # data type of the trained weights; bfloat16 loses most steps of a small learning rate
+    device: str = "cpu"  # device of the trained model: cpu or cuda
     chat_template: str | None = None  # .jinja file, tokenizer directory or template; null: the tokenizer's own
-    gradient_checkpointing: bool = False  # true: recompute activations in the backward pass; less memory, more time
-    kwargs: dict[str, Any] = field(default_factory=dict)  # for from_pretrained: model.kwargs.attn_implementation=sdpa
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained: {attn_implementation: sdpa}
 
     def __post_init__(self):
         check_path("model.name", self.name)
@@ -24,21 +26,23 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    source: str | None = None  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset, "embedded"; null: the task's
-    split: str | None = None  # of source; null: train, or as the task has it
-    name: str | None = None  # configuration of a hub dataset
+    """Training and held-out prompts."""
+
+    source: str | None = None  # hub id, .jsonl/.json/.parquet/.csv file, saved dataset or embedded; null: the task's
+    split: str | None = None  # split of source; null: train, or the task's
+    name: str | None = None  # configuration of a hub dataset; null: its default
     eval_source: str | None = None  # held-out prompts; null: split off source, or the published test split
-    eval_split: str | None = None  # of eval_source; null: the same as of source
-    eval_size: int = 256  # held-out prompts, at most
-    prompt_column: str | None = None  # column with the prompt, text or chat messages; null: prompt, query or messages
+    eval_split: str | None = None  # split of eval_source; null: the same as of source
+    eval_size: int = 256  # largest number of held-out prompts
+    prompt_column: str | None = None  # column with the prompt, text or messages; null: prompt, query or messages
     columns: list[str] | None = None  # other columns to keep, for rewards; null: all
-    column_map: dict[str, str] = field(default_factory=dict)  # renames columns: {target: answer} makes answer of target
+    column_map: dict[str, str] = field(default_factory=dict)  # columns to rename: {target: answer} gives answer
     row_map: str | None = None  # dotted path of a function from a row to a row with a prompt; null: the task's
-    system_prompt: str | None = None  # put before prompts without a system message; null: the task's
-    chat: bool | None = None  # true/false: do/don't turn text prompts into chat; null: if the tokenizer has a template
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # for the chat template: {enable_thinking: false}
-    max_prompt_length: int | None = None  # drop longer prompts, in tokens
-    limit: int | None = None  # rows of source to read; null: all
+    system_prompt: str | None = None  # system message for prompts without one; null: the task's
+    chat: bool | None = None  # turn text prompts into chat messages; null: if the tokenizer has a chat template
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the template: {enable_thinking: false}
+    max_prompt_length: int | None = None  # drop prompts longer than this, in tokens; null: keep all
+    limit: int | None = None  # number of rows of source to read; null: all
 
     def __post_init__(self):
         check_path("data.source", self.source or "")
@@ -47,54 +51,62 @@ class DataConfig:
 
 @dataclass
 class PlanConfig:
-    steps: int = 120  # rollout batches
-    prompts_per_step: int = 16  # prompts drawn for each
-    num_generations: int = 8  # completions of each prompt
-    minibatches: int = 1  # optimizer steps that a rollout batch is split into
+    """Sizes of a run."""
+
+    steps: int = 120  # number of training steps; each samples one rollout batch
+    prompts_per_step: int = 16  # prompts of a rollout batch
+    num_generations: int = 8  # completions of each prompt, which form a group
+    minibatches: int = 1  # optimizer steps in each epoch over a rollout batch
     epochs_per_batch: int = 1  # epochs over each rollout batch
-    micro_batch_size: int | None = None  # rows in one forward and backward pass; null: a whole minibatch
+    micro_batch_size: int | None = None  # rows per forward and backward pass; null: a whole minibatch
 
 
 @dataclass
 class TrainConfig:
-    """Settings that change time and memory, not the gradient."""
+    """Settings of a training step."""
 
-    packing: str = "none"  # packed: rows end to end, not padded; shared_prefix: a group's prompt only once
-    micro_batch_tokens: int | None = None  # tokens in one pass, of the reference too; null: any number
-    merge_identical: bool = False  # true: one pass for completions that are the same token by token
-    max_grad_norm: float | None = 1.0  # null: no clipping
+    packing: str = "none"  # layout of rows: none (padded), packed (end to end), shared_prefix (a group's prompt once)
+    micro_batch_tokens: int | None = None  # tokens per pass, also of the reference model; null: no limit
+    merge_identical: bool = False  # run completions with the same tokens only once
+    max_grad_norm: float | None = 1.0  # largest norm of the gradient; null: no clipping
 
 
 @dataclass
 class GenerateConfig:
-    max_new_tokens: int = 32  # in one turn
-    temperature: float = 1.0  # divides the logits
-    top_p: float = 1.0  # sample from the most likely tokens that make up this probability
-    top_k: int | None = None  # sample from this many most likely tokens; null: all
-    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
-    repetition_penalty: float = 1.0  # above 1: makes tokens of the row less likely to come again
-    stop_strings: list[str] | None = None  # end a turn after any of these texts
-    stop_token_ids: list[int] | None = None  # end a turn after any of these tokens
+    """Sampling of the policy's turns."""
+
+    max_new_tokens: int = 32  # largest number of tokens per turn
+    temperature: float = 1.0  # divisor of the logits
+    top_p: float = 1.0  # probability mass of the most likely tokens to sample from; 1: all
+    top_k: int | None = None  # number of most likely tokens to sample from; null: all
+    min_p: float = 0.0  # smallest probability of a token, relative to the most likely one; 0: any
+    repetition_penalty: float = 1.0  # penalty of tokens already in the row; 1: none; above 1: less likely
+    stop_strings: list[str] | None = None  # texts that end a turn; null: none
+    stop_token_ids: list[int] | None = None  # token ids that end a turn; null: none
 
 
 @dataclass
 class EnvironmentConfig:
-    transforms: list[Any] | None = None  # answer the policy's turns: [{_target_: ...ToolTransform, tools: [...]}]
-    max_turns: int | None = None  # of the policy; null: as the task has it, here and below
-    max_turn_tokens: int | None = None  # sampled in one turn, in addition to generate.max_new_tokens
-    max_tokens: int | None = None  # of a conversation; null: the model's context, where there are several turns
-    max_seconds: float | None = None  # of wall-clock time, checked between turns
-    on_rewrite: str | None = None  # a template that rewrites the past: keep what the policy saw (null), or split
+    """Turns and limits of conversations."""
+
+    transforms: list[Any] | None = None  # transforms that answer turns: [{_target_: ...}]; null: the task's
+    max_turns: int | None = None  # turns of the policy per conversation; null: the task's
+    max_turn_tokens: int | None = None  # sampled tokens per turn, if below generate.max_new_tokens; null: the task's
+    max_tokens: int | None = None  # tokens per conversation; null: the task's, or the context if it has several turns
+    max_seconds: float | None = None  # wall-clock seconds per conversation, checked between turns; null: the task's
+    on_rewrite: str | None = None  # row whose past the template rewrites: keep as sampled, or split; null: keep
 
 
 @dataclass
 class CollectorConfig:
-    asynchronous: bool = False  # true: each conversation at its own pace; false: turn by turn together
-    max_in_flight: int | None = None  # conversations at a time, if asynchronous; null: all that have begun
-    ahead: int = 0  # groups begun for later steps while this one trains; requires sampler.share_weights=false
-    reward_threads: int = 1  # groups judged at a time
-    max_batch_size: int | None = None  # rows sampled at once by the Hugging Face model; null: all that wait
-    max_consecutive_failures: int | None = 100  # turns in a row that may fail; null: any number
+    """Scheduling of conversations."""
+
+    asynchronous: bool = False  # advance each conversation independently; false: all together, turn by turn
+    max_in_flight: int | None = None  # conversations in flight; null: all that have started
+    ahead: int = 0  # groups to start for later steps while this one trains; requires sampler.share_weights=false
+    reward_threads: int = 1  # groups scored in parallel
+    max_batch_size: int | None = None  # rows per batch of the Hugging Face model; null: all that wait
+    max_consecutive_failures: int | None = 100  # consecutive failed turns that stop the run; null: never stop
 
     def __post_init__(self):
         changed = [name for name, value in asdict(self).items() if value != getattr(CollectorConfig, name)]
@@ -104,9 +116,11 @@ class CollectorConfig:
 
 @dataclass
 class SamplerConfig:
-    share_weights: bool = True  # sample with the training model itself; false: with a copy
-    dtype: str | None = None  # of the copy, e.g. bfloat16; null: the training model's
-    sync_every: int = 1  # steps between weight updates; 0: never
+    """Weights that the sampler uses."""
+
+    share_weights: bool = True  # sample with the training model; false: with a copy
+    dtype: str | None = None  # data type of the copy, e.g. bfloat16; null: the training model's
+    sync_every: int = 1  # steps between weight updates of the copy; 0: never
 
     def __post_init__(self):
         if self.share_weights and (self.dtype is not None or self.sync_every != 1):
@@ -118,21 +132,29 @@ class SamplerConfig:
 
 @dataclass
 class ExecutorConfig:
-    mode: str = "inline"  # thread: for functions that wait; process: a hang or a crash costs one sample
-    workers: int | None = None  # null: as the mode's class has it, here and below
-    timeout: float | None = None  # seconds for a sample
-    rows_per_call: int | None = None  # samples in one call of a function
+    """Execution of reward functions."""
+
+    mode: str = "inline"  # executor: inline, thread (for waiting functions), process (a hang costs one sample)
+    workers: int | None = None  # number of threads or processes; null: the default of the mode
+    timeout: float | None = None  # seconds per sample; null: the default of the mode
+    rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode
 
 
 @dataclass
 class RewardConfig:
-    functions: list[Any] | None = None  # names, dotted paths, or {_target_: name, argument: value}; null: the task's
-    weights: list[float] | None = None  # one for each function; null: 1 each, or the task's
-    clip_range: list[float] | None = None  # [low, high] of the weighted sum
-    max_consecutive_failures: int | None = 100  # samples in a row that may fail; null: any number
-    deduplicate: bool = True  # score identical completions of a prompt once; false for random rewards
-    shaping: list[Any] = field(default_factory=list)  # of scores, in order: [{_target_: ...NormalizeRewards}]
-    executor: ExecutorConfig = field(default_factory=ExecutorConfig)  # calls the functions; a failed sample abstains
+    """Reward functions and their combination."""
+
+    functions: list[Any] | None = None  # names, dotted paths or {_target_: name, key: value}; null: the task's
+    weights: list[float] | None = None  # weight of each function; null: 1 each, or the task's
+    clip_range: list[float] | None = None  # bounds [low, high] of the weighted sum; null: no clipping
+    max_consecutive_failures: int | None = 100  # consecutive failed samples that stop the run; null: never stop
+    deduplicate: bool = True  # score identical completions of a prompt once; set false for random rewards
+    shaping: list[Any] = field(
+        default_factory=list
+    )  # transforms of scores, in order: [{_target_: ...NormalizeRewards}]
+    executor: ExecutorConfig = field(
+        default_factory=ExecutorConfig
+    )  # executor of the functions; failed samples abstain
 
     def __post_init__(self):
         if self.clip_range is not None and (len(self.clip_range) != 2 or not self.clip_range[0] < self.clip_range[1]):
@@ -141,50 +163,52 @@ class RewardConfig:
 
 @dataclass
 class PassRateConfig:
-    """Arguments of PassRatePool; null: its own."""
+    """Arguments of PassRatePool; null takes its default."""
 
-    target: list[float] | None = None  # lowest and highest pass rate preferred
-    floor: float | None = None  # share of the draws that goes to all prompts
-    window: int | None = None  # groups of an estimate
-    retire: float | None = None  # pass rate from which a prompt is drawn no more
-    success: float | None = None  # return that counts as passed
+    target: list[float] | None = None  # lowest and highest preferred pass rate
+    floor: float | None = None  # share of the draws that is uniform over all prompts
+    window: int | None = None  # latest groups of a prompt that its pass rate covers
+    retire: float | None = None  # pass rate at which a prompt is no longer drawn
+    success: float | None = None  # smallest return that counts as passed
 
 
 @dataclass
 class RerollsConfig:
-    """Arguments of DeferredRerolls; null: its own."""
+    """Arguments of DeferredRerolls; null takes its default."""
 
     delay: int | None = None  # draws until the first re-roll; null: those of ten steps
-    growth: float | None = None  # of the delay from one re-roll to the next
-    max_share: float | None = None  # of the draws
-    max_tries: int | None = None  # re-rolls of one prompt
+    growth: float | None = None  # factor of the delay from one re-roll to the next
+    max_share: float | None = None  # largest share of the draws
+    max_tries: int | None = None  # re-rolls per prompt
     threshold: float | None = None  # largest return of an unsolved prompt
 
 
 @dataclass
 class RefillConfig:
-    """Arguments of RefillingCollector and its ZeroSignalFilter; null: their own."""
+    """Arguments of RefillingCollector and ZeroSignalFilter; null takes their defaults."""
 
-    max_batches: int | None = None  # collected for one step
-    max_age: int | None = None  # policy versions that a surplus group may be behind
-    tolerance: float | None = None  # returns of a group that differ by no more have no signal
+    max_batches: int | None = None  # rollout batches to collect for one step, at most
+    max_age: int | None = None  # policy versions that a surplus group may be stale
+    tolerance: float | None = None  # largest difference of returns in a group without signal
 
 
 @dataclass
 class CacheConfig:
-    """Arguments of GroupCache; null: its own."""
+    """Arguments of GroupCache; null takes its default."""
 
-    capacity: int = 64  # groups kept
-    max_uses: int | None = None  # of each group
-    max_age: int | None = None  # policy versions that a group may be behind
+    capacity: int = 64  # groups to keep
+    max_uses: int | None = None  # uses of each group
+    max_age: int | None = None  # policy versions that a group may be stale
 
 
 @dataclass
 class CurriculumConfig:
-    pass_rate: Any = None  # {target: [0.1, 0.9], floor, window, retire, success}: prefer prompts solved sometimes
-    rerolls: Any = None  # {delay, growth, max_share: 0.25, max_tries, threshold}: draw unsolved prompts again later
-    refill: Any = None  # {max_batches: 4, max_age, tolerance}: train only on groups with signal, sample until full
-    cache: Any = None  # {capacity: 64, max_uses, max_age}: fill what refill leaves empty with earlier groups
+    """Choice of prompts and groups to train on; all off by default."""
+
+    pass_rate: Any = None  # prefer prompts solved sometimes: {target: [0.1, 0.9], floor, window, retire, success}
+    rerolls: Any = None  # draw unsolved prompts again later: {delay, growth, max_share: 0.25, max_tries, threshold}
+    refill: Any = None  # sample until the batch is full of groups with signal: {max_batches: 4, max_age, tolerance}
+    cache: Any = None  # fill the rest of a refilled batch with earlier groups: {capacity: 64, max_uses, max_age}
 
     def __post_init__(self):
         self.pass_rate = section(PassRateConfig, self.pass_rate, "curriculum.pass_rate")
@@ -197,11 +221,13 @@ class CurriculumConfig:
 
 @dataclass
 class KLConfig:
-    where: str | None = None  # reward (return), token (advantages) or loss (a term); null: the method's
-    coeff: float | None = 0.0  # 0: no KL and no reference model; null: the method's own
-    estimator: str | None = None  # k1, k2 or k3; null: the method's
-    clip: float | None = None  # limit of a token's estimate, where=token; null: none
-    target: float | None = None  # nats per action token: adapt the coefficient to hold this KL; null: constant
+    """KL to the initial model."""
+
+    where: str | None = None  # place of the KL: reward (return), token (advantages), loss (term); null: the method's
+    coeff: float | None = 0.0  # coefficient of the KL; 0: no KL and no reference model; null: the method's
+    estimator: str | None = None  # estimator of the KL: k1, k2 or k3; null: the method's
+    clip: float | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
+    target: float | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
 
     def __post_init__(self):
         for name in ("where", "estimator", "clip", "target"):
@@ -212,28 +238,34 @@ class KLConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 3.0e-4  # peak learning rate of AdamW; models of billions of weights take about 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])  # of AdamW's means of gradient and square
-    weight_decay: float = 0.0  # of AdamW
+    """AdamW."""
+
+    lr: float = 3.0e-4  # peak learning rate; models of billions of weights need about 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])  # decay rates of the mean gradient and square
+    weight_decay: float = 0.0  # weight decay of AdamW, multiplied by lr; 0: none
 
     def __post_init__(self):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas={self.betas} must be two numbers from 0 to below 1")
+            raise ValueError(f"optimizer.betas={self.betas} must be two numbers of at least 0 and below 1")
 
 
 @dataclass
 class ScheduleConfig:
-    warmup_steps: int | None = None  # in optimizer steps; null: 5, or a tenth of a run of fewer than 50
-    final_fraction: float = 0.1  # of the peak learning rate, at the last step
+    """Linear warmup and decay of the learning rate."""
+
+    warmup_steps: int | None = None  # optimizer steps of the warmup; null: 5, or a tenth of a run shorter than 50
+    final_fraction: float = 0.1  # share of the peak learning rate at the last step
 
 
 @dataclass
 class EvalConfig:
-    scorer: Any = None  # judges held-out completions, given like a reward; null: the task's, or your rewards
-    every: int = 20  # steps between evaluations; 0: only before the first step and after the last
-    batch_size: int = 256  # conversations at once
+    """Evaluation on held-out prompts."""
+
+    scorer: Any = None  # scorer of held-out completions, given like a reward; null: the task's, or your rewards
+    every: int = 20  # steps between evaluations; 0: only before the first and after the last step
+    batch_size: int = 256  # conversations per batch
     num_samples: int = 1  # sampled completions of each prompt, for eval/sampled
-    ks: list[int] = field(default_factory=list)  # of pass@k and maj@k, at most num_samples
+    ks: list[int] = field(default_factory=list)  # values of k for pass@k and maj@k, at most num_samples
 
     def __post_init__(self):
         check_ks(self.ks, self.num_samples)
@@ -241,27 +273,37 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    every: int = 10  # steps; 0: only at the end or when stopped
-    keep: int = 2  # newest checkpoints kept
+    """Checkpoints of a run."""
+
+    every: int = 10  # steps between checkpoints; 0: only at the end or when stopped
+    keep: int = 2  # number of newest checkpoints to keep
 
 
 @dataclass
 class LoggerConfig:
-    samples: int = 8  # rows of a table of samples
-    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])  # tensorboard, csv, wandb, mlflow
-    logger_kwargs: dict[str, Any] = field(default_factory=dict)  # by logger: {wandb: {project: rloo}}
+    """Metrics and tables of a run."""
+
+    samples: int = 8  # rows per table of samples; 0: no tables
+    loggers: list[str] = field(
+        default_factory=lambda: ["tensorboard"]
+    )  # loggers to use: tensorboard, csv, wandb, mlflow
+    logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 
 @dataclass
 class LogConfig(LoggerConfig):
+    """Metrics, tables and transcripts of a run."""
+
     samples_every: int = 20  # steps between tables of training completions; 0: none
-    transcripts: bool = False  # true: a page of every evaluation's conversations in output_dir/transcripts
+    transcripts: bool = False  # write a page of each evaluation's conversations to output_dir/transcripts
 
 
 @dataclass
 class TaskConfig:
-    name: str = "addition"  # a task's name or the dotted path of one of yours
-    mixture: Any = None  # for task=mixture: {addition: {weight: 2}, countdown: 1}
+    """Task to learn."""
+
+    name: str = "addition"  # name of a task, or dotted path of your own
+    mixture: Any = None  # weight and data settings by task, for task=mixture: {addition: {weight: 2}, countdown: 1}
 
     def __post_init__(self):
         check_settings("task.mixture", self.mixture)
@@ -269,37 +311,39 @@ class TaskConfig:
 
 @dataclass
 class InferenceConfig:
-    engine: Any = None  # class and arguments of the engine; null: the Hugging Face model samples
-    updater: Any = None  # class and arguments of what sends weights to the engine
-    self_test: bool = True  # before training, change the weights, see the engine follow, and change them back
-    sleep: bool = False  # free the engine's GPU memory while training; needs engine.enable_sleep_mode=true
-    parity_every: int = 0  # steps between parity/* metrics, sampler against trainer; 0: never
+    """Engine that samples, and its weight updates."""
+
+    engine: Any = None  # class (_target_) and arguments of the engine; null: the Hugging Face model samples
+    updater: Any = None  # class (_target_) and arguments of the weight updater of the engine
+    self_test: bool = True  # check before training that the engine follows a change of the weights
+    sleep: bool = False  # free the engine's GPU memory while training; requires engine.enable_sleep_mode=true
+    parity_every: int = 0  # steps between parity/* metrics, which compare sampler and trainer; 0: never
 
     def __post_init__(self):
         for name in ("engine", "updater"):
             check_settings(f"inference.{name}", getattr(self, name))
         if self.engine is not None and "_target_" not in self.engine:
-            raise ValueError("inference.engine is a part of an engine: choose one as well, such as inference=vllm")
+            raise ValueError("inference.engine has no _target_: choose one as well, such as inference=vllm")
         for name, unset in (("updater", None), ("sleep", False), ("self_test", True)):
             if self.engine is None and getattr(self, name) != unset:
                 raise ValueError(
-                    f"inference.{name} requires an engine, such as inference=vllm: the model itself samples"
+                    f"inference.{name} requires an engine, such as inference=vllm; without one the model itself samples"
                 )
 
 
 @dataclass
 class RunConfig:
-    """Settings of any run, at the top level of a recipe's configuration."""
+    """Settings of every run, at the top level of a recipe's configuration."""
 
-    seed: int = 0  # of prompts, samples, minibatches and the built-in model's warm start
-    threads: int | None = 1  # CPU threads; null: torch's choice. The same number repeats a run bit for bit
-    resume: str = "auto"  # extend: also with more steps, another engine or evaluation; never: start over
+    seed: int = 0  # seed of prompts, samples, minibatches and the built-in model's warm start
+    threads: int | None = 1  # CPU threads; null: torch's choice; the same number repeats a run bit for bit
+    resume: str = "auto"  # resumption: auto (same settings), extend (also more steps, other engine or eval), never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
 def run_settings(cfg: RunConfig) -> dict[str, Any]:
-    """Return the arguments of :class:`~torchrl_rloo.run.Run` that stand in a recipe's configuration."""
+    """Return the arguments of :class:`~torchrl_rloo.run.Run` that a recipe's configuration holds."""
     return {
         "settings": asdict(cfg),
         "defaults": asdict(type(cfg)()),
@@ -312,30 +356,30 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(name: str, values: Any) -> None:
-    """Refuse what is neither null nor settings by name.
+    """Raise if a value is neither null nor a mapping of settings.
 
     Raises:
-        ValueError: for a value of another kind.
+        ValueError: if it is another value.
     """
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{name}={values} must be null or settings by name, such as {{key: value}}")
+        raise ValueError(f"{name}={values} must be null or a mapping of settings such as {{key: value}}")
 
 
 def check_ks(ks: list[int], num_samples: int) -> None:
-    """Refuse numbers that pass@k cannot be estimated for.
+    """Raise if pass@k cannot be estimated for one of the numbers.
 
     Raises:
-        ValueError: for a number below 1 or above ``num_samples``.
+        ValueError: if a number is below 1 or above ``num_samples``.
     """
     if wrong := [k for k in ks if not 1 <= k <= num_samples]:
         raise ValueError(f"eval.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples")
 
 
 def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:
-    """Refuse to clip the sum of rewards where advantages do not read it.
+    """Raise if the sum of rewards is clipped but the advantages do not read it.
 
     Raises:
-        ValueError: if both are asked for.
+        ValueError: if both are set.
     """
     credit = advantage.get("credit")
     credit = credit.get("name") if isinstance(credit, dict) else credit
@@ -347,13 +391,13 @@ def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:
 
 
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
-    """Refuse to sample ahead with the weights that train.
+    """Raise if the collector would sample ahead with the weights that are being trained.
 
     Raises:
-        ValueError: if both are asked for.
+        ValueError: if both are set.
     """
     if collector.ahead and sampler.share_weights:
         raise ValueError(
-            f"collector.ahead={collector.ahead} samples while the model trains, so it cannot be combined with "
+            f"collector.ahead={collector.ahead} samples while the model trains and cannot be combined with "
             "sampler.share_weights=true; set it to false"
         )

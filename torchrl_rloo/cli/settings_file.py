@@ -1,4 +1,4 @@
-"""A file of all settings of a recipe, to edit: a line each, with its comment."""
+"""Writer of a YAML file with all settings of a recipe, one commented line each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchrl_rloo.cli.schema import describe
 
 HEADER = """\
-# Settings of {name}. Those of the command line win over these, and these over those of the task and the engine below.
+# Settings of {name}. The command line overrides them; they override those of the task and the engine chosen below.
 
 defaults:
   - schema{groups}
@@ -24,15 +24,15 @@ def settings_file(
 ) -> str:
     """Return the text of a YAML file with the settings of a composed configuration.
 
-    Sections of groups are left to the files chosen. What a chosen file may set elsewhere is commented out, so that
-    another choice still has its effect.
+    Sections of groups are left to the chosen files. Settings that such a file may change elsewhere are commented out,
+    so another choice still has its effect.
 
     Args:
         config: dataclass with all settings.
-        cfg: their values.
-        name: of the recipe.
-        choices: file chosen of each group.
-        from_groups: dotted names of settings that some file of a group sets.
+        cfg: values of the settings.
+        name: name of the recipe.
+        choices: chosen file of each group.
+        from_groups: dotted names of settings that files of a group set.
     """
     values = OmegaConf.to_container(cfg, resolve=False)
     groups = "".join(f"\n  - override {group}: {file}" for group, file in choices.items())
@@ -44,7 +44,7 @@ def settings_file(
         if default:
             text = f"{leaf}: {_flow(_find(values, setting))}"
             if setting in from_groups:
-                text, comment = f"# {text}", f"{comment}; commented out: as the task has it".lstrip("; ")
+                text, comment = f"# {text}", f"{comment}; commented out: set by the task or engine".lstrip("; ")
         else:  # a section
             text = f"{leaf}:" if sections else f"\n{leaf}:"
         lines.append("  " * len(sections) + text + (f" # {comment}" if comment else ""))
@@ -58,5 +58,5 @@ def _find(values: Any, setting: str) -> Any:
 
 
 def _flow(value: Any) -> str:
-    """Return a value as YAML in one line."""
+    """Return a value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""Values that settings may take, for recipes to refuse others before anything heavy is imported."""
+"""Ranges and choices of settings, checked by recipes before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ REMEDIES = {"algorithm=ppo": "it needs a critic, which recipes do not train; use
 
 
 def check_values(config: Any) -> None:
-    """Refuse the first setting that is out of range, or none of its choices.
+    """Raise on the first setting that is out of range or not one of its choices.
 
     Raises:
-        ValueError: with the name, the value and what would be right.
+        ValueError: with the name, the value and the valid values.
     """
     for name, value in _values(config):
         low = next((low for low, names in AT_LEAST.items() if name in names), None)

@@ -1,4 +1,4 @@
-"""The mathematics: pure functions on plain tensors; torch is the only import."""
+"""Mathematics of the package: pure functions on plain tensors that import only torch."""
 
 from torchrl_rloo.functional.advantages import (
     ESTIMATORS,

@@ -1,9 +1,9 @@
-"""Advantage estimators: from the returns of groups of trajectories to one advantage per trajectory.
+"""Advantage estimators: returns of groups of trajectories to one advantage per trajectory.
 
-Every estimator has the signature ``(rewards [N], groups [N]) -> advantages [N]``; ``groups`` holds the group index of
-each row, in any order, groups may differ in size, and a NaN reward marks a row that abstains: it stays out of every
-statistic and gets 0. Sums are formed in float64 after the group's smallest reward is subtracted, so that equal rewards
-give exactly 0 whatever their size.
+Every estimator has the signature ``(rewards [N], groups [N]) -> advantages [N]``. ``groups`` holds the group index of
+each row, in any order, and groups may differ in size. A row with a NaN reward abstains: it is excluded from every
+statistic and gets advantage 0. Sums are formed in float64 after the smallest reward of the group is subtracted, so
+equal rewards of any magnitude give exactly 0.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Reduce = Callable[[torch.Tensor, str], torch.Tensor]  # over the ranks that share a batch; "sum" or "max"
+Reduce = Callable[[torch.Tensor, str], torch.Tensor]  # "sum" or "max" over the ranks that share a batch
 
-STD_EPSILON = 1e-4  # added to a standard deviation before dividing by it, as TRL does
-NOISE = 1e-6  # a spread below this share of the largest value is rounding (float32 keeps 6e-8), not signal
+STD_EPSILON = 1e-4  # added to a standard deviation before dividing by it, as in TRL
+NOISE = 1e-6  # a spread below this share of the largest value is rounding error (6e-8 in float32), not signal
 
 
 def _group_sum(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -33,117 +33,119 @@ def _group_max(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return values.new_full((n_groups,), -torch.inf).scatter_reduce(0, groups, values, "amax")[groups]
 
 
-def _shifted(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rewards less their group's smallest (0 if abstaining), answers in the group, and who answered."""
+def _subtract_minimum(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rewards minus their group's smallest (0 if NaN), valid rewards per group, and the mask of valid rows."""
     valid = ~rewards.isnan()
     r = rewards.double()
     smallest = -_group_max(torch.where(valid, -r, -torch.inf), groups)
     return torch.where(valid, r - smallest, 0.0), _group_sum(valid.double(), groups), valid
 
 
-def _deviations(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rewards less their group's mean (0 if abstaining), and the count of answers in the group."""
-    r, count, valid = _shifted(rewards, groups)
+def _center(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rewards minus their group's mean (0 if NaN), and the number of valid rewards in the group."""
+    r, count, valid = _subtract_minimum(rewards, groups)
     return torch.where(valid, r - _group_sum(r, groups) / count.clamp(min=1), 0.0), count
 
 
-def _group_size(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return the size of the largest reward of each row's group, ``[N]``, the scale of its rounding errors."""
+def _group_magnitude(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute reward of each row's group, ``[N]``: the scale of its rounding errors."""
     return _group_max(rewards.double().abs().nan_to_num(0.0), groups)
 
 
 def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Subtract from each reward the mean reward of the other rows of its group.
+    """Subtract from each reward the mean reward of the other rows of its group.
 
-    .. math:: A_i = r_i - \frac{1}{n - 1} \sum_{j \neq i} r_j
+    Equation 7 of Ahmadian et al. 2024 (arXiv 2402.14740), with ``n`` the rows of the group that did not abstain::
 
-    Equation 7 of Ahmadian et al. 2024 (arXiv 2402.14740), with ``n`` the number of rows of the group that did not
-    abstain.
+        A_i = r_i - 1 / (n - 1) * sum_{j != i} r_j
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, the index of each row's group, in ``0 .. n_groups - 1``.
+        groups: ``[N]`` int64, group index of each row, in ``0 .. n_groups - 1``.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``; 0 for a row that abstains and for a row whose group has no other.
+        ``[N]`` in the dtype of ``rewards``. Rows that abstain and rows alone in their group get 0.
 
     Example:
         >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5, float("nan")]), torch.tensor([0, 0, 0, 0]))
         tensor([ 0.7500, -0.7500,  0.0000,  0.0000])
     """
-    r, count, valid = _shifted(rewards, groups)
+    r, count, valid = _subtract_minimum(rewards, groups)
     baseline = (_group_sum(r, groups) - r) / (count - 1).clamp(min=1)
     return torch.where(valid & (count > 1), r - baseline, 0.0).to(rewards.dtype)
 
 
 def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Subtract from each reward the mean of its group, itself included: :math:`A_i = r_i - \bar r`.
+    """Subtract from each reward the mean reward of its whole group: ``A_i = r_i - mean(r)``.
 
-    Dr. GRPO, section 3 of Liu et al. 2025 (arXiv 2503.20783); ``(n - 1) / n`` times :func:`leave_one_out`.
+    Dr. GRPO, section 3 of Liu et al. 2025 (arXiv 2503.20783). Equals ``(n - 1) / n`` times :func:`leave_one_out`.
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, the index of each row's group.
+        groups: ``[N]`` int64, group index of each row.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``; 0 for a row that abstains and for a row whose group has no other.
+        ``[N]`` in the dtype of ``rewards``. Rows that abstain and rows alone in their group get 0.
     """
-    return _deviations(rewards, groups)[0].to(rewards.dtype)
+    return _center(rewards, groups)[0].to(rewards.dtype)
 
 
 def group_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Normalize each reward by the mean and the unbiased standard deviation of its group.
+    """Normalize each reward by the mean and the unbiased standard deviation of its group.
 
-    .. math:: A_i = \frac{r_i - \bar r}{\mathrm{std}(r) + 10^{-4}}
+    GRPO, section 4.1.2 of Shao et al. 2024 (arXiv 2402.03300), with TRL's epsilon in the divisor::
 
-    GRPO, section 4.1.2 of Shao et al. 2024 (arXiv 2402.03300), with TRL's small addition to the divisor. A standard
-    deviation of no more than :data:`NOISE` times the group's largest reward is rounding: the whole group gets 0.
+        A_i = (r_i - mean(r)) / (std(r) + 1e-4)
+
+    A standard deviation of at most :data:`NOISE` times the largest reward is rounding error: the whole group gets 0.
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, the index of each row's group.
+        groups: ``[N]`` int64, group index of each row.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``; 0 for a row that abstains and for a row whose group has no other.
+        ``[N]`` in the dtype of ``rewards``. Rows that abstain and rows alone in their group get 0.
     """
-    deviations, count = _deviations(rewards, groups)
+    deviations, count = _center(rewards, groups)
     std = (_group_sum(deviations.square(), groups) / (count - 1).clamp(min=1)).sqrt()
-    signal = std > NOISE * _group_size(rewards, groups)
+    signal = std > NOISE * _group_magnitude(rewards, groups)
     return torch.where(signal, deviations / (std + STD_EPSILON), 0.0).to(rewards.dtype)
 
 
 def mean_normalized(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    r"""Subtract from each reward the mean of its group, and divide by that mean.
+    """Subtract from each reward the mean of its group, then divide by the mean absolute reward.
 
-    .. math:: A_i = \frac{r_i - \bar r}{\overline{|r|}}
+    MaxRL, Tajwar et al. 2026 (arXiv 2602.02710)::
 
-    MaxRL, Tajwar et al. 2026 (arXiv 2602.02710): for rewards of 0 and 1 it follows the gradient of the log of the
-    probability of success, so a prompt that seldom succeeds weighs more. The paper has rewards of at least 0, whose
-    mean and mean size are one and the same. With negative ones (a KL penalty, say) the mean would turn the sign of
-    every advantage, or blow it up near 0, where the mean size does neither: then :math:`|A_i| \le n + 1`.
+        A_i = (r_i - mean(r)) / mean(|r|)
+
+    With rewards of 0 and 1 it follows the gradient of the log success probability, so prompts that seldom succeed weigh
+    more. The paper divides by ``mean(r)``, which is the same for non-negative rewards. With negative rewards (e.g. a KL
+    penalty) that mean could flip the sign of every advantage or be close to 0. The mean absolute reward bounds
+    ``|A_i|`` by ``n + 1``.
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, the index of each row's group.
+        groups: ``[N]`` int64, group index of each row.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``; 0 for a row that abstains, for a row whose group has no other and for a
-        group that earned nothing.
+        ``[N]`` in the dtype of ``rewards``. Rows that abstain, rows alone in their group and groups with only zero
+        rewards get 0.
     """
-    deviations, count = _deviations(rewards, groups)
+    deviations, count = _center(rewards, groups)
     size = _group_sum(rewards.double().abs().nan_to_num(0.0), groups) / count.clamp(min=1)
     return torch.where(size > 0, deviations / size, 0.0).to(rewards.dtype)
 
 
 def no_baseline(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return the reward itself (REINFORCE, Williams 1992); 0 for a row that abstains.
+    """Return the rewards themselves (REINFORCE, Williams 1992).
 
     Args:
         rewards: ``[N]``, NaN where a row abstains.
-        groups: ``[N]`` int64, not looked at.
+        groups: ``[N]`` int64, ignored.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``.
+        ``[N]`` in the dtype of ``rewards``. Rows that abstain get 0.
     """
     return rewards.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
 
@@ -154,27 +156,31 @@ def normalize_then_sum(
     weights: Sequence[float],
     estimator: Estimator = group_normalized,
 ) -> torch.Tensor:
-    r"""Normalize each reward function's rewards, then take the weighted sum of the advantages.
+    """Normalize each reward function's rewards, then take the weighted sum of the advantages.
 
-    .. math:: A_i = \sum_k w_k A_{ik}, \qquad A_{ik} = \frac{r_{ik} - \bar r_k}{\mathrm{std}(r_k) + 10^{-4}}
+    GDPO (arXiv 2601.05242) without its last step, which is :func:`whiten` over the batch::
 
-    GDPO (arXiv 2601.05242) before its last step, which is :func:`whiten` over the batch: a function of small spread
-    keeps its influence next to one of large spread, which it loses where rewards are summed first.
+        A_i = sum_k w_k A_ik,    A_ik = (r_ik - mean(r_k)) / (std(r_k) + 1e-4)
+
+    A function with a small spread keeps its influence next to one with a large spread. It would lose that influence if
+    the rewards were summed first.
 
     Args:
-        rewards: ``[N, F]``, NaN where a function abstained: only that function leaves the row out.
-        groups: ``[N]`` int64, the index of each row's group.
+        rewards: ``[N, F]``, NaN where a function abstained. The row stays in the statistics of the other functions.
+        groups: ``[N]`` int64, group index of each row.
         weights: ``F`` numbers.
-        estimator: applied to each function's rewards.
+        estimator: estimator applied to the rewards of each function.
 
     Returns:
-        ``[N]`` in the dtype of ``rewards``; 0 for a row on which all functions abstained.
+        ``[N]`` in the dtype of ``rewards``. Rows on which all functions abstained get 0.
 
     Raises:
-        ValueError: for another number of weights than of functions.
+        ValueError: if ``weights`` does not have ``F`` entries.
     """
     if len(weights) != rewards.shape[-1]:
-        raise ValueError(f"{len(weights)} weights {list(weights)} for the rewards of {rewards.shape[-1]} functions")
+        raise ValueError(
+            f"weights={list(weights)} must have one entry for each of {rewards.shape[-1]} reward functions"
+        )
     total = rewards.new_zeros(len(rewards), dtype=torch.float64)
     for weight, each in zip(weights, rewards.double().unbind(-1), strict=True):
         total += float(weight) * estimator(each, groups)
@@ -182,22 +188,24 @@ def normalize_then_sum(
 
 
 def answers(rewards: torch.Tensor, groups: torch.Tensor, *, needs_group: bool) -> torch.Tensor:
-    """Return bool ``[N]``: rows with a reward and, if ``needs_group``, another row of their group to compare with."""
+    """Return bool ``[N]``: rows that have a reward and, with ``needs_group``, another valid row in their group."""
     valid = ~rewards.isnan()
     return valid & (_group_sum(valid.double(), groups) > 1) if needs_group else valid
 
 
-def _alone(value: torch.Tensor, op: str) -> torch.Tensor:
+def _keep_local(value: torch.Tensor, op: str) -> torch.Tensor:
     return value
 
 
-def _spread(values: torch.Tensor, magnitude: float, reduce: Reduce) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return deviations from the mean, their unbiased standard deviation, and whether that is more than rounding."""
+def _center_batch(
+    values: torch.Tensor, magnitude: float, reduce: Reduce
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return deviations from the mean, their unbiased standard deviation, and True if it exceeds rounding error."""
     values = values.double()
     floors = values.new_tensor([[magnitude], [-torch.inf]])  # extremes of a rank without values
     extremes = torch.cat([floors, torch.stack([values.abs(), -values])], 1).amax(1)
     largest, negated_smallest = reduce(extremes, "max")
-    shifted = values + negated_smallest  # equal values are now exactly 0, and so is their spread
+    shifted = values + negated_smallest  # equal values become exactly 0
     count, total = reduce(torch.stack([values.new_tensor(float(len(values))), shifted.sum()]), "sum")
     deviations = shifted - total / count.clamp(min=1)
     std = (reduce(deviations.square().sum(), "sum") / (count - 1).clamp(min=1)).sqrt()
@@ -211,29 +219,29 @@ def whiten(
     center: bool = True,
     scale: bool = True,
     magnitude: float = 0.0,
-    reduce: Reduce = _alone,
+    reduce: Reduce = _keep_local,
 ) -> torch.Tensor:
-    r"""Normalize advantages over the whole batch: :math:`\hat A = (A - \bar A) / (\mathrm{std}(A) + 10^{-4})`.
+    """Normalize advantages over the whole batch: ``(A - mean(A)) / (std(A) + 1e-4)``.
 
-    REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), over rows ``[N]`` or over the action tokens ``[B, A]``. The
-    standard deviation is unbiased. Where it is no more than :data:`NOISE` times the largest value, there is nothing
-    but rounding to divide by, and all advantages become exactly 0.
+    REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), over rows ``[N]`` or action tokens ``[B, A]``. The standard
+    deviation is unbiased. If it is at most :data:`NOISE` times the largest value, it is rounding error and all
+    advantages become exactly 0.
 
     Args:
         advantages: any shape.
-        mask: bool, same shape: True on those that count. The others become 0. Default: all.
-        center: whether to subtract the mean.
-        scale: whether to divide by the standard deviation (of the distances from the mean, subtracted or not).
-        magnitude: size of the largest reward behind the advantages. Rewards of 1000.1 that differ in their last bit
-            leave advantages that are all noise, which the advantages alone do not show.
-        reduce: reduction over the ranks that have parts of one batch. Every rank must call, even with an empty part.
+        mask: bool, same shape, True on the advantages that count. The others become 0. None counts all.
+        center: True subtracts the mean.
+        scale: True divides by the standard deviation around the mean, even if ``center`` is False.
+        magnitude: largest absolute reward behind the advantages. Rewards of 1000.1 that differ only in their last bit
+            give advantages that are pure rounding error. The advantages alone do not show this.
+        reduce: reduction over the ranks that share a batch. Every rank must call it, even without values.
 
     Returns:
-        The shape and dtype of ``advantages``.
+        Same shape and dtype as ``advantages``.
     """
     mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
     values = advantages[mask]
-    deviations, std, signal = _spread(values, magnitude, reduce)
+    deviations, std, signal = _center_batch(values, magnitude, reduce)
     result = deviations if center else values.double()
     if scale:
         result = torch.where(signal, result / (std + STD_EPSILON), 0.0)
@@ -245,10 +253,10 @@ class Whiten:
     """Batch normalization of advantages by their own moments; see :func:`whiten`.
 
     Args:
-        groups: complete groups of one batch, e.g. prompts per step. A fixed number, so that the result does not depend
-            on how rows arrive.
-        center: whether to subtract the mean.
-        scale: whether to divide by the standard deviation.
+        groups: complete groups per batch, e.g. prompts per step. The number is fixed, so the result does not depend on
+            the order in which rows arrive.
+        center: True subtracts the mean.
+        scale: True divides by the standard deviation.
     """
 
     groups: int
@@ -258,28 +266,26 @@ class Whiten:
     def __post_init__(self) -> None:
         _check_groups(self)
         if not self.center and not self.scale:
-            raise ValueError("Whiten: center=False and scale=False do nothing: set one of them, or leave it out")
+            raise ValueError("Whiten: center=False and scale=False do nothing; set one of them or remove whiten")
 
     def __call__(
         self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
     ) -> torch.Tensor:
-        """Return the normalized advantages ``[N, L]``; ``rewards`` ``[M]`` are not used."""
+        """Return the normalized advantages ``[N, L]``. ``rewards`` ``[M]`` are ignored."""
         settings = {"center": self.center, "scale": self.scale}
         return whiten(advantages, mask, **settings, magnitude=magnitude, reduce=reduce)
 
 
 @dataclass(frozen=True)
 class RewardStd:
-    r"""Division of advantages by the standard deviation of all rewards of a batch.
+    """Division of advantages by the standard deviation of all rewards of a batch.
 
-    .. math:: \hat A_i = A_i / (\mathrm{std}(r_1 \dots r_N) + 10^{-4})
-
-    TRL 1.16, ``GRPOConfig(scale_rewards="batch")``, after Liu et al. 2025 (arXiv 2508.08221); with the estimator
-    ``"dr_grpo"`` (reward less group mean) it is TRL's. The standard deviation is unbiased, over the rows that did not
-    abstain. Rewards that differ by rounding alone leave advantages of 0.
+    The equation is ``A_i / (std(r_1, ..., r_N) + 1e-4)``, with the unbiased standard deviation of the rows that did not
+    abstain. With the estimator ``"dr_grpo"`` it equals ``GRPOConfig(scale_rewards="batch")`` of TRL 1.16, after
+    Liu et al. 2025 (arXiv 2508.08221). Rewards that differ only by rounding error give advantages of 0.
 
     Args:
-        groups: complete groups of one batch, e.g. prompts per step.
+        groups: complete groups per batch, e.g. prompts per step.
     """
 
     groups: int
@@ -290,8 +296,8 @@ class RewardStd:
     def __call__(
         self, advantages: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor, magnitude: float, reduce: Reduce
     ) -> torch.Tensor:
-        """Return the normalized advantages ``[N, L]``; ``rewards`` are ``[M]``, NaN where a row abstains."""
-        _, std, signal = _spread(rewards[~rewards.isnan()], 0.0, reduce)
+        """Return the normalized advantages ``[N, L]``. ``rewards`` are ``[M]``, NaN where a row abstains."""
+        _, std, signal = _center_batch(rewards[~rewards.isnan()], 0.0, reduce)
         return torch.where(mask & signal, advantages / (std + STD_EPSILON), 0.0).to(advantages.dtype)
 
 
@@ -306,15 +312,15 @@ NORMALIZATIONS: dict[str, type] = {"whiten": Whiten, "reward_std": RewardStd}
 
 @dataclass(frozen=True)
 class EstimatorSpec:
-    """An estimator with the properties that other parts ask for. It is called as the estimator itself.
+    """Estimator with the properties that other modules query; calling it calls the estimator.
 
-    Any callable may carry attributes of these names; see :func:`estimator_option` for one that has none.
+    Any callable may have attributes with these names. :func:`estimator_option` gives the defaults of one without them.
 
     Attributes:
-        function: the estimator.
-        rescales: whether it rescales rewards, so that its result is not a reward less a baseline.
-        needs_group: whether a row without another to compare with gets no signal.
-        wants_prompts: whether it takes the prompts' ids ``[N]`` as a third argument.
+        function: estimator to call.
+        rescales: True if it rescales rewards, so its result is not a reward minus a baseline.
+        needs_group: True if a row alone in its group gets no signal.
+        wants_prompts: True if it takes the prompt ids ``[N]`` as a third argument.
     """
 
     function: Estimator
@@ -323,7 +329,7 @@ class EstimatorSpec:
     wants_prompts: bool = False
 
     def __call__(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """Return the function's ``[N]`` advantages of ``[N]`` rewards."""
+        """Return the advantages ``[N]`` of rewards ``[N]``."""
         return self.function(rewards, groups)
 
 
@@ -331,7 +337,7 @@ _OPTIONS = {"rescales": True, "needs_group": False, "wants_prompts": False}
 
 
 def estimator_option(estimator: Estimator, name: str) -> Any:
-    """Return a property of an estimator; for a function without it the one that assumes least."""
+    """Return a property of an estimator, or the default that assumes least."""
     return getattr(estimator, name, _OPTIONS[name])
 
 

@@ -1,8 +1,9 @@
-"""Aggregations: from one loss value per action token to the scalar that is minimized.
+"""Aggregations of one loss value per action token to the scalar that the optimizer minimizes.
 
-An aggregation is called with ``(values [B, A], mask [B, A], num_rows, num_tokens)``. The two normalizers are given
-numbers, never counts of the tensors: a step's gradient is then the same however its rows are split into micro-batches
-or over ranks, padded or packed. (Numbers in parentheses are arXiv ids.)
+An aggregation is called with ``(values [B, A], mask [B, A], num_rows, num_tokens)``. The caller passes the two
+normalizers, so the gradient of a step does not depend on micro-batches, ranks, padding or packing. In the equations
+``l_it`` is the loss of token ``t`` in row ``i`` and ``m_it`` its mask. Row ``i`` has ``L_i`` tokens, and ``N`` is
+``num_rows``.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ Aggregation = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 
 
 def sequence_sum(values, mask, num_rows, num_tokens) -> torch.Tensor:
-    r"""Take a sequence as one action: :math:`\frac{1}{N} \sum_i \sum_t m_{it} \ell_{it}` (RLOO, 2402.14740)."""
+    """Sum over tokens, average over rows: ``1/N sum_i sum_t m_it l_it`` (RLOO, arXiv 2402.14740)."""
     return torch.where(mask, values, 0.0).sum() / num_rows
 
 
 def sequence_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
-    r"""Average each sequence: :math:`\frac{1}{N} \sum_i \frac{1}{L_i} \sum_t m_{it} \ell_{it}` (GRPO, 2402.03300)."""
+    """Average over tokens, then over rows: ``1/N sum_i 1/L_i sum_t m_it l_it`` (GRPO, arXiv 2402.03300)."""
     sums = torch.where(mask, values, 0.0).sum(-1)
     return (sums / mask.sum(-1).clamp(min=1)).sum() / num_rows
 
 
 def token_mean(values, mask, num_rows, num_tokens) -> torch.Tensor:
-    r"""Weigh all tokens alike: :math:`\frac{1}{\sum_i L_i} \sum_i \sum_t m_{it} \ell_{it}` (DAPO, 2503.14476)."""
+    """Average over all tokens: ``1/num_tokens sum_i sum_t m_it l_it`` (DAPO, arXiv 2503.14476)."""
     return torch.where(mask, values, 0.0).sum() / num_tokens
 
 
 @dataclass(frozen=True)
 class ConstantLength(Choice):
-    r"""Divide by a fixed length :math:`C`: :math:`\frac{1}{N C} \sum_i \sum_t m_{it} \ell_{it}` (Dr. GRPO, 2503.20783).
+    """Division by a fixed length ``C``: ``1/(N C) sum_i sum_t m_it l_it`` (Dr. GRPO, arXiv 2503.20783).
 
     Args:
-        length: :math:`C` in tokens, e.g. ``max_new_tokens``.
+        length: ``C`` in tokens, e.g. ``max_new_tokens``.
     """
 
     length: float = number(above=True)
@@ -63,17 +64,20 @@ def aggregate(
     num_rows: float | None = None,
     num_tokens: float | None = None,
 ) -> torch.Tensor:
-    """Sum per-token losses under the normalizer that ``mode`` names.
+    """Reduce per-token losses to a scalar.
 
     Args:
         values: ``[B, A]``, one loss value per action token.
         mask: ``[B, A]`` bool, True on the tokens that count.
-        mode: a choice from :data:`AGGREGATIONS`, see :func:`~torchrl_rloo.functional.choices.resolve`.
-        num_rows: rows of the whole optimizer step, over all ranks; default ``B``.
-        num_tokens: tokens that count of the whole optimizer step, over all ranks; default those of ``mask``.
+        mode: choice from :data:`AGGREGATIONS`, see :func:`~torchrl_rloo.functional.choices.resolve`.
+        num_rows: rows of the whole optimizer step over all ranks. None takes ``B``.
+        num_tokens: counted tokens of the whole optimizer step over all ranks. None takes those of ``mask``.
 
     Returns:
         A scalar.
+
+    Raises:
+        ValueError: if ``mode`` is unknown.
 
     Example:
         >>> mask = torch.tensor([[True, True], [True, False]])

@@ -1,4 +1,4 @@
-"""Choices: a name on the command line, a mapping with settings, or an object of your own."""
+"""Choices: settings given as a name, as a mapping with a name and fields, or as an object."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ from torchrl_rloo.lookup import did_you_mean
 
 
 def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
-    """Build the choice that ``spec`` describes.
+    """Build the object that ``spec`` describes.
 
     Args:
         argument: name of the argument, for errors.
-        spec: a name in ``table``; a mapping ``{"name": name, field: value, ...}``; or an object, returned as it is.
-        table: dataclasses, functions or other objects by name. Only dataclasses have fields to set.
+        spec: name in ``table``, mapping ``{"name": name, field: value, ...}``, or object that is returned unchanged.
+        table: dataclasses, functions or other objects by name. Only dataclasses have fields.
+
+    Returns:
+        An instance of the dataclass, the entry of ``table``, or ``spec`` itself.
 
     Raises:
-        ValueError: for an unknown name or field, a missing field, or a value that the choice refuses.
+        ValueError: if a name, field or value is invalid, or a required field is missing.
 
     Example:
         >>> from torchrl_rloo.functional import SURROGATES
         >>> resolve("surrogate", {"name": "clip", "low": 0.1, "high": 0.3}, SURROGATES)
         Clip(low=0.1, high=0.3, dual=None)
     """
+    # Return an object that is already built
     if not isinstance(spec, (str, Mapping)):
         classes = tuple(entry for entry in table.values() if isinstance(entry, type))
         if isinstance(spec, classes) or (callable(spec) and not isinstance(spec, type)):
             return spec
         raise ValueError(f"{argument}={spec!r} must be one of {sorted(table)}, a mapping with a name, or an object")
+    # Find the entry by its name
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = settings.pop("name", None)
     if name not in table:
         raise ValueError(f"{argument}={name!r} is unknown{did_you_mean(str(name), table)}; valid: {sorted(table)}")
+    # Check the fields: functions and other objects have none
     entry = table[name]
     known = {f.name: f for f in fields(entry)} if isinstance(entry, type) else {}
     for key in settings:
@@ -48,12 +54,12 @@ def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
 
 
 def number(default: Any = MISSING, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> Any:
-    """Declare a field of a :class:`Choice`: a number from ``low`` to ``high``; ``above`` excludes ``low`` itself."""
+    """Declare a :class:`Choice` field: a number in ``[low, high]``, without ``low`` itself if ``above`` is True."""
     return field(default=default, metadata={"limits": (low, high, above)})
 
 
 class Choice:
-    """Base of frozen dataclasses that check the fields declared with :func:`number`."""
+    """Base class of frozen dataclasses that check the fields declared with :func:`number`."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -12,20 +12,24 @@ def gae(
     discount: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Compute advantages and returns from the values before each action token.
+    """Compute advantages and returns from the values before each action token.
 
-    .. math:: \delta_t = r_t + \gamma V_{t+1} - V_t, \quad A_t = \delta_t + \gamma \lambda A_{t+1}, \quad R_t = A_t+V_t
+    Equation 16 of Schulman et al. 2016 (arXiv 1506.02438)::
 
-    Equation 16 of Schulman et al. 2016 (arXiv 1506.02438). Time counts action tokens: the first one of a turn follows
-    the last one of the turn before, and the value after the last one is 0. With ``lam=1`` and ``discount=1`` the
-    advantage is the sum of rewards to come less the value, with ``lam=0`` the error of one step.
+        delta_t = r_t + discount * V_{t+1} - V_t
+        A_t = delta_t + discount * lam * A_{t+1}
+        R_t = A_t + V_t
+
+    Time counts action tokens: the first token of a turn follows the last token of the previous turn. The value after
+    the last token is 0. With ``lam=1`` and ``discount=1`` the advantage is the sum of future rewards minus the value.
+    With ``lam=0`` it is the one-step error.
 
     Args:
-        rewards: ``[B, A]``, reward credited at each action token.
-        values: ``[B, A]``, estimates before each action token.
+        rewards: ``[B, A]``, reward credited to each action token.
+        values: ``[B, A]``, value estimate before each action token.
         mask: ``[B, A]`` bool, True on action tokens.
-        discount: :math:`\gamma`.
-        lam: :math:`\lambda`.
+        discount: discount factor per token.
+        lam: weight of longer horizons, in [0, 1].
 
     Returns:
         ``(advantages, returns)``, both ``[B, A]``, 0 where the mask is False.

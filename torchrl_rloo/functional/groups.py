@@ -1,4 +1,4 @@
-"""What the returns of a group have in common."""
+"""Statistics of the returns of each group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class GroupRanges(NamedTuple):
-    """The returns of each of ``n`` groups: ``[n]``, or ``[n, F]`` for ``F`` returns of each row.
+    """Range of the returns of ``n`` groups: ``[n]``, or ``[n, F]`` with ``F`` returns per row.
 
     Attributes:
-        low: the smallest; infinite where no member answered.
-        high: the largest; minus infinity where no member answered.
-        answered: how many members did not abstain, int64.
+        low: smallest return; infinity if all members abstained.
+        high: largest return; minus infinity if all members abstained.
+        answered: int64, number of members that did not abstain.
     """
 
     low: torch.Tensor
@@ -22,11 +22,11 @@ class GroupRanges(NamedTuple):
 
 
 def group_ranges(returns: torch.Tensor, groups: torch.Tensor) -> GroupRanges:
-    """Smallest and largest return of each group, and how many of its members answered.
+    """Return the smallest and largest return of each group, and how many of its members answered.
 
     Args:
         returns: ``[N]`` or ``[N, F]``, NaN where a row abstains.
-        groups: ``[N]`` int64, the index of each row's group, in ``0 .. n_groups - 1``.
+        groups: ``[N]`` int64, group index of each row, in ``0 .. n_groups - 1``.
 
     Example:
         >>> group_ranges(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 1])).high.tolist()
@@ -41,9 +41,9 @@ def group_ranges(returns: torch.Tensor, groups: torch.Tensor) -> GroupRanges:
 
 
 def has_signal(ranges: GroupRanges, tolerance: float = 0.0) -> torch.Tensor:
-    """Bool ``[n]``: groups of which two members answered and differ by more than the tolerance.
+    """Return bool ``[n]``: True for groups in which two members answered and differ by more than ``tolerance``.
 
-    With ``F`` returns of each row it is enough if one of them does.
+    With ``F`` returns per row, one differing return is enough.
     """
     differs = (ranges.answered > 1) & (ranges.high - ranges.low > tolerance)
     return differs if differs.ndim == 1 else differs.any(-1)

@@ -1,9 +1,9 @@
-r"""Corrections: importance weights for samples of another policy than the one the ratio starts from.
+"""Corrections: importance weights for samples from another policy than the denominator of the ratio.
 
-The sampler's log-probs :math:`\mu` and those of the training model :math:`\pi_{old}` (the proximal ones) differ when an
-engine computes in other kernels or a batch is stale. The weight :math:`w = \pi_{old} / \mu` carries no gradient. A
-correction is called with ``(log_weight [B, A], mask [B, A])`` and returns ``[B, A]``, or ``[B, 1]`` for one weight per
-sequence; its ``per_token`` says which. A plain function serves as well.
+The sampler's log-probs ``log mu`` and the (proximal) ones of the training model ``log pi_old`` differ if an engine uses
+other kernels or a batch is stale. The weight ``w = pi_old / mu`` carries no gradient. A correction is called with
+``(log_weight [B, A], mask [B, A])``. It returns ``[B, A]`` if its ``per_token`` is True, else one weight per sequence,
+``[B, 1]``. A plain function is also accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Bounded(Choice):
-    """Base of masks with bounds ``low`` and ``high``."""
+    """Base class of masks with bounds ``low`` and ``high``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,12 +32,12 @@ class _Bounded(Choice):
 
 @dataclass(frozen=True)
 class TIS(Choice):
-    r"""Truncated importance sampling of each token, :math:`\min(w_t, h)`.
+    """Truncated importance sampling of each token: ``min(w_t, high)``.
 
     Yao et al. 2025; Espeholt et al. 2018 (arXiv 1802.01561).
 
     Args:
-        high: largest weight :math:`h`.
+        high: largest weight.
 
     Example:
         >>> TIS(2.0)(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool))
@@ -53,7 +53,9 @@ class TIS(Choice):
 
 @dataclass(frozen=True)
 class IcePop(_Bounded):
-    r"""Mask of tokens on which the two policies disagree, :math:`w_t [l \le w_t \le h]` (arXiv 2510.18855).
+    """Mask of tokens on which the two policies disagree: ``w_t`` if ``low <= w_t <= high``, else 0.
+
+    IcePop (arXiv 2510.18855).
 
     Args:
         low: smallest weight that is kept.
@@ -65,27 +67,27 @@ class IcePop(_Bounded):
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return _within(ratio_of(log_weight), self.low, self.high)
+        return _zero_outside(ratio_of(log_weight), self.low, self.high)
 
 
 @dataclass(frozen=True)
 class SequenceTruncate(Choice):
-    r"""One truncated weight for the whole sequence, :math:`\min(\prod_t w_t, h)`.
+    """One truncated weight for the whole sequence: ``min(prod_t w_t, high)``.
 
     Args:
-        high: largest weight :math:`h`.
+        high: largest weight.
     """
 
     high: float = number(2.0, above=True)
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return ratio_of(_sum(log_weight, mask)).clamp(max=self.high)
+        return ratio_of(_masked_sum(log_weight, mask)).clamp(max=self.high)
 
 
 @dataclass(frozen=True)
 class SequenceMask(_Bounded):
-    r"""Mask of sequences on which the policies disagree, :math:`W [l \le W \le h], \; W = \prod_t w_t`.
+    """Mask of sequences on which the two policies disagree: ``W = prod_t w_t`` if ``low <= W <= high``, else 0.
 
     Args:
         low: smallest weight that is kept.
@@ -97,18 +99,18 @@ class SequenceMask(_Bounded):
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return _within(ratio_of(_sum(log_weight, mask)), self.low, self.high)
+        return _zero_outside(ratio_of(_masked_sum(log_weight, mask)), self.low, self.high)
 
 
 @dataclass(frozen=True)
 class SeqMaskTIS(_Bounded):
-    r"""TIS on sequences whose geometric mean weight :math:`(\prod_t w_t)^{1/L}` lies in :math:`[l, h]`, else 0.
+    """TIS on sequences whose geometric mean weight ``(prod_t w_t)^(1/L)`` is in ``[low, high]``, else 0.
 
-    The mean does not grow with the length, so a sequence is not masked for being long.
+    The mean does not grow with the length, so long sequences are not masked for being long.
 
     Args:
-        low: smallest mean that is kept.
-        high: largest mean that is kept.
+        low: smallest mean weight that is kept.
+        high: largest mean weight that is kept.
         token_high: largest weight of a token.
     """
 
@@ -118,7 +120,7 @@ class SeqMaskTIS(_Bounded):
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        mean = ratio_of(_sum(log_weight, mask) / mask.sum(-1, keepdim=True).clamp(min=1))
+        mean = ratio_of(_masked_sum(log_weight, mask) / mask.sum(-1, keepdim=True).clamp(min=1))
         return TIS(self.token_high)(log_weight, mask) * ((mean >= self.low) & (mean <= self.high))
 
 
@@ -138,29 +140,29 @@ def off_policy_mask(
     mask: torch.Tensor,
     threshold: float,
 ) -> torch.Tensor:
-    r"""Mask sequences of negative advantage that the policy has already moved away from.
+    """Mask sequences of negative advantage that the policy has already moved away from.
 
-    .. math:: M_i = 0 \text{ if } A_i < 0 \text{ and } \frac{1}{L_i} \sum_t \log \frac{\mu(a_t)}{\pi(a_t)} > \delta
+    Section 3.1 of DeepSeek-V3.2 (arXiv 2512.02556)::
 
-    DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
+        M_i = 0 if A_i < 0 and 1/L_i sum_t (log mu(a_t) - log pi(a_t)) > threshold else 1
 
     Args:
         log_probs: ``[B, A]`` under the current weights.
         behavior_log_probs: ``[B, A]`` of the sampler.
         advantages: ``[B, 1]`` or ``[B, A]``.
-        mask: ``[B, A]`` bool.
-        threshold: :math:`\delta`, in nats per token.
+        mask: ``[B, A]`` bool, True on action tokens.
+        threshold: largest mean drift that is kept, in nats per token.
 
     Returns:
-        ``[B, 1]`` or ``[B, A]`` bool, True on what stays.
+        ``[B, 1]`` or ``[B, A]`` bool, False on what is masked.
     """
-    drift = _sum(behavior_log_probs - log_probs.detach(), mask) / mask.sum(-1, keepdim=True).clamp(min=1)
+    drift = _masked_sum(behavior_log_probs - log_probs.detach(), mask) / mask.sum(-1, keepdim=True).clamp(min=1)
     return (advantages >= 0) | (drift <= threshold)
 
 
-def _sum(log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _masked_sum(log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, log_weight, 0.0).sum(-1, keepdim=True)
 
 
-def _within(weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def _zero_outside(weight: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)

@@ -1,4 +1,4 @@
-"""Estimators of the Kullback-Leibler divergence from sampled tokens."""
+"""Estimators of the Kullback-Leibler divergence on sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def k1(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""Return the plain log-ratio, unbiased and signed: :math:`k_1 = \log \pi(a) - \log \pi_{ref}(a)`.
+    """Return the log-ratio ``log pi(a) - log pi_ref(a)``: unbiased, of either sign.
+
+    Schulman 2020, "Approximating KL divergence".
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
-        ref_log_probs: the same under the reference, same shape.
+        ref_log_probs: log-probs under the reference, same shape.
 
     Returns:
-        Same shape. Source: Schulman 2020, "Approximating KL divergence".
+        Same shape.
     """
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""Return half the squared log-ratio: :math:`k_2 = k_1^2 / 2`; biased, low-variance and never negative.
+    """Return half the squared log-ratio, ``k1^2 / 2``: biased, of low variance, never negative.
+
+    Schulman 2020, "Approximating KL divergence".
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
-        ref_log_probs: the same under the reference, same shape.
+        ref_log_probs: log-probs under the reference, same shape.
 
     Returns:
-        Same shape, never negative. Source: Schulman 2020, "Approximating KL divergence".
+        Same shape.
     """
     return 0.5 * k1(log_probs, ref_log_probs).square()
 
 
 def k3(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    r"""Return the non-negative, low-variance estimator :math:`k_3 = e^{-k_1} - 1 + k_1`.
+    """Return ``exp(-k1) - 1 + k1``: unbiased, of low variance, never negative.
+
+    Schulman 2020, "Approximating KL divergence". The exponential is linear beyond ``exp(MAX_LOG_RATIO)``.
 
     Args:
         log_probs: log-probs of the sampled tokens under the policy that sampled them, in nats, any shape.
-        ref_log_probs: the same under the reference, same shape.
+        ref_log_probs: log-probs under the reference, same shape.
 
     Returns:
-        Same shape, never negative. The exponential goes on as a straight line beyond ``exp(MAX_LOG_RATIO)``. Source:
-        Schulman 2020, "Approximating KL divergence".
+        Same shape.
     """
     x = ref_log_probs - log_probs
     beyond = math.exp(MAX_LOG_RATIO) * (x - MAX_LOG_RATIO).relu()
@@ -58,16 +63,16 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_penalized_reward(rewards: torch.Tensor, kl: torch.Tensor, coeff: float) -> torch.Tensor:
-    r"""Subtract the KL of the whole trajectory from its return, before any baseline.
+    """Subtract the KL of the whole trajectory from its return, before any baseline.
 
-    .. math:: R_i = r_i - \beta \sum_t m_{it} \, (\log \pi(a_{it}) - \log \pi_{ref}(a_{it}))
+    Equation 3 of Ahmadian et al. 2024 (arXiv 2402.14740)::
 
-    Equation 3 of Ahmadian et al. 2024 (arXiv 2402.14740).
+        R_i = r_i - coeff * sum_t m_it (log pi(a_it) - log pi_ref(a_it))
 
     Args:
         rewards: ``[B]``.
-        kl: ``[B, A]``, an estimate at each action token (k1 in the paper), 0 elsewhere.
-        coeff: :math:`\beta`.
+        kl: ``[B, A]``, estimate at each action token (k1 in the paper), 0 elsewhere.
+        coeff: penalty per nat (``beta`` in the paper).
 
     Returns:
         ``[B]``. No gradient flows through the penalty.
@@ -81,30 +86,33 @@ def kl_loss_terms(
     estimator: str | KLEstimator = "k3",
     log_ratio: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    r"""Compute the KL at each token, as a term of the loss.
+    """Compute the KL at each token, as a term of the loss.
 
-    Without ``log_ratio`` it is the estimator alone, :math:`k(\pi, \pi_{ref})`. Its gradient on samples of the policy
-    itself differs in meaning from its value: that of k1 is 0 on average, that of k3 belongs to the forward KL (so it is
-    in GRPO, arXiv 2402.03300), and only that of k2 is the reverse KL's (Liu et al. 2025, arXiv 2510.01555).
+    Without ``log_ratio`` the term is the estimator ``k(pi, pi_ref)``. Its gradient on samples of the policy itself
+    depends on the estimator (Liu et al. 2025, arXiv 2510.01555):
 
-    With ``log_ratio`` it is weighted by the importance ratio, and its mean over samples of the old policy :math:`\mu`
-    has the gradient of the reverse KL, whichever the estimator:
+    - ``"k1"``: the gradient is 0 on average;
+    - ``"k2"``: the gradient is that of the reverse KL;
+    - ``"k3"``: the gradient is that of the forward KL, as in GRPO (arXiv 2402.03300).
 
-    .. math:: E_{a \sim \mu} \nabla \left[ \frac{\pi(a)}{\mu(a)} \, k(\pi, \pi_{ref}) \right]
-        = \nabla \sum_a \pi(a) \log \frac{\pi(a)}{\pi_{ref}(a)}
+    With ``log_ratio`` the importance ratio weights the term. Its mean over samples of the old policy ``mu`` then has
+    the gradient of the reverse KL for every estimator::
 
-    For k3 this is DeepSeek-V3.2's unbiased estimate (arXiv 2512.02556, equation 7). The gradient passes through the
-    ratio for k1, k3 and functions; for k2, whose gradient is a score function's as it stands, the ratio is a constant.
+        E_{a ~ mu} grad [pi(a) / mu(a) * k(pi, pi_ref)] = grad sum_a pi(a) log(pi(a) / pi_ref(a))
+
+    For k3 this is the unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556, equation 7). The gradient passes through
+    the ratio for k1, k3 and functions. For k2 the ratio is a constant, because the gradient of k2 is already that of a
+    score function.
 
     Args:
-        log_probs: ``[B, A]`` in nats under the current weights; carries the gradient.
+        log_probs: ``[B, A]`` under the current weights, in nats; carries the gradient.
         ref_log_probs: ``[B, A]`` under the reference, in nats.
-        estimator: a name in :data:`KL_ESTIMATORS`, or a function of the two.
-        log_ratio: ``[B, A]``, log-prob under the current weights less that under those that sampled, with its gradient;
-            None for no weights.
+        estimator: name in :data:`KL_ESTIMATORS`, or a function of the two log-probs.
+        log_ratio: ``[B, A]``, log-prob under the current weights minus log-prob of the sampler, with its gradient. None
+            disables the weighting.
 
     Returns:
-        ``[B, A]``, 0 where both log-probs are.
+        ``[B, A]``, 0 where both log-probs are 0.
 
     Example:
         >>> kl_loss_terms(torch.tensor([[-1.0, 0.0]]), torch.tensor([[-2.0, 0.0]]), "k2")
@@ -118,20 +126,19 @@ def kl_loss_terms(
 
 
 def adapted_coefficient(coeff: float, kl: float, target: float, gain: float) -> float:
-    r"""Return the KL coefficient after one step of a proportional controller.
+    """Return the KL coefficient after one step of a proportional controller.
 
-    .. math:: \beta' = \beta \, (1 + K e), \quad
-        e = \mathrm{clip}\left( \frac{KL}{KL_{target}} - 1, \; -0.2, \; 0.2 \right)
+    Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593)::
 
-    Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593).
+        coeff' = coeff * (1 + gain * clip(kl / target - 1, -0.2, 0.2))
 
     Args:
-        coeff: :math:`\beta`.
-        kl: the KL that was measured, in the unit of ``target``.
-        target: the KL to hold, above 0.
-        gain: :math:`K`, samples of the step over the horizon of the controller; 0.1 in the paper. Below 5.
+        coeff: current coefficient.
+        kl: measured KL, in the unit of ``target``.
+        target: KL to hold, above 0.
+        gain: samples per step divided by the horizon of the controller, below 5; 0.1 in the paper.
 
     Returns:
-        :math:`\beta'`.
+        The new coefficient.
     """
     return coeff * (1 + gain * min(max(kl / target - 1, -0.2), 0.2))

@@ -1,4 +1,4 @@
-"""Log-probs of given tokens from hidden states, without ever holding the logits of all of them."""
+"""Log-probs of given tokens from hidden states, without materializing all logits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch.autograd.function import once_differentiable
 from torchrl_rloo.functional.projection import accumulation_dtype, add_back, add_outer, project, widen
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support, process_logits
 
-TILE_ELEMENTS = 2**21  # logits held at once: 8 MiB in float32; 2**22 is no faster on CPU cores
-TILE_ROWS = 2048  # positions of a tile of a large vocabulary: the projection is then read seldom and in large products
-BLOCK_ELEMENTS = 2**18  # probabilities held beside them: what is smaller than a tile also stays in the cache
+TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
+TILE_ROWS = 2048  # positions per tile of a large vocabulary, so that few large products read the projection
+BLOCK_ELEMENTS = 2**18  # probabilities per block of a tile: small enough to stay in the cache
 
 
 class TokenLogProbs(NamedTuple):
-    """What :func:`token_log_probs` returns; in nats, float32 (float64 for float64 inputs).
+    """Result of :func:`token_log_probs`, in nats, float32 (float64 for float64 inputs).
 
     Attributes:
-        log_probs: ``[N]``, of the targets.
-        entropy: ``[N]``, of the processed distribution; None if not asked for.
-        top_ids: ``[N, k]`` int64, the ``k`` most likely tokens, most likely first; None for ``top_k=0``.
-        top_log_probs: ``[N, k]``, theirs, without gradient; minus infinity once a truncation has left fewer than ``k``.
+        log_probs: ``[N]``, log-probs of the targets.
+        entropy: ``[N]``, entropies of the processed distribution. None if not requested.
+        top_ids: ``[N, k]`` int64, the ``k`` most likely tokens in descending order. None for ``top_k=0``.
+        top_log_probs: ``[N, k]``, log-probs of ``top_ids``, without gradient. Minus infinity where a truncation kept
+            fewer than ``k`` tokens.
     """
 
     log_probs: torch.Tensor
@@ -47,50 +48,56 @@ def token_log_probs(
     support: Support | None = None,
     low_rank: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> TokenLogProbs:
-    r"""Log-probs of target tokens and entropies, a tile of positions and of the vocabulary at a time.
+    """Compute log-probs of target tokens and entropies, one tile of positions and vocabulary at a time.
 
-    .. math:: \log \pi(a_n) = z_{n a_n} - \log \sum_v e^{z_{nv}}, \quad
-        \frac{\partial \log \pi(a_n)}{\partial z_{nv}} = [v = a_n] - \pi_{nv}, \quad
-        \frac{\partial H_n}{\partial z_{nv}} = -\pi_{nv} (\log \pi_{nv} + H_n)
+    With ``z`` the processed logits (:func:`~torchrl_rloo.functional.sampling.process_logits`)::
 
-    with :math:`z` the processed logits (:func:`~torchrl_rloo.functional.sampling.process_logits`). Peak memory is a few
-    tiles of :data:`TILE_ELEMENTS` logits, forward and backward, instead of several times ``N * V``. Logits and sums are
-    float32 for narrower inputs, too (:mod:`~torchrl_rloo.functional.projection`).
+        log pi(a_n) = z[n, a_n] - log sum_v exp(z[n, v])
+        d log pi(a_n) / d z[n, v] = [v = a_n] - pi[n, v]
+        d H_n / d z[n, v] = -pi[n, v] * (log pi[n, v] + H_n)
+
+    Forward and backward hold a few tiles of :data:`TILE_ELEMENTS` logits instead of several times ``N * V``. Logits and
+    sums are at least float32, also for narrower inputs (:mod:`~torchrl_rloo.functional.projection`).
 
     Args:
         hidden: ``[N, H]`` hidden states, each at the position before its target.
-        weight: ``[V, H]`` of the output projection.
+        weight: ``[V, H]`` output projection.
         targets: ``[N]`` int64 token ids.
-        bias: ``[V]`` or None.
-        distribution: the sampling distribution; its temperature must be above 0.
-        softcap: cap ``c`` of ``c * tanh(logits / c)``, or None.
-        scale: multiplies the logits before the cap.
-        seen: ``[N, V]`` bool, the tokens before each target; needed for a repetition penalty.
-        entropy: whether to compute entropies. Their gradient costs something only where it is used.
-        top_k: of how many most likely tokens to return ids and log-probs, at most ``V``.
-        support: the tokens that the sampler's truncation left of each position, its target among them; log-probs are
-            then of the distribution over those, whatever ``distribution`` would leave now.
-        low_rank: pairs ``[N, r]``, ``[V, r]`` whose products are added to ``hidden @ weight.T``: adapters of the
+        bias: ``[V]`` bias of the projection. None adds nothing.
+        distribution: sampling distribution with a temperature above 0.
+        softcap: cap ``c`` of ``c * tanh(logits / c)``. None disables it.
+        scale: factor of the logits, applied before the cap.
+        seen: ``[N, V]`` bool, tokens before each target; required by a repetition penalty.
+        entropy: True computes entropies. Their gradient costs time only if it is used.
+        top_k: number of most likely tokens to return, at most ``V``.
+        support: tokens that the sampler's truncation kept at each position, including the target. Log-probs are
+            normalized over these tokens, and the truncation of ``distribution`` is ignored.
+        low_rank: pairs ``[N, r]``, ``[V, r]`` whose products are added to ``hidden @ weight.T``, for adapters of the
             projection (Hu et al. 2021, arXiv 2106.09685).
 
     Returns:
-        Log-probs, entropies and the most likely tokens.
+        Log-probs, entropies and the most likely tokens; see :class:`TokenLogProbs`.
 
     Raises:
-        ValueError: for a temperature of 0, or a ``top_k`` out of range.
+        ValueError: if the temperature is 0 or ``top_k`` is out of range.
+
+    Example:
+        >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.zeros(4, 2)
+        >>> token_log_probs(hidden, weight, torch.tensor([2])).log_probs  # log(1 / 4)
+        tensor([-1.3863])
     """
     if distribution.temperature == 0:
-        raise ValueError("temperature=0 has no log-probs to train on: a greedy policy is a point distribution")
+        raise ValueError("temperature=0 must be above 0: a greedy policy has no log-probs to train on")
     if not 0 <= top_k <= len(weight):
-        raise ValueError(f"top_k={top_k} must be in [0, {len(weight)}], the vocabulary's size")
+        raise ValueError(f"top_k={top_k} must be in [0, {len(weight)}] (size of the vocabulary)")
     factors = [tensor for pair in ((hidden, weight), *low_rank) for tensor in pair]
-    shape = _Shape(distribution, softcap, scale, entropy, top_k)
+    settings = _HeadSettings(distribution, softcap, scale, entropy, top_k)
     with torch.autocast(hidden.device.type, enabled=False):
-        return TokenLogProbs(*_TokenLogProbs.apply(shape, targets, seen, *(support or (None, None)), bias, *factors))
+        return TokenLogProbs(*_TokenLogProbs.apply(settings, targets, seen, *(support or (None, None)), bias, *factors))
 
 
-class _Shape(NamedTuple):
-    """What makes log-probs of a projection, and which statistics are wanted."""
+class _HeadSettings(NamedTuple):
+    """Processing of the logits and statistics to compute."""
 
     distribution: SamplingDistribution
     softcap: float | None
@@ -100,26 +107,29 @@ class _Shape(NamedTuple):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps the normalizer of each position, and computes a tile's logits again when its gradient is needed."""
+    """Save the normalizer of each position, and recompute the logits of a tile for its gradient."""
 
     @staticmethod
-    def forward(ctx, shape, targets, seen, support_ids, support_sizes, bias, *factors):
+    def forward(ctx, settings, targets, seen, support_ids, support_sizes, bias, *factors):
         support = None if support_ids is None else Support(support_ids, support_sizes)
-        tiles = _Tiles(shape, targets, seen, support, bias, factors)
-        n, k = len(targets), shape.top_k
+        tiles = _Tiles(settings, targets, seen, support, bias, factors)
+        # Allocate the running sums of each position: target logit, largest logit, sums for normalizer and entropy
+        n, k = len(targets), settings.top_k
         targeted, top, total = (factors[0].new_zeros(n, dtype=tiles.dtype) for _ in range(3))
         top.fill_(torch.finfo(tiles.dtype).min)
-        spread = torch.zeros_like(total) if shape.entropy else None
+        spread = torch.zeros_like(total) if settings.entropy else None
         top_ids = targets.new_zeros(n, k) if k else None
         top_log_probs = top.new_full((n, k), -torch.inf) if k else None
+        # Accumulate over the tiles
         for rows, columns in tiles:
-            logits = tiles.processed(tiles.raw(rows, columns), rows, columns)
-            lines, places = tiles.targets_in(rows, columns)
+            logits = tiles.process(tiles.compute_raw(rows, columns), rows, columns)
+            lines, places = tiles.locate_targets(rows, columns)
             targeted[rows.start + lines] = logits[lines, places]
             if k:
                 _keep_top_(top_log_probs[rows], top_ids[rows], logits, columns.start)
-            for part, block in _blocks(logits, rows):
+            for part, block in _iter_blocks(logits, rows):
                 _accumulate_(block, top[part], total[part], None if spread is None else spread[part], tiles.masked)
+        # Turn the sums into log-probs and entropies
         log_total = total.log()
         normalizer = top + log_total
         entropy = None if spread is None else log_total - spread / total
@@ -127,7 +137,7 @@ class _TokenLogProbs(torch.autograd.Function):
             top_log_probs -= normalizer[:, None]
             ctx.mark_non_differentiable(top_ids, top_log_probs)
         ctx.save_for_backward(targets, seen, support_ids, support_sizes, bias, normalizer, entropy, *factors)
-        ctx.shape = shape
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         return targeted - normalizer, entropy, top_ids, top_log_probs
 
@@ -138,7 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         targets, seen, support_ids, support_sizes, bias, normalizer, entropy, *factors = ctx.saved_tensors
         support = None if support_ids is None else Support(support_ids, support_sizes)
-        tiles = _Tiles(ctx.shape, targets, seen, support, bias, factors)
+        tiles = _Tiles(ctx.settings, targets, seen, support, bias, factors)
         needs = ctx.needs_input_grad[5:]
         with torch.autocast(targets.device.type, enabled=False):
             grads = _backward(tiles, normalizer, entropy, grad, grad_entropy, needs)
@@ -146,18 +156,18 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _Tiles:
-    """The logits of one tile after the other, and the chain rule back through them.
+    """Iterator over tiles of logits, with the forward and backward computation of one tile.
 
-    A tile is of many positions and a part of the vocabulary. Where a truncation has to see all of it, it is of few
-    positions and the whole.
+    A tile has many positions and a part of the vocabulary. With a truncation, which needs the whole vocabulary, it has
+    few positions and all columns.
     """
 
-    def __init__(self, shape, targets, seen, support, bias, factors):
-        self.shape, self.targets, self.seen, self.support = shape, targets, seen, support
+    def __init__(self, settings, targets, seen, support, bias, factors):
+        self.settings, self.targets, self.seen, self.support = settings, targets, seen, support
         self.bias, self.factors, self.dtype = bias, factors, accumulation_dtype(*factors)
         self.pairs = [(widen(h, w, self.dtype), w) for h, w in zip(factors[::2], factors[1::2], strict=True)]
         self.vocab_size = len(factors[1])
-        self.masked = support is not None or shape.distribution.truncates
+        self.masked = support is not None or settings.distribution.truncates
         self.ends = None if support is None else support.ends()
         whole = max(1, TILE_ELEMENTS // self.vocab_size)  # positions in a tile of the whole vocabulary
         self.rows = max(1, min(len(targets), whole if self.masked else max(whole, TILE_ROWS)))
@@ -165,12 +175,12 @@ class _Tiles:
         self.buffer = factors[0].new_empty(self.rows * self.columns, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        for rows in _slices(len(self.targets), self.rows):
-            for columns in _slices(self.vocab_size, self.columns):
+        for rows in _iter_slices(len(self.targets), self.rows):
+            for columns in _iter_slices(self.vocab_size, self.columns):
                 yield rows, columns
 
-    def raw(self, rows: slice, columns: slice) -> torch.Tensor:
-        """The model's own logits, in a buffer that the next tile overwrites."""
+    def compute_raw(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Return the logits of the model, in a buffer that the next tile overwrites."""
         shape = rows.stop - rows.start, columns.stop - columns.start
         (hidden, weight), *more = self.pairs
         logits = project(hidden[rows], weight[columns], self.buffer[: shape[0] * shape[1]].view(shape))
@@ -178,29 +188,29 @@ class _Tiles:
             logits += project(down[rows], up[columns])
         if self.bias is not None:
             logits += self.bias[columns]
-        if self.shape.scale != 1:
-            logits *= self.shape.scale
-        cap = self.shape.softcap
+        if self.settings.scale != 1:
+            logits *= self.settings.scale
+        cap = self.settings.softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def processed(self, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """Logits of the distribution scored; uses ``raw`` up where it can."""
-        distribution = self.shape.distribution
+    def process(self, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """Return the logits of the scored distribution; overwrites ``raw`` where it can."""
+        distribution = self.settings.distribution
         if not self.masked and distribution.repetition_penalty == 1:
             return raw if distribution.temperature == 1 else raw.div_(distribution.temperature)
         seen = None if self.seen is None else self.seen[rows, columns]
         support = None if self.support is None else self.support.mask(rows, self.ends, self.vocab_size)
         return process_logits(raw, distribution, seen, self.targets[rows] if self.masked else None, support)
 
-    def targets_in(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where in a tile the targets lie: its lines that have one, and their places."""
+    def locate_targets(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the lines of the tile that contain their target, and the column of each target."""
         places = self.targets[rows] - columns.start
         lines = ((places >= 0) & (places < columns.stop - columns.start)).nonzero()[:, 0]
         return lines, places[lines]
 
-    def unprocess_(self, g: torch.Tensor, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """Chain rule from the processed logits back to the projection's output, in place where it can."""
-        distribution, softcap, scale = self.shape[:3]
+    def backpropagate_(self, g: torch.Tensor, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """Apply the chain rule from processed logits to the output of the projection, in place where it can."""
+        distribution, softcap, scale = self.settings[:3]
         if distribution.temperature != 1:
             g = g.div_(distribution.temperature)
         if (penalty := distribution.repetition_penalty) != 1:
@@ -211,24 +221,26 @@ class _Tiles:
 
     @property
     def needs_raw(self) -> bool:
-        """Whether :meth:`unprocess_` looks at the model's own logits."""
-        return self.shape.softcap is not None or self.shape.distribution.repetition_penalty != 1
+        """True if :meth:`backpropagate_` reads the raw logits."""
+        return self.settings.softcap is not None or self.settings.distribution.repetition_penalty != 1
 
 
 def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> list[torch.Tensor | None]:
-    """Gradients of the bias and the factors that need one, summed over the tiles in at least float32."""
+    """Return the gradients of the bias and the factors that need one, summed over tiles in at least float32."""
     inputs = (tiles.bias, *tiles.factors)
     grads = [torch.zeros_like(t, dtype=tiles.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
     grad_bias, *grad_factors = grads
     for rows, columns in tiles:
-        raw = tiles.raw(rows, columns)
-        g = tiles.processed(raw.clone() if tiles.needs_raw else raw, rows, columns)
+        # Recompute the logits and turn them into their gradient in place
+        raw = tiles.compute_raw(rows, columns)
+        g = tiles.process(raw.clone() if tiles.needs_raw else raw, rows, columns)
         g = g.sub_(normalizer[rows, None])
-        _logit_gradient_(g, rows, entropy, grad, grad_entropy, tiles.masked)
+        _replace_by_gradient_(g, rows, entropy, grad, grad_entropy, tiles.masked)
         if grad is not None:
-            lines, places = tiles.targets_in(rows, columns)
+            lines, places = tiles.locate_targets(rows, columns)
             g[lines, places] += grad[rows][lines]
-        g = tiles.unprocess_(g, raw, rows, columns)
+        g = tiles.backpropagate_(g, raw, rows, columns)
+        # Add the share of this tile to the gradients of the inputs
         if grad_bias is not None:
             grad_bias[columns] += g.sum(0)
         for i, (hidden, weight) in enumerate(tiles.pairs):
@@ -243,10 +255,10 @@ def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> 
 def _accumulate_(
     logits: torch.Tensor, top: torch.Tensor, total: torch.Tensor, spread: torch.Tensor | None, masked: bool
 ) -> None:
-    r"""Takes more columns into running sums of each row, and uses them up.
+    """Add columns to the running sums of each row; overwrites ``logits``.
 
-    They are ``top``, the largest logit :math:`m`, ``total`` :math:`= \sum_v e^{z_v - m}` and, unless None, ``spread``
-    :math:`= \sum_v e^{z_v - m} (z_v - m)`; the entropy is :math:`\log total - spread / total`.
+    The sums are ``top``, the largest logit ``m``; ``total = sum_v exp(z_v - m)``; and, unless None,
+    ``spread = sum_v exp(z_v - m) * (z_v - m)``. The entropy is ``log(total) - spread / total``.
     """
     new = torch.maximum(top, logits.amax(-1))
     shift = top - new
@@ -263,10 +275,10 @@ def _accumulate_(
 
 
 def _keep_top_(best: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, first: int) -> None:
-    """Takes more columns, which begin at ``first``, into the ``k`` largest logits of each row and their ids."""
+    """Merge columns that begin at ``first`` into the ``k`` largest logits of each row and their ids."""
     k = best.shape[1]
     more = logits.topk(min(k, logits.shape[1]), -1)
-    if first == 0:  # nothing to compare with, and no id must come in whose logit is as low as that of none
+    if first == 0:  # the initial entries are no tokens: a logit of minus infinity must not lose to them
         best[:, : more.values.shape[1]], ids[:, : more.values.shape[1]] = more
         return
     order = torch.cat([best, more.values], 1).topk(k, -1)
@@ -274,12 +286,12 @@ def _keep_top_(best: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, firs
     best.copy_(order.values)
 
 
-def _logit_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_entropy, masked: bool) -> None:
-    """Replaces a tile's log-probs by ``-p (grad + grad_entropy (log p + H))``: all but the target's own gradient."""
+def _replace_by_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_entropy, masked: bool) -> None:
+    """Replace log-probs by ``-p * (grad + grad_entropy * (log p + H))``, the gradient without the target's term."""
     if grad_entropy is None:
         log_probs.exp_().mul_(-grad[rows, None])
         return
-    for part, block in _blocks(log_probs, rows):
+    for part, block in _iter_blocks(log_probs, rows):
         probs = block.exp()
         if masked:
             block.masked_fill_(block.isneginf(), 0.0)
@@ -289,13 +301,13 @@ def _logit_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_e
         block.mul_(probs).neg_()
 
 
-def _blocks(tile: torch.Tensor, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Views of a few rows of a tile, with the positions that they are of."""
+def _iter_blocks(tile: torch.Tensor, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield views of a few rows of a tile, each after its positions."""
     step = max(1, BLOCK_ELEMENTS // tile.shape[1])
     for start in range(0, len(tile), step):
         block = tile[start : start + step]
         yield slice(rows.start + start, rows.start + start + len(block)), block
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def _iter_slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))

@@ -1,9 +1,10 @@
-r"""Objectives of preference learning: which of two completions is better, or whether one is good.
+"""Preference-learning objectives on pairs of completions or on single labeled completions.
 
-All take values of whole completions: the log-prob of completion ``y`` after prompt ``x``, in nats. Those with a
-``reference`` take the *log-ratio* to it, :math:`h(x, y) = \log \pi_\theta(y|x) - \log \pi_{ref}(y|x)`; those without
-take the log-prob itself. ``mean`` says whether a completion's token log-probs are averaged rather than summed. Paired
-objectives are called with ``chosen`` and ``rejected``, ``[P]`` each, and return one loss per pair.
+All objectives take values of whole completions, in nats. Those with ``reference`` take the *log-ratio*
+``h = log pi(y|x) - log pi_ref(y|x)`` of completion ``y`` after prompt ``x``. The others take the log-prob itself.
+``mean`` averages the token log-probs of a completion instead of summing them. Paired objectives are called with
+``chosen`` and ``rejected``, ``[P]`` each, and return one loss per pair. In the equations ``w`` marks the chosen
+completion and ``l`` the rejected one.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torchrl_rloo.functional.choices import Choice, number
 
 
 class PreferenceObjective(Choice):
-    """Base of the objectives.
+    """Base class of the objectives.
 
     Attributes:
-        reference: whether it takes log-ratios to a reference rather than log-probs.
-        mean: whether a completion's token log-probs are averaged rather than summed.
-        paired: whether its rows are pairs of completions rather than single, labelled ones.
+        reference: True if it takes log-ratios to a reference, False if it takes log-probs.
+        mean: True averages the token log-probs of a completion, False sums them.
+        paired: True if its rows are pairs of completions, False if they are single labeled completions.
     """
 
     reference: ClassVar[bool] = True
@@ -33,14 +34,16 @@ class PreferenceObjective(Choice):
 
 @dataclass(frozen=True)
 class DPO(PreferenceObjective):
-    r"""Direct preference optimization, equation 7 of Rafailov et al. 2023 (arXiv 2305.18290), from *sums*.
+    """Direct preference optimization, from *summed* log-ratios.
 
-    .. math:: L = -(1 - \epsilon) \log \sigma(\beta (h_w - h_l)) - \epsilon \log \sigma(-\beta (h_w - h_l))
+    Equation 7 of Rafailov et al. 2023 (arXiv 2305.18290), with ``eps`` the label smoothing::
+
+        L = -(1 - eps) * log sigmoid(beta * (h_w - h_l)) - eps * log sigmoid(-beta * (h_w - h_l))
 
     Args:
         beta: strength of the pull towards the reference.
-        label_smoothing: :math:`\epsilon`, assumed share of swapped labels: conservative DPO (Mitchell 2023, "A note on
-            DPO with noisy preferences"); 0 is the paper's.
+        label_smoothing: assumed share of swapped labels, in [0, 0.5): conservative DPO (Mitchell 2023, "A note on DPO
+            with noisy preferences"). 0 is the DPO of the paper.
     """
 
     beta: float = number(0.1, above=True)
@@ -49,46 +52,50 @@ class DPO(PreferenceObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"DPO: label_smoothing={self.label_smoothing} must be at least 0 and below 0.5")
+            raise ValueError(f"DPO: label_smoothing={self.label_smoothing} must be in [0, 0.5)")
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each pair from its log-ratios :math:`h_w` and :math:`h_l`."""
+        """Return the loss ``[P]`` of each pair from its log-ratios ``[P]``."""
         margin, eps = self.beta * (chosen - rejected), self.label_smoothing
         return -(1 - eps) * logsigmoid(margin) - eps * logsigmoid(-margin)
 
 
 @dataclass(frozen=True)
 class IPO(PreferenceObjective):
-    r"""Identity preference optimization, equation 17 of Azar et al. 2023 (arXiv 2310.12036), from *means*.
+    """Identity preference optimization, from *mean* log-ratios.
 
-    .. math:: L = (h_w - h_l - 1 / (2 \beta))^2
+    Equation 17 of Azar et al. 2023 (arXiv 2310.12036)::
 
-    The paper writes whole log-ratios. In practice, its authors' included, they are averaged over the completion's
-    tokens: the longest completions would dominate a square of sums.
+        L = (h_w - h_l - 1 / (2 * beta))^2
+
+    The paper uses summed log-ratios. Implementations, including the authors', average over tokens, because the longest
+    completions would dominate a squared sum.
 
     Args:
-        beta: the paper's :math:`\tau`; the target margin is :math:`1 / (2 \beta)` nats per token.
+        beta: strength of the regularization (``tau`` in the paper). The target margin is ``1 / (2 * beta)`` nats per
+            token.
     """
 
     beta: float = number(0.1, above=True)
     mean: ClassVar[bool] = True
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each pair from its log-ratios per token."""
+        """Return the loss ``[P]`` of each pair from its log-ratios per token ``[P]``."""
         return (chosen - rejected - 1 / (2 * self.beta)).square()
 
 
 @dataclass(frozen=True)
 class ORPO(PreferenceObjective):
-    r"""Odds-ratio preference optimization, equation 6 of Hong et al. 2024 (arXiv 2403.07691), from *means*.
+    """Odds-ratio preference optimization, from *mean* log-probs.
 
-    .. math:: L = -\ell_w - \lambda \log \sigma\left(\log \frac{odds_w}{odds_l}\right), \quad
-        odds = \frac{e^\ell}{1 - e^\ell}
+    Equation 6 of Hong et al. 2024 (arXiv 2403.07691), with ``logp`` the log-probs per token::
 
-    The first term is that of supervised fine-tuning on the better completions.
+        L = -logp_w - alpha * log sigmoid(log(odds_w / odds_l)),    odds = exp(logp) / (1 - exp(logp))
+
+    The first term is that of supervised fine-tuning on the chosen completions.
 
     Args:
-        alpha: the paper's :math:`\lambda`.
+        alpha: weight of the odds ratio (``lambda`` in the paper).
     """
 
     alpha: float = number(0.1)
@@ -96,23 +103,25 @@ class ORPO(PreferenceObjective):
     mean: ClassVar[bool] = True
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        r"""Return the loss of each pair from its log-probs per token :math:`\ell_w` and :math:`\ell_l`."""
+        """Return the loss ``[P]`` of each pair from its log-probs per token ``[P]``."""
         return -chosen - self.alpha * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 @dataclass(frozen=True)
 class SimPO(PreferenceObjective):
-    r"""Simple preference optimization, equation 6 of Meng et al. 2024 (arXiv 2405.14734), from *means*.
+    """Simple preference optimization, from *mean* log-probs.
 
-    .. math:: L = -\log \sigma(\beta (\ell_w - \ell_l) - \gamma) - \alpha \ell_w
+    Equation 6 of Meng et al. 2024 (arXiv 2405.14734), with ``logp`` the log-probs per token::
 
-    The last term, of supervised fine-tuning on the better completions, makes it CPO-SimPO. Defaults are the paper's;
-    TRL's and Axolotl's are ``beta=0.1, gamma=0.5, cpo_alpha=1.0``.
+        L = -log sigmoid(beta * (logp_w - logp_l) - gamma) - cpo_alpha * logp_w
+
+    The last term is that of supervised fine-tuning on the chosen completions and gives CPO-SimPO. The defaults are the
+    paper's; those of TRL and Axolotl are ``beta=0.1, gamma=0.5, cpo_alpha=1.0``.
 
     Args:
         beta: scale of the rewards.
         gamma: target margin of the rewards.
-        cpo_alpha: :math:`\alpha`.
+        cpo_alpha: weight of the supervised term. 0 disables it.
     """
 
     beta: float = number(2.0, above=True)
@@ -122,21 +131,23 @@ class SimPO(PreferenceObjective):
     mean: ClassVar[bool] = True
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each pair from its log-probs per token."""
+        """Return the loss ``[P]`` of each pair from its log-probs per token ``[P]``."""
         return -logsigmoid(self.beta * (chosen - rejected) - self.gamma) - self.cpo_alpha * chosen
 
 
 @dataclass(frozen=True)
 class KTO(PreferenceObjective):
-    r"""Kahneman-Tversky optimization, section 4 of Ethayarajh et al. 2024 (arXiv 2402.01306), from *sums*.
+    """Kahneman-Tversky optimization, from *summed* log-ratios of single completions.
 
-    .. math:: L = \lambda_D (1 - \sigma(\beta (h - z_0))) \text{ if desirable, else }
-        \lambda_U (1 - \sigma(\beta (z_0 - h)))
+    Section 4 of Ethayarajh et al. 2024 (arXiv 2402.01306), with ``z_0`` from :func:`kto_reference_point`::
+
+        L = desirable_weight * (1 - sigmoid(beta * (h - z_0)))    if desirable
+        L = undesirable_weight * (1 - sigmoid(beta * (z_0 - h)))  otherwise
 
     Args:
         beta: rate at which gains and losses saturate.
-        desirable_weight: :math:`\lambda_D`.
-        undesirable_weight: :math:`\lambda_U`.
+        desirable_weight: weight of desirable completions.
+        undesirable_weight: weight of undesirable completions.
     """
 
     beta: float = number(0.1, above=True)
@@ -150,9 +161,12 @@ class KTO(PreferenceObjective):
         """Return the loss of each completion.
 
         Args:
-            log_ratios: ``[B]`` log-ratios :math:`h` of single completions.
-            desirable: ``[B]`` bool.
-            reference_point: scalar :math:`z_0`; see :func:`kto_reference_point`.
+            log_ratios: ``[B]`` log-ratios of single completions.
+            desirable: ``[B]`` bool labels.
+            reference_point: scalar ``z_0``; see :func:`kto_reference_point`.
+
+        Returns:
+            ``[B]``.
         """
         gain = self.beta * (log_ratios - reference_point)
         good, bad = self.desirable_weight * (1 - gain.sigmoid()), self.undesirable_weight * (1 - (-gain).sigmoid())
@@ -163,12 +177,12 @@ PREFERENCE_OBJECTIVES: dict[str, type] = {"dpo": DPO, "ipo": IPO, "orpo": ORPO, 
 
 
 def kto_reference_point(mismatched: torch.Tensor) -> torch.Tensor:
-    r"""Estimate KTO's divergence from the reference, :math:`z_0 = \max(0, \frac1m \sum_i h(x_i, y_j))`.
+    """Estimate KTO's divergence from the reference: ``z_0 = max(0, mean_i h(x_i, y_j))``.
 
     Section 4 of Ethayarajh et al. 2024 (arXiv 2402.01306).
 
     Args:
-        mismatched: ``[m]`` log-ratios (sums) of completions after prompts that are not theirs.
+        mismatched: ``[m]`` summed log-ratios of completions ``y_j`` after prompts ``x_i`` of other completions.
 
     Returns:
         A scalar in nats, without gradient.
@@ -177,6 +191,6 @@ def kto_reference_point(mismatched: torch.Tensor) -> torch.Tensor:
 
 
 def _log_odds(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return ``log(p / (1 - p))`` of ``p = exp(log_probs)``; ``p`` is kept from 1, where the odds are infinite."""
+    """Return ``log(p / (1 - p))`` for ``p = exp(log_probs)``, with ``p`` kept below 1, where the odds are infinite."""
     log_probs = log_probs.clamp(max=-1e-6)
     return log_probs - torch.log(-torch.expm1(log_probs))

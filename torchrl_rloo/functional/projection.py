@@ -1,7 +1,7 @@
-"""Products with a large output projection, accumulated and kept in at least float32 whatever the weights are in.
+"""Products with a large output projection, accumulated and returned in at least float32.
 
-Logits that were rounded to bfloat16 carry an error of up to 2^-9 of their size, and the sampler and the trainer each
-round other sums. Both therefore multiply here.
+Logits rounded to bfloat16 have a relative error of up to 2^-9, and the sampler and the trainer round different sums.
+Both therefore use these functions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-CAST_ELEMENTS = 2**18  # weights cast at once: 1 MiB in float32 stays in a core's cache
+CAST_ELEMENTS = 2**18  # weights cast at once: 1 MiB in float32, which stays in the cache of a core
 
 
 def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The widest dtype of the tensors, at least float32."""
+    """Return the widest dtype of the tensors, at least float32."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -22,17 +22,17 @@ def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def widen(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``hidden`` as its products with ``weight`` want it: in ``dtype``, unless the device widens them by itself."""
+    """Cast ``hidden`` to ``dtype``, unless the device has a kernel that widens its products with ``weight``."""
     return hidden if _has_kernel(hidden, weight) else hidden.to(dtype)
 
 
 def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``hidden @ weight.T`` in at least float32, without a gradient.
+    """Return ``hidden @ weight.T`` in at least float32, without gradient.
 
     Args:
         hidden: ``[n, H]``.
-        weight: ``[V, H]``, perhaps of a narrower dtype; at most :data:`CAST_ELEMENTS` of it are cast at once.
-        out: ``[n, V]``, where to write if it has the result's dtype; None for a new tensor.
+        weight: ``[V, H]``, also of a narrower dtype. At most :data:`CAST_ELEMENTS` of its entries are cast at once.
+        out: ``[n, V]`` output, used if it has the dtype of the result. None allocates a tensor.
 
     Returns:
         ``[n, V]``.
@@ -50,7 +50,7 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
 
 
 def add_back(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
-    """Adds ``gradient @ weight``, the gradient of :func:`project` for ``hidden``, to ``total`` ``[n, H]``."""
+    """Add ``gradient @ weight``, the gradient of :func:`project` for ``hidden``, to ``total`` ``[n, H]``."""
     if gradient.dtype == weight.dtype:
         total.addmm_(gradient, weight)
     elif _has_kernel(weight, weight):
@@ -61,17 +61,17 @@ def add_back(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) 
 
 
 def add_outer(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Adds ``gradient.T @ hidden``, the gradient of :func:`project` for ``weight``, to ``total`` ``[V, H]``."""
+    """Add ``gradient.T @ hidden``, the gradient of :func:`project` for ``weight``, to ``total`` ``[V, H]``."""
     if hidden.dtype != total.dtype and _has_kernel(hidden, hidden):
         gradient = gradient.to(hidden.dtype)
-        for rows in _chunks(total, 64 * CAST_ELEMENTS):  # bounds the product, which is as large as the weight
+        for rows in _chunks(total, 64 * CAST_ELEMENTS):  # bounds the product, which has the size of the weight
             total[rows] += torch.mm(gradient[:, rows].T, hidden, out_dtype=total.dtype)
     else:
         total.addmm_(gradient.T, hidden.to(total.dtype))
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the device multiplies the narrow floats into float32 by itself; CPUs in torch 2.13 do not."""
+    """Return whether the device multiplies 16-bit floats into float32; CPUs in torch 2.13 do not."""
     return a.is_cuda and a.dtype == b.dtype and a.dtype.itemsize == 2
 
 

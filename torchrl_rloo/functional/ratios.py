@@ -1,8 +1,8 @@
-"""Importance ratios: which of the policy's probabilities are compared with those that sampled.
+"""Importance ratios between the current policy and the one that sampled.
 
 Every entry of :data:`RATIOS` has the signature ``(log_probs [B, A], old_log_probs [B, A], mask [B, A]) -> log_ratio``.
-A ``log_ratio`` of ``[B, 1]`` takes a whole sequence as one action, one of ``[B, A]`` has a value for each token. While
-the policy is the one that sampled all ratios are 1, and under one aggregation all have the same gradient.
+A ``log_ratio`` ``[B, 1]`` treats a whole sequence as one action; ``[B, A]`` has one value per token. While the policy
+has not changed since sampling, all ratios are 1 and, under one aggregation, have the same gradient.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 Ratio = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-MAX_LOG_RATIO = 20.0  # beyond it the ratio goes on linearly: float32 overflows at 88, and infinity times 0 is NaN
+MAX_LOG_RATIO = 20.0  # the ratio is linear beyond it: float32 overflows at 88, and infinity times 0 is NaN
 
 
 def no_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""Always 1, with the gradient of :math:`\log \pi(a_t)`: plain REINFORCE, whoever sampled (Williams 1992).
+    """Return log-ratios of 0 with the gradient of ``log pi(a_t)``: plain REINFORCE (Williams 1992).
 
     Args:
         log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: not used.
-        mask: not used.
+        old_log_probs: ignored.
+        mask: ignored.
 
     Returns:
         ``[B, A]``, zeros.
@@ -31,11 +31,11 @@ def no_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.T
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""Of each token, :math:`\log \pi(a_t) - \log \pi_{old}(a_t)`: PPO (arXiv 1707.06347), GRPO (arXiv 2402.03300).
+    """Return ``log pi(a_t) - log pi_old(a_t)`` of each token, as in PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
 
     Args:
         log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the weights compared with.
+        old_log_probs: ``[B, A]`` under the old weights.
         mask: ``[B, A]`` bool, True on action tokens.
 
     Returns:
@@ -45,13 +45,13 @@ def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: 
 
 
 def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""Of the whole sequence, :math:`\sum_t m_t (\log \pi(a_t) - \log \pi_{old}(a_t))`.
+    """Return the log-ratio of the whole sequence: ``sum_t m_t (log pi(a_t) - log pi_old(a_t))``.
 
-    RLOO takes the sequence as one action (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2), so this is a sum.
+    RLOO treats the sequence as one action (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2).
 
     Args:
         log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the weights compared with.
+        old_log_probs: ``[B, A]`` under the old weights.
         mask: ``[B, A]`` bool, True on action tokens.
 
     Returns:
@@ -61,14 +61,14 @@ def sequence_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mas
 
 
 def mean_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    r"""The sequence's mean, :math:`\frac{1}{L} \sum_t m_t (\log \pi(a_t) - \log \pi_{old}(a_t))`, at each token.
+    """Return the mean log-ratio of the sequence at each token: ``1/L sum_t m_t (log pi(a_t) - log pi_old(a_t))``.
 
-    GSPO (Zheng et al. 2025, arXiv 2507.18071) in its form per token (equation 14): the value is that of the sequence,
-    the gradient that of the token's own log-prob. Averaged over the sequence this is GSPO's own gradient.
+    Token form of GSPO (equation 14 of Zheng et al. 2025, arXiv 2507.18071): the value is that of the sequence, the
+    gradient that of the token's log-prob. Its average over the sequence has the gradient of GSPO.
 
     Args:
         log_probs: ``[B, A]`` under the current weights; carries the gradient.
-        old_log_probs: ``[B, A]`` under the weights compared with.
+        old_log_probs: ``[B, A]`` under the old weights.
         mask: ``[B, A]`` bool, True on action tokens.
 
     Returns:
@@ -87,16 +87,19 @@ RATIOS: dict[str, Ratio] = {
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """``exp(log_ratio)``, going on as a straight line beyond ``exp(MAX_LOG_RATIO)``; any shape."""
+    """Return ``exp(log_ratio)``, linear beyond ``exp(MAX_LOG_RATIO)``; any shape."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp() * (1 + (log_ratio - MAX_LOG_RATIO).relu())
 
 
 def share_out(objective: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """An objective per token: that of a whole sequence ``[B, 1]`` in equal shares, one of ``[B, A]`` as it is.
+    """Return an objective per token: equal shares of ``[B, 1]``, or ``[B, A]`` unchanged.
 
     Args:
         objective: ``[B, 1]`` or ``[B, A]``.
-        mask: ``[B, A]`` bool.
+        mask: ``[B, A]`` bool, True on action tokens.
+
+    Returns:
+        ``[B, A]``. Shares also stand where the mask is False.
     """
     if objective.shape == mask.shape:
         return objective

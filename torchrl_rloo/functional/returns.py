@@ -1,6 +1,6 @@
-"""Returns of tokens and of turns: what was earned from there on.
+"""Returns of tokens and turns.
 
-Tokens come as ``[B, A]``, the action tokens of each row, left-aligned, with a mask ``[B, A]``.
+Tokens are ``[B, A]``: the action tokens of each row, left-aligned, with a mask ``[B, A]``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from torch.nn.functional import pad
 
 
 def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
-    r"""Discounted sum of the rewards from each action token on.
+    """Return the discounted sum of rewards from each action token on: ``G_t = sum_{s >= t} discount^(s - t) r_s``.
 
-    .. math:: G_t = \sum_{s \ge t} \gamma^{s - t} r_s
-
-    Equation 3.8 of Sutton and Barto, "Reinforcement Learning", second edition, with the present reward in it. Time is
-    counted in entries of a row: action tokens here, turns in the turn-level returns.
+    Equation 3.8 of Sutton and Barto, "Reinforcement Learning", second edition, including the current reward. Time
+    counts the entries of a row: action tokens here, turns in the turn-level returns.
 
     Args:
-        rewards: ``[B, A]``; what stands outside the mask is not read.
+        rewards: ``[B, A]``; entries outside the mask are ignored.
         mask: ``[B, A]`` bool, left-aligned.
-        discount: :math:`\gamma`, from 0 to 1, per entry.
+        discount: discount factor per entry, in [0, 1].
 
     Returns:
         ``[B, A]`` in the dtype of ``rewards``, 0 outside the mask. Differentiable.
@@ -30,7 +28,7 @@ def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, discount: float = 1
         tensor([[0.2500, 0.5000, 1.0000]])
     """
     returns = torch.where(mask, rewards, 0.0).double()
-    window = 1  # returns[t] holds the rewards of t .. t + window - 1; joining two windows doubles it
+    window = 1  # returns[t] sums the rewards t .. t + window - 1; each pass joins two windows
     while window < returns.shape[-1]:
         returns = returns + discount**window * pad(returns[:, window:], (0, window))
         window *= 2
@@ -38,10 +36,10 @@ def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, discount: float = 1
 
 
 def turn_index(action_mask: torch.Tensor) -> torch.Tensor:
-    """Which turn each action token is of; a turn is a maximal run of action tokens.
+    """Return the turn of each action token; a turn is a maximal run of action tokens.
 
     Args:
-        action_mask: ``[B, T]`` bool, True on action tokens, with the other tokens of the rows in between.
+        action_mask: ``[B, T]`` bool, True on action tokens and False on the other tokens of the row.
 
     Returns:
         ``[B, T]`` int64: 0, 1, ... on action tokens, -1 elsewhere.
@@ -55,15 +53,15 @@ def turn_index(action_mask: torch.Tensor) -> torch.Tensor:
 
 
 def turn_rewards(rewards: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""What each turn earned, :math:`R_k = \sum_{t \in k} r_t`.
+    """Return the sum of the token rewards of each turn.
 
     Args:
-        rewards: ``[B, L]`` per token.
-        turns: ``[B, L]`` int64 of :func:`turn_index`, -1 on tokens of no turn.
+        rewards: ``[B, L]``, one per token.
+        turns: ``[B, L]`` int64 from :func:`turn_index`, -1 on tokens without a turn.
 
     Returns:
-        ``(rewards [B, K], mask [B, K])``: ``K`` is the number of turns of the row that has most, the mask is True on
-        the turns that a row has. :func:`rewards_to_go` of them are the turn-level returns.
+        ``(rewards [B, K], mask [B, K])``, with ``K`` the largest number of turns of a row. The mask is True on the
+        turns that a row has. :func:`rewards_to_go` turns them into turn-level returns.
     """
     n_turns = int(turns.max()) + 1 if turns.numel() else 0
     counts = turns.amax(-1) + 1 if turns.shape[-1] else turns.new_zeros(len(turns))
@@ -74,11 +72,14 @@ def turn_rewards(rewards: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tens
 
 
 def spread_turns(values: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Values of turns ``[B, K]`` at the tokens of those turns, ``[B, L]``; 0 on tokens of no turn.
+    """Return the value of its turn at each token, 0 on tokens without a turn.
 
     Args:
         values: ``[B, K]``, one per turn.
-        turns: ``[B, L]`` int64 of :func:`turn_index`.
+        turns: ``[B, L]`` int64 from :func:`turn_index`.
+
+    Returns:
+        ``[B, L]``.
     """
     if not values.shape[-1]:
         return values.new_zeros(turns.shape)

@@ -1,8 +1,8 @@
-r"""Objectives that train a reward model on pairs of a better and a worse completion.
+"""Objectives that train a reward model on pairs of a better and a worse completion.
 
-Rewards are plain scores without unit: the Bradley-Terry model (Bradley and Terry 1952, "Rank analysis of incomplete
-block designs") takes the difference of two for the log-odds that the first completion is the better one,
-:math:`P(y_w \succ y_l) = \sigma(r_w - r_l)`. ``chosen`` and ``rejected`` are ``[P]``, one entry per pair.
+Rewards are scores without a unit. In the Bradley-Terry model (Bradley and Terry 1952, "Rank analysis of incomplete
+block designs") their difference is the log-odds that the first completion is better: ``P = sigmoid(r_w - r_l)``.
+``chosen`` (``r_w``) and ``rejected`` (``r_l``) are ``[P]``, one entry per pair.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ def bradley_terry(
     *,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    r"""Negative log-likelihood of the labels, with margins: equation 2 of Llama 2 (arXiv 2307.09288).
+    """Return the negative log-likelihood of the labels, with margins.
 
-    .. math:: L = -(1 - \epsilon) \log \sigma(r_w - r_l - m) - \epsilon \log \sigma(r_l - r_w - m)
+    Equation 2 of Llama 2 (arXiv 2307.09288), with ``eps`` the label smoothing::
+
+        L = -(1 - eps) * log sigmoid(r_w - r_l - margin) - eps * log sigmoid(r_l - r_w - margin)
 
     Args:
-        chosen: ``[P]`` rewards :math:`r_w` of the better completions.
-        rejected: ``[P]`` rewards :math:`r_l` of the worse ones.
-        margin: ``[P]``, or one for all: how far apart the rewards should be at least, larger where the better
-            completion is much better. 0 is the plain Bradley-Terry model.
-        label_smoothing: :math:`\epsilon`, the share of labels taken to be the wrong way round.
+        chosen: ``[P]`` rewards of the better completions.
+        rejected: ``[P]`` rewards of the worse completions.
+        margin: ``[P]`` or scalar, smallest desired difference of the rewards: larger for clearer preferences. 0 is the
+            plain Bradley-Terry model.
+        label_smoothing: assumed share of swapped labels.
 
     Returns:
         ``[P]`` in nats.
@@ -37,13 +39,13 @@ def bradley_terry(
 
 
 def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    r"""Squared sum of a pair's rewards, :math:`(r_w + r_l)^2`, from Eisenstein et al. 2023 (arXiv 2312.09244).
+    """Return the squared sum of a pair's rewards, ``(r_w + r_l)^2`` (Eisenstein et al. 2023, arXiv 2312.09244).
 
-    The likelihood has no say in a constant added to all rewards of a prompt. This term chooses it.
+    The likelihood does not change if a constant is added to all rewards of a prompt. This term fixes that constant.
 
     Args:
         chosen: ``[P]`` rewards of the better completions.
-        rejected: ``[P]`` rewards of the worse ones.
+        rejected: ``[P]`` rewards of the worse completions.
 
     Returns:
         ``[P]``.
@@ -52,19 +54,22 @@ def centering(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def batch_sum_to_zero(part: torch.Tensor, mean: torch.Tensor | float) -> torch.Tensor:
-    r"""A part's share in the squared mean of all rewards of a batch, batch-wise sum-to-zero regularization.
+    """Return a part's share of batch-wise sum-to-zero regularization, the squared mean of all rewards of a batch.
 
-    .. math:: L = \left(\frac{1}{2P} \sum_{i=1}^{P} (r_{w,i} + r_{l,i})\right)^2
+    Hong et al. 2025 (arXiv 2505.07271), against rewards of extreme size::
 
-    From Hong et al. 2025 (arXiv 2505.07271), against rewards of extreme size. As in the authors' implementation the
-    mean is squared, not the sum; theirs multiplies by the number of pairs as well, so :math:`\lambda` there is
-    :math:`\lambda P` here. A square of a sum does not fall apart into micro-batches, but with the mean :math:`\mu` of
-    the whole batch known, :math:`2 \mu p - \mu p^*` does (:math:`p^*` has no gradient): over the parts, values add up
-    to :math:`\mu^2` and gradients to :math:`2 \mu \nabla \mu`.
+        L = (1 / (2 P) * sum_i (r_w_i + r_l_i))^2
+
+    The mean is squared, not the sum, as in the authors' code. Their code also multiplies by the number of pairs ``P``,
+    so a coefficient ``c`` there is ``c * P`` here.
+
+    The squared mean is not a sum over micro-batches. With the mean ``mu`` of the whole batch known,
+    ``2 * mu * part - mu * part.detach()`` is: over all parts the values add up to ``mu^2``, the gradients to
+    ``2 * mu * grad mu``.
 
     Args:
-        part: scalar :math:`p`, the part's rewards added up and divided by the number of rewards in the batch.
-        mean: :math:`\mu`, the sum of all parts; no gradient goes through it.
+        part: scalar, sum of the part's rewards divided by the number of rewards in the batch.
+        mean: sum of all parts, ``mu``; no gradient flows through it.
 
     Returns:
         A scalar.

@@ -1,4 +1,4 @@
-"""How several reward functions' scores become one return."""
+"""Combination of the scores of several reward functions into one return."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 def combine_rewards(
     rewards: torch.Tensor, weights: Sequence[float], clip_range: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    r"""Weighted sum of each row's scores, :math:`R_i = \mathrm{clip}(\sum_k w_k r_{ik})`.
+    """Return the weighted sum of each row's scores, ``R_i = clip(sum_k w_k r_ik)``.
 
-    A function that abstained counts 0 if another one answered; a row on which all abstained abstains. Of no functions
-    the sum is 0.
+    A function that abstained counts as 0 if another function answered. The sum over no functions is 0.
 
     Args:
-        rewards: ``[B, F]``, NaN where function ``k`` abstained.
+        rewards: ``[B, F]``, NaN where a function abstained.
         weights: ``F`` numbers.
-        clip_range: bounds of the sum, or None.
+        clip_range: bounds of the sum. None disables the clip.
 
     Returns:
-        ``[B]``, NaN for a row that abstains.
+        ``[B]``, NaN for a row on which all functions abstained.
     """
     total = (rewards * rewards.new_tensor(list(weights))).nansum(-1)
     if clip_range is not None:

@@ -1,7 +1,7 @@
-"""The distribution that tokens are sampled from: logits to processed log-probs to token ids.
+"""Distribution that tokens are sampled from: logits to processed log-probs to token ids.
 
-One function, :func:`process_logits`, defines the sampling distribution. The sampler draws from it and the scorer
-evaluates it, so that behavior and training log-probs are of the same distribution at any setting.
+:func:`process_logits` defines the sampling distribution. The sampler draws from it and the scorer evaluates it, so
+behavior and training log-probs are of the same distribution for all settings.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """Which distribution a policy samples from, given its logits.
+    """Sampling distribution of a policy, as processing steps of its logits.
 
     Args:
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep only the ``top_k`` most likely tokens; None keeps all.
-        top_p: then keep the smallest set of most likely tokens whose mass reaches ``top_p``.
-        min_p: then keep the tokens at least ``min_p`` times as likely as the most likely one.
-        repetition_penalty: divides the positive and multiplies the negative logits of the tokens that are already in
-            the row, prompt included (Keskar et al. 2019, arXiv 1909.05858); applied first.
+        temperature: divisor of the logits; 0 is greedy.
+        top_k: number of most likely tokens to keep. None keeps all.
+        top_p: probability mass to keep after top-k: the smallest set of most likely tokens that reaches it. 1 keeps
+            all.
+        min_p: smallest kept probability after top-p, relative to the most likely token. 0 keeps all.
+        repetition_penalty: divisor of positive and factor of negative logits of the tokens that are already in the row,
+            including the prompt (Keskar et al. 2019, arXiv 1909.05858). It is applied first. 1 disables it.
 
     Raises:
-        ValueError: if a value is out of its range.
+        ValueError: if a value is out of range.
 
     Example:
         >>> SamplingDistribution(temperature=0.7, top_p=0.95).truncates
@@ -52,27 +53,27 @@ class SamplingDistribution:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens get probability 0."""
+        """True if some tokens get probability 0."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
 class Support(NamedTuple):
-    """The tokens that a truncation left at each of ``N`` positions, as the sampler recorded them.
+    """Tokens that a truncation kept at each of ``N`` positions, as recorded by the sampler.
 
     Attributes:
-        ids: ``[K]`` int32 or int64, all positions' tokens in order.
-        sizes: ``[N]``, how many of them each position has; ``K`` is their sum.
+        ids: ``[K]`` int32 or int64, kept tokens of all positions in order.
+        sizes: ``[N]``, number of kept tokens per position. They sum to ``K``.
     """
 
     ids: torch.Tensor
     sizes: torch.Tensor
 
     def ends(self) -> list[int]:
-        """Where in ``ids`` each position begins and ends: ``N + 1`` numbers."""
+        """Return the ``N + 1`` offsets in ``ids`` between which the tokens of each position stand."""
         return [0, *self.sizes.cumsum(0).tolist()]
 
     def mask(self, rows: slice, ends: list[int], vocab_size: int) -> torch.Tensor:
-        """``[n, V]`` bool of the positions ``rows``; ``ends`` are those of :meth:`ends`, counted once for all tiles."""
+        """Return the bool mask ``[n, V]`` of the positions ``rows``, given the offsets of :meth:`ends`."""
         ids, sizes = self.ids[ends[rows.start] : ends[rows.stop]], self.sizes[rows]
         mask = torch.zeros(len(sizes), vocab_size, dtype=torch.bool, device=ids.device)
         lines = torch.arange(len(sizes), device=ids.device).repeat_interleave(sizes.long(), output_size=len(ids))
@@ -81,14 +82,14 @@ class Support(NamedTuple):
 
 
 def kept_tokens(logits: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
-    """Which tokens top-k, top-p and min-p leave, in that order.
+    """Return the mask of the tokens that top-k, top-p and min-p keep, applied in this order.
 
     Args:
         logits: ``[N, V]``, already divided by the temperature.
-        distribution: the truncations.
+        distribution: truncations.
 
     Returns:
-        ``[N, V]`` bool; at least one token a row.
+        ``[N, V]`` bool, with at least one token per row.
     """
     keep = torch.ones_like(logits, dtype=torch.bool)
     if distribution.top_k is not None and distribution.top_k < logits.shape[-1]:
@@ -96,7 +97,7 @@ def kept_tokens(logits: torch.Tensor, distribution: SamplingDistribution) -> tor
     if distribution.top_p < 1:
         ordered, order = logits.masked_fill(~keep, -torch.inf).sort(-1, descending=True)
         probs = ordered.softmax(-1)
-        kept = probs.cumsum(-1) - probs < distribution.top_p  # the mass before a token, so the first always stays
+        kept = probs.cumsum(-1) - probs < distribution.top_p  # mass before each token, so the first token stays
         keep &= torch.zeros_like(keep).scatter(-1, order, kept)
     if distribution.min_p > 0:
         threshold = torch.tensor(distribution.min_p, device=logits.device).log()
@@ -111,19 +112,18 @@ def process_logits(
     sampled: torch.Tensor | None = None,
     support: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits of the distribution that is really sampled.
+    """Return the logits of the sampled distribution: penalty, temperature, then truncation.
 
     Args:
         logits: ``[N, V]`` float32 logits of the model.
-        distribution: what is done to them; its temperature must be above 0.
-        seen: ``[N, V]`` bool, the tokens already in each row; needed for a repetition penalty.
-        sampled: ``[N]`` ids to be kept whatever the truncation says. Scoring passes the ids that were sampled, so that
-            their log-prob stays finite after the weights have moved.
-        support: ``[N, V]`` bool, what the truncation left when it was recorded; then truncates in the present one's
-            place.
+        distribution: processing steps, with a temperature above 0.
+        seen: ``[N, V]`` bool, tokens already in each row; required by a repetition penalty.
+        sampled: ``[N]`` ids that the truncation must keep. Scoring passes the ids that were sampled, so their log-prob
+            stays finite after a weight update.
+        support: ``[N, V]`` bool, recorded truncation that replaces the one of ``distribution``.
 
     Returns:
-        ``[N, V]``, minus infinity on the tokens that cannot be sampled.
+        ``[N, V]``, minus infinity on tokens that cannot be sampled.
     """
     if distribution.repetition_penalty != 1:
         penalty = distribution.repetition_penalty
@@ -143,20 +143,23 @@ def process_logits(
 def sample_tokens(
     logits: torch.Tensor, distribution: SamplingDistribution, uniforms: torch.Tensor, seen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token a row by inverting the cumulative distribution at a given uniform number.
+    """Sample one token per row by inverting the cumulative distribution at a given uniform number.
 
-    A row's token depends on its own logits and its own uniform number only, so a row samples the same whatever batch
-    it is in.
+    The token of a row depends only on its logits and its uniform number, not on the batch that contains it.
 
     Args:
         logits: ``[N, V]`` float32.
-        distribution: what to sample from; temperature 0 takes the most likely token.
+        distribution: sampling distribution. Temperature 0 takes the most likely token.
         uniforms: ``[N]`` in ``[0, 1)``.
-        seen: ``[N, V]`` bool, the tokens already in each row; needed for a repetition penalty.
+        seen: ``[N, V]`` bool, tokens already in each row; required by a repetition penalty.
 
     Returns:
-        ``(ids [N] int64, log_probs [N] float32)``; log-probs in nats under the sampled distribution (0 when greedy:
-        the distribution is a point).
+        ``(ids [N] int64, log_probs [N] float32)``. Log-probs are in nats under the sampled distribution; 0 if greedy.
+
+    Example:
+        >>> logits = torch.log(torch.tensor([[0.25, 0.75]]))
+        >>> sample_tokens(logits, SamplingDistribution(), torch.tensor([0.5]))
+        (tensor([1]), tensor([-0.2877]))
     """
     if distribution.temperature == 0:
         greedy = SamplingDistribution(repetition_penalty=distribution.repetition_penalty)
@@ -166,7 +169,7 @@ def sample_tokens(
 
 
 def draw_tokens(log_probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`sample_tokens` does once it has the log-probs ``[N, V]`` of the distribution to sample from."""
+    """Sample one token per row from log-probs ``[N, V]``; see :func:`sample_tokens`."""
     cumulative = log_probs.exp().cumsum(-1)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,4 +1,4 @@
-"""What scores go through before they become returns: running moments, calibration, truncated rows."""
+"""Score shaping before scores become returns: running moments, calibration, truncated rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TRUNCATION_MODES: tuple[TruncationMode, ...] = ("keep", "scale", "replace", "pen
 
 
 class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations of each of ``F`` columns, float64 ``[F]`` each.
+    """Count, mean and sum of squared deviations of ``F`` columns, float64 ``[F]`` each.
 
-    The count is a sum of weights, which are 1 unless old scores are forgotten.
+    The count is a sum of weights, which are 1 until :func:`forget` decays them.
     """
 
     count: torch.Tensor
@@ -24,17 +24,17 @@ class Moments(NamedTuple):
 
     @staticmethod
     def zeros(columns: int) -> Moments:
-        """Of no scores."""
+        """Return the moments of no scores."""
         return Moments(*torch.zeros(3, columns, dtype=torch.float64).unbind(0))
 
     @property
     def std(self) -> torch.Tensor:
-        """Standard deviation ``[F]``, divided by the count; 0 for a column without scores."""
+        """Biased standard deviation ``[F]`` (divided by the count); 0 for a column without scores."""
         return (self.squares / self.count.clamp(min=torch.finfo(torch.float64).tiny)).sqrt()
 
 
 def column_moments(scores: torch.Tensor) -> Moments:
-    """Moments of each column of ``scores`` ``[N, F]`` over the entries that are not NaN."""
+    """Return the moments of each column of ``scores`` ``[N, F]`` over the entries that are not NaN."""
     given = ~scores.isnan()
     values = torch.where(given, scores, 0.0).double()
     count = given.sum(0).double()
@@ -43,11 +43,11 @@ def column_moments(scores: torch.Tensor) -> Moments:
 
 
 def merge_moments(first: Moments, second: Moments) -> Moments:
-    r"""Moments of two disjoint sets of scores together, exactly.
+    """Return the exact moments of the union of two disjoint sets of scores.
 
-    .. math:: M = M_a + M_b + \delta^2 \frac{n_a n_b}{n_a + n_b}, \qquad \delta = \bar x_b - \bar x_a
+    Equation 2.1 of Chan, Golub and LeVeque 1979, which does not cancel for a mean far from 0::
 
-    Chan, Golub and LeVeque 1979, eq. 2.1, which unlike a sum of squares does not cancel for a mean far from 0.
+        M = M_a + M_b + delta^2 * n_a * n_b / (n_a + n_b),    delta = mean_b - mean_a
     """
     count = first.count + second.count
     delta, divisor = second.mean - first.mean, count.clamp(min=torch.finfo(torch.float64).tiny)
@@ -56,26 +56,28 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
 
 
 def forget(moments: Moments, decay: float) -> Moments:
-    """The moments with every score weighing ``decay`` times as much as before; mean and standard deviation stay."""
+    """Multiply the weight of every score by ``decay``; mean and standard deviation do not change."""
     return Moments(moments.count * decay, moments.mean, moments.squares * decay)
 
 
 def normalize_scores(
     scores: torch.Tensor, moments: Moments, *, center: bool, min_count: float, epsilon: float
 ) -> torch.Tensor:
-    r"""Scores of each function divided by the standard deviation of that function's scores.
+    """Divide the scores of each function by the standard deviation of that function's scores.
 
-    .. math:: r'_{ik} = \frac{r_{ik} - c_k}{\sigma_k + \epsilon}, \qquad c_k = \mu_k \text{ if centered, else } 0
+    With ``mu`` and ``sigma`` from ``moments``::
 
-    A column with fewer than ``min_count`` scores stays as it is. One whose scores have all been equal up to rounding
-    has no scale, so it is not divided.
+        r'_ik = (r_ik - c_k) / (sigma_k + epsilon),    c_k = mu_k if center else 0
+
+    A column with fewer than ``min_count`` scores is unchanged. A column whose scores differ only by rounding error is
+    not divided.
 
     Args:
-        scores: ``[N, F]``, NaN where a function abstained, which stays.
-        moments: of the ``F`` functions.
-        center: whether to subtract the mean.
-        min_count: scores that moments have to be of.
-        epsilon: added to the standard deviation.
+        scores: ``[N, F]``, NaN where a function abstained. NaN stays.
+        moments: moments of the ``F`` functions.
+        center: True subtracts the mean.
+        min_count: scores that a column needs before it is normalized.
+        epsilon: constant added to the standard deviation.
 
     Returns:
         ``[N, F]`` in the dtype of ``scores``.
@@ -87,18 +89,18 @@ def normalize_scores(
 
 
 def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0, sigmoid: bool = False):
-    r"""A reward model's logits on the scale on which it is calibrated: :math:`r / T + b`, or :math:`\sigma(r / T + b)`.
+    """Calibrate the logits of a reward model: ``r / T + b``, or ``sigmoid(r / T + b)``.
 
-    Temperature scaling, Guo et al. 2017, section 4.2 (arXiv 1706.04599); with a bias Platt's scaling.
+    Temperature scaling, section 4.2 of Guo et al. 2017 (arXiv 1706.04599); Platt scaling with a bias.
 
     Args:
-        scores: any shape; NaN stays.
-        temperature: :math:`T > 0`.
-        bias: :math:`b`.
-        sigmoid: whether to return probabilities.
+        scores: any shape. NaN stays.
+        temperature: ``T``, above 0.
+        bias: ``b``.
+        sigmoid: True returns probabilities.
 
     Returns:
-        The shape and dtype of ``scores``.
+        Same shape and dtype as ``scores``.
     """
     logits = scores / temperature + bias
     return logits.sigmoid() if sigmoid else logits
@@ -107,21 +109,24 @@ def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0
 def truncated_scores(
     scores: torch.Tensor, truncated: torch.Tensor, weights: torch.Tensor, mode: TruncationMode, value: float = 0.0
 ) -> torch.Tensor:
-    r"""Scores of which truncated rows have the return :math:`R_i = \sum_k w_k r_{ik}` that the mode says.
+    """Change the scores of truncated rows, so that their return ``R_i = sum_k w_k r_ik`` becomes that of the mode.
 
-    ``"keep"``: the same. ``"scale"``: :math:`cR_i`. ``"replace"``: :math:`c`. ``"penalty"``: :math:`R_i + c`.
-    ``"abstain"``: none. In ``"replace"`` and ``"penalty"`` each function that answered gets the same share, so that the
-    scores stay apart and still sum up to the return. A row on which all abstained goes on abstaining.
+    - ``"keep"``: ``R_i``.
+    - ``"scale"``: ``value * R_i``.
+    - ``"replace"``: ``value``.
+    - ``"penalty"``: ``R_i + value``.
+    - ``"abstain"``: no return; all scores become NaN.
 
-    ``"scale"`` with :math:`0 \le c \le 1` and ``"replace"`` with a negative value are the two forms of ProRL v2's
-    stop-properly penalty.
+    In ``"replace"`` and ``"penalty"`` each function that answered gets an equal share, so the scores still sum to the
+    return. A row on which all functions abstained still abstains. ``"scale"`` with a value in [0, 1] and ``"replace"``
+    with a negative value are the two forms of ProRL v2's stop-properly penalty.
 
     Args:
         scores: ``[N, F]``, NaN where a function abstained.
-        truncated: bool ``[N]``.
+        truncated: ``[N]`` bool.
         weights: ``[F]``, positive for ``"replace"`` and ``"penalty"``.
         mode: one of :data:`TRUNCATION_MODES`.
-        value: :math:`c`.
+        value: constant of the mode.
 
     Returns:
         ``[N, F]`` in the dtype of ``scores``.

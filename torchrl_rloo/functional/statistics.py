@@ -1,4 +1,4 @@
-"""Statistics that leave out what is masked or missing."""
+"""Statistics that exclude masked or missing values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of ``values`` where ``mask`` is True, or weighted by it; 0 where nothing is.
+    """Return the mean of ``values`` under a mask or under weights; 0 if their sum is 0.
 
     Args:
         values: any shape.
@@ -20,7 +20,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def nanstd(values: torch.Tensor) -> torch.Tensor:
-    """Unbiased standard deviation of the values that are not NaN; NaN when there are fewer than two.
+    """Return the unbiased standard deviation of the values that are not NaN; NaN for fewer than two.
 
     Args:
         values: ``[N]``.
@@ -33,32 +33,34 @@ def nanstd(values: torch.Tensor) -> torch.Tensor:
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    r"""Share of the samples that importance weights leave in effect, :math:`(\sum w)^2 / (N \sum w^2)`.
+    """Return the effective share of the samples under importance weights: ``(sum w)^2 / (N sum w^2)``.
 
     Args:
         log_ratio: ``[N]`` log importance weights, one per independent sample (a row, not a token).
 
     Returns:
-        A scalar in ``(0, 1]``; 1 when all weights are equal, NaN when ``N`` is 0.
+        A scalar in ``(0, 1]``; 1 if all weights are equal, NaN if ``N`` is 0.
     """
     n = log_ratio.new_tensor(float(log_ratio.numel()))
     return (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0) - n.log()).exp()
 
 
 def wilson_interval(share: torch.Tensor, counts: torch.Tensor, z: float = 1.96) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Confidence interval of a share (Wilson 1927), which stays within [0, 1] and is right for few counts as well.
+    """Return the Wilson confidence interval of a proportion, which is within [0, 1] and valid for small counts.
 
-    .. math:: \frac{\hat p + z^2 / 2n \pm z \sqrt{\hat p (1 - \hat p) / n + z^2 / 4 n^2}}{1 + z^2 / n}
+    Wilson 1927, with ``p`` the proportion and ``n`` the count::
+
+        (p + z^2 / 2n +- z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Args:
-        share: ``[...]`` shares :math:`\hat p`.
-        counts: ``[...]``, of how many.
+        share: ``[...]`` proportions ``p``.
+        counts: ``[...]`` counts ``n``.
         z: quantile of the normal distribution; 1.96 for 95 %.
 
     Returns:
-        Lower and upper ends, ``[...]``; NaN where there is nothing to count.
+        Lower and upper bounds, ``[...]`` each; NaN where the count is 0.
     """
-    centre = share + z**2 / (2 * counts)
+    center = share + z**2 / (2 * counts)
     half = z * (share * (1 - share) / counts + z**2 / (4 * counts**2)).sqrt()
     scale = 1 + z**2 / counts
-    return ((centre - half) / scale).clamp(min=0), ((centre + half) / scale).clamp(max=1)
+    return ((center - half) / scale).clamp(min=0), ((center + half) / scale).clamp(max=1)

@@ -1,4 +1,4 @@
-"""Loss of a value estimate, and the share of the returns that it explains."""
+"""Loss of value estimates, and the share of the returns that they explain."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import torch
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, epsilon: float | None = None
 ) -> torch.Tensor:
-    r"""Return half the squared error, pessimistic about estimates that left their neighborhood.
+    """Return half the squared error, with the change of each value clipped.
 
-    .. math:: \tfrac{1}{2} \max\left( (V - R)^2, \;
-        (\mathrm{clip}(V, V_{old} - \epsilon, V_{old} + \epsilon) - R)^2 \right)
+    Value loss of PPO implementations (Schulman et al. 2017, arXiv 1707.06347), with their factor of a half::
 
-    The value loss of the implementations of PPO (Schulman et al. 2017, arXiv 1707.06347), with their factor of a half.
+        1/2 max((V - R)^2, (clip(V, V_old - epsilon, V_old + epsilon) - R)^2)
 
     Args:
         values: ``[B, A]`` under the current weights; carries the gradient.
-        old_values: ``[B, A]`` when the targets were computed.
-        targets: ``[B, A]``, returns :math:`R`.
-        epsilon: largest distance of a value from the old one; None disables the clip.
+        old_values: ``[B, A]`` under the weights that computed the targets.
+        targets: ``[B, A]``, returns ``R``.
+        epsilon: largest distance of a value from the old one. None disables the clip.
 
     Returns:
         ``[B, A]``, never negative.
@@ -32,14 +31,14 @@ def clipped_value_loss(
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    r"""Return the share of the targets' variance that the values explain, :math:`1 - Var(R - V) / Var(R)`.
+    """Return the share of the targets' variance that the values explain: ``1 - Var(R - V) / Var(R)``.
 
     Args:
-        values: ``[n]``.
-        targets: ``[n]``.
+        values: ``[n]`` estimates ``V``.
+        targets: ``[n]`` returns ``R``.
 
     Returns:
-        A scalar: 1 for a perfect estimate (up to a constant), 0 for a constant one, negative for a worse one; NaN where
+        A scalar: 1 for a perfect estimate up to a constant, 0 for a constant one, negative for a worse one. NaN if
         the targets do not vary.
     """
     if not len(targets):

@@ -1,4 +1,4 @@
-"""Losses: TensorDict shells around ``torchrl_rloo.functional``."""
+"""Losses: TensorDict modules around ``torchrl_rloo.functional``."""
 
 from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
 from torchrl_rloo.objectives.kl import KL

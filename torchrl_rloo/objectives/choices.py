@@ -1,4 +1,4 @@
-"""Checks of what goes together in a loss."""
+"""Checks of the arguments of losses and of their combinations."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def check_actor(actor_network: Any) -> None:
-    """Refuse what cannot score rows, or has nothing to learn from."""
+    """Raise if the network cannot score rows or samples greedily."""
     if not callable(getattr(actor_network, "score", None)):
-        raise ValueError(f"actor_network must have a score(rows) method, {type(actor_network).__name__} has none")
+        raise ValueError(f"actor_network={type(actor_network).__name__} must have a score(rows) method")
     if getattr(actor_network, "generate", False):
-        raise ValueError("actor_network generates; pass actor_network.get_new_version(generate=False)")
+        raise ValueError("actor_network generates text; pass actor_network.get_new_version(generate=False)")
     if getattr(getattr(actor_network, "distribution", None), "temperature", 1) == 0:
-        raise ValueError("temperature=0 samples the same completion of a prompt every time: set it above 0")
+        raise ValueError("temperature=0 must be above 0: greedy sampling has no log-probs to train on")
 
 
 def is_on(coefficient: SupportsFloat) -> bool:
-    """Return whether a coefficient is other than 0, or may become so."""
+    """Return whether a coefficient is not 0 or may change."""
     return not isinstance(coefficient, int | float) or coefficient != 0
 
 
 def check_coefficient(name: str, value: Any, *, negative: bool = False) -> None:
-    """Refuse a coefficient that is not a finite number of at least 0, or an object with ``__float__``."""
+    """Raise if a coefficient is neither a finite number (of at least 0) nor an object with ``__float__``."""
     number = float(value) if hasattr(value, "__float__") else math.nan
     if not math.isfinite(number) or (number < 0 and not negative):
         least = "" if negative else " of at least 0"
@@ -36,18 +36,18 @@ def check_coefficient(name: str, value: Any, *, negative: bool = False) -> None:
 
 
 def check_parts(loss: RLOOLoss) -> None:
-    """Refuse parts of an RLOOLoss that have no effect together, or contradict each other."""
+    """Raise if settings of an RLOOLoss have no effect together or contradict each other."""
     without_ratio, of_sequences = loss.ratio is no_ratio, loss.ratio is sequence_log_ratio
     proximal, correction, fraction = loss.old_log_probs == "proximal", loss.correction, loss.high_entropy_fraction
     checks = [
         (
             without_ratio and loss.surrogate not in (Clip(), Unclipped()),
-            f"surrogate={loss.surrogate} has no effect with ratio='none', which is always 1: leave it out, or choose "
+            f"surrogate={loss.surrogate} has no effect with ratio='none', which is always 1; remove it, or set "
             "another ratio",
         ),
         (
             isinstance(loss.surrogate, DPPO) and loss.ratio is not token_log_ratio,
-            f"surrogate={loss.surrogate} bounds the probability of each token: set ratio='token'",
+            f"surrogate={loss.surrogate} bounds the probability of each token and requires ratio='token'",
         ),
         (
             loss.old_log_probs not in ("sampler", "proximal"),
@@ -55,26 +55,26 @@ def check_parts(loss: RLOOLoss) -> None:
         ),
         (
             correction is not None and not proximal and not without_ratio,
-            f"correction={correction} would correct twice: with old_log_probs='sampler' the ratio itself starts from "
-            "the sampler's log-probs. Set old_log_probs='proximal' or ratio='none'",
+            f"correction={correction} cannot be combined with old_log_probs='sampler', whose ratio already corrects "
+            "for the sampler; set old_log_probs='proximal' or ratio='none'",
         ),
         (
             of_sequences and getattr(correction, "per_token", False),
-            f"correction={correction} weighs tokens, but ratio='sequence' has one loss for all of them: use "
+            f"correction={correction} weighs tokens and cannot be combined with ratio='sequence'; use "
             "'sequence_truncate' or 'sequence_mask', or another ratio",
         ),
         (
             of_sequences and fraction is not None,
-            f"high_entropy_fraction={fraction} selects tokens, but ratio='sequence' has one loss for all of them: use "
+            f"high_entropy_fraction={fraction} selects tokens and cannot be combined with ratio='sequence'; use "
             "another ratio",
         ),
         (
             without_ratio and proximal and correction is None,
-            "old_log_probs='proximal' has no effect with ratio='none' and no correction: leave it out",
+            "old_log_probs='proximal' has no effect with ratio='none' and no correction; remove it",
         ),
         (
             loss.kl_importance_weighted and not is_on(loss.kl_to_ref_coeff) and not is_on(loss.kl_to_inference_coeff),
-            "kl_importance_weighted=True has no effect while both KL coefficients are 0: leave it out",
+            "kl_importance_weighted=True has no effect while both KL coefficients are 0; remove it",
         ),
         (
             fraction is not None and not 0 < fraction <= 1,

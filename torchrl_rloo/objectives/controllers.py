@@ -1,4 +1,4 @@
-"""A coefficient that follows a measured value. Parts that take a coefficient read it with ``float`` at each use."""
+"""Coefficients that follow a measured value. Modules read a coefficient with ``float`` at each use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torchrl_rloo.functional.kl import adapted_coefficient
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_GAIN = 5.0  # from here on one step down, of 20 %, could make the coefficient negative
+_MAX_GAIN = 5.0  # from here on, one step of -20 % could make the coefficient negative
 
 
 class AdaptiveKLCoefficient:
@@ -18,9 +18,12 @@ class AdaptiveKLCoefficient:
     See :func:`~torchrl_rloo.functional.kl.adapted_coefficient` (Ziegler et al. 2019, arXiv 1909.08593).
 
     Args:
-        initial: the coefficient to begin with, above 0.
-        target: the KL to hold, in nats, per token or per sequence as :meth:`update` is given it.
-        horizon: samples over which the coefficient can change by about 20 %.
+        initial: initial coefficient, above 0.
+        target: KL to hold, in nats, per token or per sequence like the measurements given to :meth:`update`.
+        horizon: number of samples over which the coefficient can change by about 20 %.
+
+    Raises:
+        ValueError: if a value is not a finite number above 0.
 
     Example:
         >>> coefficient = AdaptiveKLCoefficient(0.1, target=6.0, horizon=1000)
@@ -40,22 +43,21 @@ class AdaptiveKLCoefficient:
         return self._value
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adjust the coefficient to a measured KL; one that is not finite changes nothing, and is logged.
+        """Adapt the coefficient to a measured KL. A KL that is not finite is logged and changes nothing.
 
         Args:
-            kl: in the unit of ``target``.
-            num_samples: samples of this step.
+            kl: measured KL, in the unit of ``target``.
+            num_samples: number of samples of this step.
 
         Raises:
-            ValueError: if ``num_samples`` is negative, or so large for the horizon that the coefficient could change
-                its sign.
+            ValueError: if ``num_samples`` is negative, or so large that the coefficient could become negative.
         """
         if not 0 <= num_samples < _MAX_GAIN * self.horizon:
             raise ValueError(
-                f"num_samples={num_samples} must be 0 to below {_MAX_GAIN:g} times horizon={self.horizon:g}"
+                f"num_samples={num_samples} must be at least 0 and below {_MAX_GAIN:g} times horizon={self.horizon:g}"
             )
         if not math.isfinite(kl):
-            _LOGGER.warning("the KL is %s; the coefficient stays at %g", kl, self._value)
+            _LOGGER.warning("kl=%s is not finite; the coefficient stays at %g", kl, self._value)
             return
         self._value = adapted_coefficient(self._value, float(kl), self.target, num_samples / self.horizon)
 
@@ -64,5 +66,5 @@ class AdaptiveKLCoefficient:
         return {"value": self._value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore the coefficient from :meth:`state_dict`."""
         self._value = float(state["value"])

@@ -1,4 +1,4 @@
-"""KL to the reference: its place, coefficient and estimator, in one object."""
+"""KL to the reference: place, coefficient and estimator in one object."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ class KL:
     """KL of the policy to the reference.
 
     Args:
-        where: ``"reward"``: of the whole trajectory, subtracted from its reward before the baseline
-            (:class:`~torchrl_rloo.envs.transforms.KLRewardTransform`). ``"token"``: of each action token, as a reward
-            after the baseline (:class:`~torchrl_rloo.replay.MCAdvantage`). ``"loss"``: of each action token, as a term
-            of :class:`~torchrl_rloo.objectives.RLOOLoss`. None: no KL.
+        where: place of the KL. ``"reward"`` subtracts that of the whole trajectory from its reward before the baseline
+            (:class:`~torchrl_rloo.envs.transforms.KLRewardTransform`). ``"token"`` adds that of each action token as a
+            reward after the baseline (:class:`~torchrl_rloo.replay.MCAdvantage`). ``"loss"`` adds it as a term of
+            :class:`~torchrl_rloo.objectives.RLOOLoss`. None disables the KL.
         coeff: coefficient of at least 0, or an object with ``__float__`` that is read at each use.
-        estimator: a name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`; None: ``"k3"`` in the loss, where the
+        estimator: name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`. None takes ``"k3"`` in the loss, where the
             gradient of k1 is 0 on average, and ``"k1"`` elsewhere.
-        clip: bound of each token's KL, to ``[-clip, clip]``; for ``where="token"``. None disables it.
-        target: KL to hold, in nats per action token: ``coeff`` becomes an
-            :class:`~torchrl_rloo.objectives.AdaptiveKLCoefficient` that starts from the number given. None keeps it.
+        clip: bound of each token's KL, to ``[-clip, clip]``, for ``where="token"``. None disables it.
+        target: KL to hold, in nats per action token. ``coeff`` becomes an
+            :class:`~torchrl_rloo.objectives.AdaptiveKLCoefficient` that starts at the given number. None keeps
+            ``coeff`` constant.
 
     Raises:
-        ValueError: for a value out of range, or a field without effect at this place.
+        ValueError: if a value is out of range or a field has no effect at this place.
 
     Example:
         >>> KL("loss", 0.04)
@@ -54,8 +55,9 @@ class KL:
         if self.where is None:
             for name, unset in (("coeff", 0.0), ("estimator", None), ("clip", None), ("target", None)):
                 if getattr(self, name) != unset:
-                    raise ValueError(f"kl.{name}={getattr(self, name)} has no effect with kl.where=None: set kl.where")
+                    raise ValueError(f"kl.{name}={getattr(self, name)} has no effect with kl.where=None; set kl.where")
             return
+        # Fill in the estimator of the place, and check it and the clip
         if self.estimator is None:
             object.__setattr__(self, "estimator", "k3" if self.where == "loss" else "k1")
         if self.estimator not in KL_ESTIMATORS:
@@ -64,18 +66,19 @@ class KL:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"kl.clip={self.clip} must be None or a number above 0")
         if self.clip is not None and self.where != "token":
-            raise ValueError(f"kl.clip={self.clip} has no effect with kl.where={self.where!r}: set kl.where='token'")
+            raise ValueError(f"kl.clip={self.clip} has no effect with kl.where={self.where!r}; set kl.where='token'")
+        # Let the coefficient follow the target
         if self.target is not None and not hasattr(self.coeff, "update"):
             if not float(self.coeff):
-                raise ValueError(f"kl.target={self.target} adapts a coefficient, but kl.coeff is 0: set it above 0")
+                raise ValueError(f"kl.target={self.target} requires a coefficient to adapt; set kl.coeff above 0")
             object.__setattr__(self, "coeff", AdaptiveKLCoefficient(float(self.coeff), self.target))
 
     @property
     def is_on(self) -> bool:
-        """Whether the KL has an effect, now or later."""
+        """True if the KL has an effect, now or later."""
         return self.where is not None and not (isinstance(self.coeff, int | float) and self.coeff == 0)
 
     def estimate(self, log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-        """Estimate the KL of each token, within the clip; see :mod:`torchrl_rloo.functional.kl`."""
+        """Estimate the KL of each token and clip it; same shape as the log-probs."""
         kl = KL_ESTIMATORS[self.estimator](log_probs, ref_log_probs)
         return kl if self.clip is None else kl.clamp(-self.clip, self.clip)

@@ -1,4 +1,4 @@
-"""Normalizers of an optimizer step, and weights of its rows."""
+"""Normalizers of an optimizer step and weights of its rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchrl_rloo.objectives.ranks import mean_over_ranks
 
 @dataclass(frozen=True)
 class Normalizers:
-    """Numbers that all micro-batches of an optimizer step share, computed once from all its rows.
+    """Numbers shared by all micro-batches of an optimizer step, computed once from all its rows.
 
     Attributes:
-        num_rows: rows of the step (pairs, for paired losses), rows without a gradient included.
-        num_tokens: action tokens of the step that the loss is over.
-        entropy_threshold: smallest entropy in nats of a token with a policy gradient; None: all tokens have one.
-        reference_point: KTO's ``z_0`` in nats; None for other losses.
-        mean_reward: weighted mean score of all completions; None where no term needs it.
+        num_rows: rows of the step (pairs for paired losses), including rows without a gradient.
+        num_tokens: action tokens of the step that the loss covers.
+        entropy_threshold: smallest entropy, in nats, of a token with a policy gradient. None gives all tokens one.
+        reference_point: KTO's ``z_0`` in nats. None for other losses.
+        mean_reward: weighted mean score of all completions. None if no term needs it.
     """
 
     num_rows: float
@@ -31,7 +31,7 @@ class Normalizers:
 
 
 def multiplicity(rows: TensorDictBase) -> torch.Tensor:
-    """Return ``[B]`` float32: how many identical rows each one stands for."""
+    """Return how many identical rows each row stands for, ``[B]`` float32."""
     if not len(rows):
         return torch.zeros(0)
     given = rows.get(keys.MULTIPLICITY, None)
@@ -39,13 +39,13 @@ def multiplicity(rows: TensorDictBase) -> torch.Tensor:
 
 
 def row_weights(rows: TensorDictBase) -> torch.Tensor:
-    """Return ``[B]`` float32: the factor of each row's loss, ``sample_weight`` times ``multiplicity``."""
+    """Return the factor of each row's loss, ``sample_weight`` times ``multiplicity``, ``[B]`` float32."""
     given = rows.get(keys.SAMPLE_WEIGHT, None) if len(rows) else None
     return multiplicity(rows) if given is None else multiplicity(rows) * given.reshape(-1).float()
 
 
 def zero_loss(module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss of 0 with a gradient of zeros, so that an optimizer step without rows behaves as usual."""
+    """Return a loss of 0 with zero gradients, so an optimizer step without rows behaves as usual."""
     return sum((p.sum() * 0.0 for p in module.parameters()), torch.zeros(()))
 
 
@@ -54,24 +54,27 @@ def unbound(rows: TensorDictBase) -> list[TensorDictBase]:
     return list(rows.unbind(0)) if len(rows) else []
 
 
-def _takes_part(row: TensorDictBase, mask_truncated_completions: bool) -> bool:
+def _is_counted(row: TensorDictBase, mask_truncated_completions: bool) -> bool:
     return not mask_truncated_completions or not bool(row[keys.TRUNCATED])
 
 
 def row_normalizers(
     rows: TensorDictBase, *, mask_truncated_completions: bool = False, process_group=None
 ) -> Normalizers:
-    """Count a step's rows and action tokens.
+    """Count the rows and action tokens of a step.
 
     Args:
         rows: all rows of an optimizer step on this rank.
-        mask_truncated_completions: leave out the tokens of truncated rows.
-        process_group: count over the ranks of this group and divide by their number: the losses' gradients are then to
-            be averaged over ranks, as ``DistributedDataParallel`` and FSDP do. None counts this rank.
+        mask_truncated_completions: True excludes the tokens of truncated rows.
+        process_group: group whose ranks share the step. Counts are averaged over them, so gradients must be averaged
+            as well, as ``DistributedDataParallel`` and FSDP do. None counts this rank only.
+
+    Returns:
+        Normalizers with ``num_rows`` and ``num_tokens``.
     """
     weights = multiplicity(rows).double().cpu()
     lengths = [
-        float(row[keys.ACTION_MASK].sum()) * _takes_part(row, mask_truncated_completions) for row in unbound(rows)
+        float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbound(rows)
     ]
     totals = torch.stack([weights.sum(), (weights * weights.new_tensor(lengths)).sum()])
     return Normalizers(*mean_over_ranks(totals, process_group).tolist())
@@ -80,22 +83,30 @@ def row_normalizers(
 def entropy_threshold(
     rows: TensorDictBase, fraction: float, *, mask_truncated_completions: bool = False, process_group=None
 ) -> float:
-    """Return the entropy, in nats, that ``fraction`` of the action tokens of a step reach.
+    """Return the entropy that ``fraction`` of the action tokens of a step reach.
 
     Args:
         rows: all rows of an optimizer step on this rank, with recorded entropies.
         fraction: share of the tokens, in (0, 1].
-        mask_truncated_completions: leave out the tokens of truncated rows.
-        process_group: ranks whose tokens are included.
+        mask_truncated_completions: True excludes the tokens of truncated rows.
+        process_group: group whose ranks share the step. None counts this rank only.
+
+    Returns:
+        The threshold in nats; 0 without tokens.
+
+    Raises:
+        KeyError: if the rows have no recorded entropies.
     """
     if len(rows) and keys.PROXIMAL_ENTROPY not in rows.keys(True):
-        raise KeyError(f"rows have no {keys.PROXIMAL_ENTROPY}: record it with record_log_probs(entropy=...)")
+        raise KeyError(f"rows require {keys.PROXIMAL_ENTROPY}; record it with record_log_probs(entropy=...)")
+    # Repeat the entropies of a merged row for each row that it stands for
     times = multiplicity(rows).long().tolist()
     values = [
         row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].cpu().repeat(n)
         for row, n in zip(unbound(rows), times, strict=True)
-        if _takes_part(row, mask_truncated_completions)
+        if _is_counted(row, mask_truncated_completions)
     ]
+    # Gather those of all ranks, so every rank finds the same threshold
     values = torch.cat([torch.zeros(0), *values])
     if process_group is not None:
         gathered = [None] * torch.distributed.get_world_size(process_group)

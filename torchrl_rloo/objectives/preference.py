@@ -1,4 +1,4 @@
-"""PreferenceLoss: learning from which of two completions is better, or whether one is good."""
+"""Loss that trains a policy on preferences: pairs of completions or labeled completions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ RECORDED = "recorded"
 class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
     """Loss of :class:`PreferenceLoss`, and values of single completions (without gradient).
 
-    For pairs ``C = R = P``; for labelled rows ``C`` are the desirable and ``R`` the undesirable ones. Log-probs are
-    summed or averaged over a completion's tokens, as the objective does.
+    For pairs ``C = R = P``. For labeled rows ``C`` counts the desirable completions and ``R`` the undesirable ones.
+    Log-probs are summed or averaged over the tokens of a completion, as in the objective.
 
     Attributes:
         loss_preference: scalar to minimize.
-        chosen_rewards: ``[C]``, ``beta`` times the log-ratio to the reference, or times the log-prob without one; an
+        chosen_rewards: ``[C]``, ``beta`` times the log-ratio to the reference, or times the log-prob without one. An
             objective without ``beta`` counts as 1.
-        rejected_rewards: ``[R]``.
-        chosen_log_probs: ``[C]``, in nats.
-        rejected_log_probs: ``[R]``.
-        correct: ``[P]``, 1 where the chosen reward is the higher one; for labelled rows where the reward lies on the
-            label's side of the reference point.
-        reference_point: scalar, KTO's ``z_0`` in nats; NaN for pairs.
+        rejected_rewards: ``[R]``, rewards of the other completions.
+        chosen_log_probs: ``[C]``, log-probs in nats.
+        rejected_log_probs: ``[R]``, log-probs of the other completions.
+        correct: ``[P]``, 1 if the chosen reward is higher; for labeled rows 1 if the reward is on the label's side of
+            the reference point.
+        reference_point: scalar, KTO's ``z_0`` in nats. NaN for pairs.
     """
 
     loss_preference: torch.Tensor
@@ -58,10 +58,10 @@ class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
 
     @classmethod
     def merge(cls, outputs: Sequence[PreferenceLossOutput], num_updates: int) -> dict[str, float]:
-        """Return means over the completions; NaN where there is no such completion.
+        """Return means over the completions; NaN if there is no such completion.
 
-        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference), ``rewards/accuracy``,
-        ``log_probs/chosen``, ``log_probs/rejected``; for KTO ``kl/reference_point``.
+        The metrics are ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference),
+        ``rewards/accuracy``, ``log_probs/chosen``, ``log_probs/rejected`` and, for KTO, ``kl/reference_point``.
         """
         fields = {"rewards/chosen": "chosen_rewards", "rewards/rejected": "rejected_rewards"}
         fields |= {"log_probs/chosen": "chosen_log_probs", "log_probs/rejected": "rejected_log_probs"}
@@ -74,25 +74,31 @@ class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
 
 
 class PreferenceLoss(LossModule):
-    """Offline preference objectives: DPO, IPO, ORPO, SimPO on pairs, KTO on labelled completions.
+    """Offline preference objectives: DPO, IPO, ORPO and SimPO on pairs, KTO on labeled completions.
 
-    The loss is the mean of the objective's formula (:mod:`torchrl_rloo.functional.preference`) over the rows. A pair
-    has sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass; a labelled row has ``"label"``. See
-    :func:`~torchrl_rloo.data.preferences.encode_preferences`. A row's ``sample_weight`` and ``multiplicity``, where
-    present, multiply its loss. Returns a :class:`PreferenceLossOutput`.
+    The loss is the mean of the objective (:mod:`torchrl_rloo.functional.preference`) over the rows, which come from
+    :func:`~torchrl_rloo.data.preferences.encode_preferences`. A pair has sub-rows ``"chosen"`` and ``"rejected"``,
+    scored in one forward pass. A labeled row has ``"label"``. ``sample_weight`` and ``multiplicity``, if present,
+    multiply the loss of a row. Returns a :class:`PreferenceLossOutput`.
 
     Args:
-        actor_network: scores rows; :meth:`TransformersWrapper.score`.
-        objective: a choice from ``PREFERENCE_OBJECTIVES``: a name, a mapping such as ``{"name": "dpo", "beta": 0.2}``,
-            or an object such as ``DPO(beta=0.2)``.
-        reference: for the objectives that have one: a scorer (``frozen_reference(policy)``, ``AdapterReference``), or
-            ``"recorded"`` for rows whose sub-rows hold ``keys.REF_LOG_PROBS``, as
-            ``record_log_probs(reference, rows["chosen"], log_probs=keys.REF_LOG_PROBS)`` writes them. KTO needs a
-            scorer, since its reference point is of completions that no row has.
+        actor_network: policy that scores rows with :meth:`TransformersWrapper.score`.
+        objective: choice from ``PREFERENCE_OBJECTIVES``: a name, a mapping such as ``{"name": "dpo", "beta": 0.2}``, or
+            an object such as ``DPO(beta=0.2)``.
+        reference: scorer such as ``frozen_reference(policy)`` or ``AdapterReference``, for objectives that need one.
+            ``"recorded"`` reads ``keys.REF_LOG_PROBS`` of the sub-rows, written by
+            ``record_log_probs(reference, rows["chosen"], log_probs=keys.REF_LOG_PROBS)``. KTO requires a scorer,
+            because its reference point scores completions after other prompts. None for objectives without a reference.
 
     Raises:
-        ValueError: for an unknown objective or field, a value out of range, a reference that is missing or not used.
-        KeyError: at ``forward`` for rows without recorded log-probs of the reference.
+        ValueError: if the objective or a field is unknown, a value is out of range, or a reference is missing or
+            unused.
+        KeyError: at ``forward``, if ``"recorded"`` log-probs of the reference are missing.
+
+    Example::
+
+        loss_fn = PreferenceLoss(policy, {"name": "dpo", "beta": 0.1}, reference=frozen_reference(policy))
+        loss_fn(encode_preferences(examples, tokenizer)).loss.backward()
     """
 
     actor_network: TransformersWrapper
@@ -109,16 +115,16 @@ class PreferenceLoss(LossModule):
         self.objective = resolve("objective", objective, PREFERENCE_OBJECTIVES)
         _check_reference(actor_network, self.objective, reference)
         self.actor_network = actor_network
-        self.__dict__["reference"] = reference  # not a submodule: its weights are neither trained nor saved
+        self.__dict__["reference"] = reference  # not a submodule: its weights are not trained or saved
         self.in_keys = [CHOSEN, REJECTED] if self.objective.paired else [keys.TOKENS, keys.ACTION_MASK, LABEL]
         self.out_keys = list(PreferenceLossOutput.__annotations__)
 
     def normalizers(self, rows: TensorDictBase, process_group=None) -> Normalizers:
-        """Compute the normalizers of an optimizer step from all its rows; KTO needs at least 2.
+        """Compute the normalizers of an optimizer step from all its rows; KTO requires at least 2.
 
         Args:
             rows: all rows of the step on this rank.
-            process_group: ranks whose gradients are averaged for this step; None for this rank.
+            process_group: group of ranks whose gradients are averaged for this step. None for this rank only.
         """
         normalizers = Normalizers(float(mean_over_ranks(multiplicity(rows).sum(), process_group)))
         if self.objective.paired:
@@ -130,7 +136,8 @@ class PreferenceLoss(LossModule):
         return replace(normalizers, reference_point=float(kto_reference_point((total / number)[None])))
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> PreferenceLossOutput:
-        """Compute the loss of rows of batch size ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        """Compute the loss of rows ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        # Score the completions and evaluate the objective
         normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         if self.objective.paired:
             log_probs, scores = self._score(concatenate([tensordict[CHOSEN], tensordict[REJECTED]]))
@@ -143,6 +150,7 @@ class PreferenceLoss(LossModule):
             chosen, rejected = desirable.nonzero()[:, 0], (~desirable).nonzero()[:, 0]
             losses = self.objective(scores, desirable, point)
             correct = (scores > point) == desirable
+        # Reduce to a scalar, and report rewards and log-probs of single completions
         weights = row_weights(tensordict).to(losses.device)
         rewards, log_probs = getattr(self.objective, "beta", 1.0) * scores.detach(), log_probs.detach()
         return PreferenceLossOutput(
@@ -156,16 +164,16 @@ class PreferenceLoss(LossModule):
         )
 
     def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each completion's log-prob, and the value that the objective takes; both ``[B]``."""
+        """Return each completion's log-prob and the value that the objective takes, ``[B]`` each."""
         scored = self.actor_network.score(rows)
         log_probs, mask = scored.log_probs, scored.actions.mask
         lengths = mask.sum(-1).clamp(min=1) if self.objective.mean else 1
 
-        def whole(values: torch.Tensor) -> torch.Tensor:
+        def reduce(values: torch.Tensor) -> torch.Tensor:
             return torch.where(mask, values, 0.0).sum(-1) / lengths
 
         if self.reference is None:
-            return whole(log_probs), whole(log_probs)
+            return reduce(log_probs), reduce(log_probs)
         if self.reference != RECORDED:
             with torch.no_grad():
                 ref = self.reference.score(rows).log_probs.to(log_probs.device)
@@ -173,28 +181,28 @@ class PreferenceLoss(LossModule):
             ref = gather_actions(ragged(rows, keys.REF_LOG_PROBS), scored.actions)
         else:
             raise KeyError(
-                f"reference='recorded' needs {keys.REF_LOG_PROBS} on chosen and rejected sub-rows: write them with "
+                f"reference='recorded' requires {keys.REF_LOG_PROBS} on chosen and rejected sub-rows; write them with "
                 "record_log_probs(reference, rows['chosen'], log_probs=keys.REF_LOG_PROBS), or pass the reference"
             )
-        return whole(log_probs), whole(log_probs - ref)
+        return reduce(log_probs), reduce(log_probs - ref)
 
 
 def _check_reference(actor_network: Any, objective: PreferenceObjective, reference: Any) -> None:
-    """Refuse a reference that is missing, not used, or not comparable with the policy."""
+    """Raise if a reference is missing, unused, or not comparable with the policy."""
     needed = "a scorer such as frozen_reference(policy)" + (" or 'recorded'" if objective.paired else "")
     if (reference is None) == objective.reference:
-        must = f"requires a reference: set it to {needed}" if reference is None else "does not use it: leave it out"
+        must = f"requires a reference; set it to {needed}" if reference is None else "ignores it; remove it"
         raise ValueError(f"reference={reference!r:.80}: objective={objective} {must}")
     if reference is None or (reference == RECORDED and objective.paired):
         return
     if isinstance(reference, str):
         raise ValueError(f"reference={reference!r}: objective={objective} requires {needed}")
     if not callable(getattr(reference, "score", None)) or getattr(reference, "generate", False):
-        raise ValueError(f"reference must have score(rows) and not generate, got {type(reference).__name__}")
+        raise ValueError(f"reference={type(reference).__name__} must have a score(rows) method and not generate")
     if isinstance(reference, TransformersWrapper) and reference.model is getattr(actor_network, "model", None):
         raise ValueError(
-            "reference scores with the model that is trained, so all log-ratios stay 0: pass a frozen copy"
+            "reference scores with the model that is trained, so all log-ratios stay 0; pass a frozen copy"
         )
     ours, theirs = (getattr(scorer, "distribution", None) for scorer in (actor_network, reference))
     if ours is not None and theirs is not None and ours != theirs:
-        raise ValueError(f"reference scores under {theirs}, actor_network under {ours}: give both the same")
+        raise ValueError(f"reference scores under {theirs}, actor_network under {ours}; give both the same")

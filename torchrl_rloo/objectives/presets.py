@@ -1,4 +1,4 @@
-"""Published methods as settings of the parts they are made of."""
+"""Published methods as settings of losses and advantages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Preset:
     """Settings of the advantage, the KL and the loss of a method.
 
     Attributes:
-        paper: source.
-        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage` other than the KL, or of
+        paper: source of the method.
+        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage` without the KL, or of
             :class:`~torchrl_rloo.replay.TokenGAE` for a method with a critic.
-        loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` other than the KL.
-        kl: KL to the reference; None for none.
-        critic: whether the method learns a value function.
+        loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` without the KL.
+        kl: KL to the reference. None disables it.
+        critic: True if the method learns a value function.
 
     Example:
         >>> method = make_method("grpo", num_generations=8, kl="default")
@@ -39,26 +39,26 @@ class Preset:
 
     @property
     def adaptive_kl(self) -> AdaptiveKLCoefficient | None:
-        """Coefficient of the KL that follows a target; None for a constant one."""
+        """Coefficient of the KL if it follows a target; None if it is constant."""
         coeff = None if self.kl is None else self.kl.coeff
         return coeff if isinstance(coeff, AdaptiveKLCoefficient) else None
 
     @property
     def loss_arguments(self) -> dict[str, Any]:
-        """All arguments of ``RLOOLoss``, a KL in the loss among them."""
+        """Arguments of ``RLOOLoss``, including a KL in the loss."""
         if self.kl is None or self.kl.where != "loss":
             return dict(self.loss)
         return {**self.loss, "kl_to_ref_coeff": self.kl.coeff, "kl_estimator": self.kl.estimator}
 
     @property
     def advantage_arguments(self) -> dict[str, Any]:
-        """All arguments of ``MCAdvantage`` (or ``TokenGAE``), a KL per token among them."""
-        own = {"kl": self.kl} if self.kl is not None and self.kl.where == "token" else {}
-        return {**self.advantage, **own}
+        """Arguments of ``MCAdvantage`` (or ``TokenGAE``), including a KL per token."""
+        token_kl = {"kl": self.kl} if self.kl is not None and self.kl.where == "token" else {}
+        return {**self.advantage, **token_kl}
 
     @property
     def reward_kl_arguments(self) -> dict[str, Any]:
-        """Arguments of ``KLRewardTransform``; the coefficient is 0, to record log-probs only, for a KL elsewhere."""
+        """Arguments of ``KLRewardTransform``. For a KL elsewhere the coefficient is 0: it only records log-probs."""
         if self.kl is None or self.kl.where != "reward":
             return {"kl_to_ref_coeff": 0.0}
         return {"kl_to_ref_coeff": self.kl.coeff, "estimator": self.kl.estimator}
@@ -158,27 +158,27 @@ def make_method(
     num_generations: int | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Preset:
-    """Build a published method with settings that differ from its own.
+    """Build a published method with changed settings.
 
     Args:
-        name: a name in :data:`PRESETS`.
+        name: name in :data:`PRESETS`.
         loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` that replace the method's. A mapping without a
-            name (``{"surrogate": {"low": 0.1}}``) changes fields of the method's own choice.
-        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage`, likewise.
-        kl: KL to the reference. None: no KL. ``"default"``: the method's own. A mapping changes fields of the method's
-            own KL; one that it moves to another place keeps its coefficient alone, and for a method without a KL it is
-            placed in the reward. A :class:`~torchrl_rloo.objectives.KL` is taken as it is.
-        max_new_tokens: length that ``aggregation="constant"`` divides by, unless set.
-        prompts_per_step: groups of one batch that advantages are normalized over, unless set.
-        num_generations: members of a group; None: each row's own ``"group_size"``.
-        reward_weights: weights of ``credit="normalize_then_sum"``, unless set.
+            name, e.g. ``{"surrogate": {"low": 0.1}}``, changes fields of the method's own choice.
+        advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage` that replace the method's, likewise.
+        kl: KL to the reference. None disables it. ``"default"`` keeps the method's. A mapping changes fields of the
+            method's KL: one moved to another place keeps only its coefficient, and a method without a KL gets one in
+            the reward. A :class:`~torchrl_rloo.objectives.KL` replaces it.
+        max_new_tokens: default length of ``aggregation="constant"``, in tokens.
+        prompts_per_step: default number of groups over which advantages are normalized.
+        num_generations: members of a group. None reads each row's ``"group_size"``.
+        reward_weights: default weights of ``credit="normalize_then_sum"``.
 
     Returns:
-        The method; ``loss_arguments``, ``advantage_arguments`` and ``reward_kl_arguments`` go to the parts.
+        The method with its ``loss_arguments``, ``advantage_arguments`` and ``reward_kl_arguments``.
 
     Raises:
-        ValueError: for an unknown name or key, a KL set elsewhere than in ``kl``, a method with a critic, or a number
-            that is needed and not given.
+        ValueError: if a name or key is unknown, a KL is set outside ``kl``, the method needs a critic, or a required
+            number is missing.
 
     Example:
         >>> method = make_method("rloo", kl={"coeff": 0.1}, loss={"entropy_coeff": 0.01})
@@ -190,59 +190,61 @@ def make_method(
         raise ValueError(f"algorithm={name!r} is unknown{did_you_mean(name, known)}; valid: {known}")
     preset = PRESETS[name]
     if preset.critic:
-        raise ValueError(f"algorithm={name!r} needs a critic, which is not trained here: see tutorials/ppo.py")
+        raise ValueError(f"algorithm={name!r} needs a critic, which is not trained here; use tutorials/ppo.py")
+    # Merge the given settings into those of the method
     _check_keys("loss", loss, _LOSS_KEYS, "loss")
     _check_keys("advantage", advantage, _ADVANTAGE_KEYS, "token")
-    loss, advantage = _merged(preset.loss, loss), _merged(preset.advantage, advantage)
+    loss, advantage = _merge_settings(preset.loss, loss), _merge_settings(preset.advantage, advantage)
 
-    # Numbers that a method leaves to the run
-    if _name(loss["aggregation"]) == "constant":
-        loss["aggregation"] = _filled("loss.aggregation", loss["aggregation"], length=max_new_tokens)
-    if _name(advantage.get("credit")) == "normalize_then_sum":
-        advantage["credit"] = _filled("advantage.credit", advantage["credit"], weights=reward_weights)
+    # Fill in the numbers that depend on the run
+    if _get_name(loss["aggregation"]) == "constant":
+        loss["aggregation"] = _fill_field("loss.aggregation", loss["aggregation"], length=max_new_tokens)
+    if _get_name(advantage.get("credit")) == "normalize_then_sum":
+        advantage["credit"] = _fill_field("advantage.credit", advantage["credit"], weights=reward_weights)
         advantage.setdefault("normalize", "whiten")  # the last step of GDPO
     if advantage.get("normalize") is not None:
-        advantage["normalize"] = _filled("advantage.normalize", advantage["normalize"], groups=prompts_per_step)
-        groups = _field(advantage["normalize"], "groups")
+        advantage["normalize"] = _fill_field("advantage.normalize", advantage["normalize"], groups=prompts_per_step)
+        groups = _get_field(advantage["normalize"], "groups")
         if prompts_per_step is not None and groups > prompts_per_step:
             raise ValueError(
-                f"advantage.normalize: groups={groups} is more than prompts_per_step={prompts_per_step}, so no batch "
-                f"would be complete: set it to {prompts_per_step} or less"
+                f"advantage.normalize.groups={groups} must be at most prompts_per_step={prompts_per_step}, or no batch "
+                "would be complete"
             )
     if num_generations is not None:
         advantage["num_generations"] = num_generations
-    merged = replace(preset, loss=loss, advantage=advantage, kl=_merged_kl(preset.kl, kl))
+    merged = replace(preset, loss=loss, advantage=advantage, kl=_merge_kl(preset.kl, kl))
     _check_kl(merged)
     return merged
 
 
 def _check_kl(method: Preset) -> None:
-    """Refuse a KL that the advantages or the loss of a method cannot take."""
-    where, credit, ratio = method.kl and method.kl.where, _name(method.advantage.get("credit")), method.loss["ratio"]
+    """Raise if the advantages or the loss of a method cannot use its KL."""
+    where, ratio = method.kl and method.kl.where, method.loss["ratio"]
+    credit = _get_name(method.advantage.get("credit"))
     if where == "reward" and credit not in (None, "trajectory"):
         raise ValueError(
-            f"kl.where='reward' has no effect with advantage.credit={credit!r}, which does not read the summed reward: "
+            f"kl.where='reward' has no effect with advantage.credit={credit!r}, which does not read the summed reward; "
             "set kl.where='token' or 'loss'"
         )
-    if where == "token" and _name(ratio) == "sequence":
+    if where == "token" and _get_name(ratio) == "sequence":
         raise ValueError(
-            "kl.where='token' gives each token its own advantage, and loss.ratio='sequence' takes one for all: set "
+            "kl.where='token' gives each token an advantage and cannot be combined with loss.ratio='sequence'; set "
             "kl.where='reward' or 'loss', or loss.ratio='token'"
         )
 
 
 def _check_keys(argument: str, given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Refuse keys of the KL, which has one place, and unknown keys."""
+    """Raise on unknown keys and on keys of the KL, which is set in one place."""
     for key in given:
         if key in _KL_KEYS:
-            raise ValueError(f"{argument}.{key} is set in kl: use {_KL_KEYS[key]}=... (with kl.where={where})")
+            raise ValueError(f"{argument}.{key} belongs to kl; set {_KL_KEYS[key]}=... (with kl.where={where})")
         if key not in known:
             valid = [k for k in known if k not in _KL_KEYS]
             raise ValueError(f"{argument}.{key} is unknown{did_you_mean(key, valid)}; valid: {valid}")
 
 
-def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with those given; a mapping without a name changes fields of the choice it replaces."""
+def _merge_settings(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings updated with ``given``; a mapping without a name changes fields of the choice."""
     result = {**own, **given}
     for key, value in given.items():
         if isinstance(value, Mapping) and "name" not in value and key in own:
@@ -254,32 +256,32 @@ def _as_mapping(spec: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": spec} if isinstance(spec, str) else dict(spec)
 
 
-def _name(spec: Any) -> str | None:
+def _get_name(spec: Any) -> str | None:
     return _as_mapping(spec).get("name") if isinstance(spec, str | Mapping) else None
 
 
-def _field(spec: Any, name: str) -> Any:
+def _get_field(spec: Any, name: str) -> Any:
     return spec[name] if isinstance(spec, Mapping) else getattr(spec, name)
 
 
-def _filled(argument: str, spec: Any, **field: Any) -> Any:
-    """Return a choice with a field that the run gives, unless it is set."""
+def _fill_field(argument: str, spec: Any, **field: Any) -> Any:
+    """Return a choice with a field of the run, unless the field is set."""
     (name, value), *_ = field.items()
     if not isinstance(spec, str | Mapping) or name in _as_mapping(spec):
         return spec
     if value is None:
-        raise ValueError(f"{argument}={_name(spec)!r} requires {name}: set {argument}.{name}")
+        raise ValueError(f"{argument}={_get_name(spec)!r} requires {name}; set {argument}.{name}")
     return _as_mapping(spec) | {name: value}
 
 
-def _merged_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL | None:
-    """Return the KL of a method with fields that differ from its own; None if it is off."""
+def _merge_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL | None:
+    """Return the KL of a method updated with ``given``; None if it is off."""
     if isinstance(given, str) and given != "default":
         raise ValueError(f"kl={given!r} must be None, 'default', a mapping or a KL")
     if given is None or isinstance(given, str):
         return own if given else None
     if not isinstance(given, KL | Mapping):
-        raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or its fields by name")
+        raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or a mapping")
     if isinstance(given, Mapping):
         known = [f.name for f in fields(KL)]
         for key in given:
@@ -287,7 +289,7 @@ def _merged_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL
                 raise ValueError(f"kl.{key} is unknown{did_you_mean(key, known)}; valid: {known}")
         if own is None and given.get("where") is not None and given.get("coeff") is None:
             raise ValueError(
-                f"kl.where={given['where']!r} requires kl.coeff: the method has no KL of its own; set kl.coeff"
+                f"kl.where={given['where']!r} requires kl.coeff, because the method has no default KL; set kl.coeff"
             )
         base = asdict(own or KL())
         if given.get("where", base["where"]) != base["where"]:

@@ -1,4 +1,4 @@
-"""RewardModelLoss: training of a model that scores completions, on pairs."""
+"""Loss that trains a reward model on pairs of completions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):
     """Terms of :class:`RewardModelLoss`, and the scores (without gradient).
 
     Attributes:
-        loss_objective: scalar, the Bradley-Terry negative log-likelihood in nats.
-        loss_centering: scalar, coefficient times the centering term; None if it is not in the loss.
-        loss_batch_sum: scalar, coefficient times the sum-to-zero term; None if it is not in the loss.
+        loss_objective: scalar, Bradley-Terry negative log-likelihood in nats.
+        loss_centering: scalar, coefficient times the centering term. None if the loss has no such term.
+        loss_batch_sum: scalar, coefficient times the sum-to-zero term. None if the loss has no such term.
         chosen_rewards: ``[P]``, scores of the better completions.
-        rejected_rewards: ``[P]``, of the worse ones.
+        rejected_rewards: ``[P]``, scores of the worse completions.
     """
 
     loss_objective: torch.Tensor
@@ -44,8 +44,8 @@ class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):
     def merge(cls, outputs: Sequence[RewardModelLossOutput], num_updates: int) -> dict[str, float]:
         """Return means and unbiased standard deviations of the scores.
 
-        ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference), ``rewards/accuracy`` (a pair of
-        equal rewards counts half), ``rewards/chosen_std`` and ``rewards/rejected_std``.
+        The metrics are ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference),
+        ``rewards/accuracy`` (equal rewards count as half), ``rewards/chosen_std`` and ``rewards/rejected_std``.
         """
         chosen, rejected = concatenated(outputs, "chosen_rewards"), concatenated(outputs, "rejected_rewards")
         margins = chosen - rejected
@@ -60,27 +60,33 @@ class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):
 
 
 class RewardModelLoss(LossModule):
-    r"""Bradley-Terry likelihood of pairs, with margins and two terms that keep rewards near 0.
+    """Bradley-Terry loss of pairs, with margins and two terms that keep rewards near 0.
 
-    .. math:: \frac1N \sum_i u_i \left[ L_{BT}(r_{w,i}, r_{l,i}, m_i) + c \, (r_{w,i} + r_{l,i})^2 \right]
-        + s \, \bar r^2, \qquad \bar r = \frac1{2N} \sum_i u_i (r_{w,i} + r_{l,i})
+    Over the ``N`` pairs of a step, with ``u_i`` the weight of a pair::
 
-    over the ``N`` pairs of a step. See :mod:`torchrl_rloo.functional.reward_model` for the terms and their sources. A
-    pair has sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and perhaps a float ``"margin"``
-    :math:`m_i`: rows of :func:`~torchrl_rloo.modules.reward_model.encode_pairs` or
-    :func:`~torchrl_rloo.data.encode_preferences`. A pair's ``sample_weight`` and ``multiplicity``, where present,
-    multiply its loss (:math:`u_i`). Returns a :class:`RewardModelLossOutput`.
+        L = 1/N sum_i u_i * [L_BT(r_w_i, r_l_i, m_i) + centering_coeff * (r_w_i + r_l_i)^2] + batch_sum_coeff * r^2
+        r = 1/(2N) sum_i u_i * (r_w_i + r_l_i)
+
+    :mod:`torchrl_rloo.functional.reward_model` has the terms and their sources. Rows come from
+    :func:`~torchrl_rloo.modules.reward_model.encode_pairs` or :func:`~torchrl_rloo.data.encode_preferences`. A pair has
+    sub-rows ``"chosen"`` and ``"rejected"``, scored in one forward pass, and optionally a float ``"margin"`` (``m_i``),
+    ``sample_weight`` and ``multiplicity``, whose product is ``u_i``. Returns a :class:`RewardModelLossOutput`.
 
     Args:
-        reward_model: scores rows.
-        centering_coeff: :math:`c`; the paper's is 0.01.
-        batch_sum_coeff: :math:`s`.
-        label_smoothing: assumed share of swapped labels.
-        micro_batch_size: pairs that :meth:`normalizers` scores at once for ``batch_sum_coeff``, which costs one more
-            forward pass; None for all.
+        reward_model: model that scores rows.
+        centering_coeff: coefficient of the centering term; 0.01 in the paper. 0 disables it.
+        batch_sum_coeff: coefficient of the sum-to-zero term. It costs one more forward pass in :meth:`normalizers`. 0
+            disables it.
+        label_smoothing: assumed share of swapped labels, in [0, 0.5).
+        micro_batch_size: pairs per forward pass in :meth:`normalizers`. None takes all at once.
 
     Raises:
-        ValueError: for a coefficient out of range, or a reward model that cannot score.
+        ValueError: if a coefficient is out of range or the reward model cannot score.
+
+    Example::
+
+        loss_fn = RewardModelLoss(RewardModel(model), centering_coeff=0.01)
+        loss_fn(encode_pairs(examples, tokenizer)).loss.backward()
     """
 
     reward_model: RewardModel
@@ -96,12 +102,12 @@ class RewardModelLoss(LossModule):
     ):
         super().__init__()
         if not callable(getattr(reward_model, "score", None)):
-            raise ValueError(f"reward_model must have a score(rows) method, {type(reward_model).__name__} has none")
+            raise ValueError(f"reward_model={type(reward_model).__name__} must have a score(rows) method")
         for name, value in (("centering_coeff", centering_coeff), ("batch_sum_coeff", batch_sum_coeff)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be a finite number of at least 0")
         if not 0 <= label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5")
+            raise ValueError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
         self.reward_model, self.label_smoothing = reward_model, label_smoothing
         self.centering_coeff, self.batch_sum_coeff = centering_coeff, batch_sum_coeff
         self.micro_batch_size = micro_batch_size
@@ -113,7 +119,7 @@ class RewardModelLoss(LossModule):
 
         Args:
             rows: all pairs of the step on this rank.
-            process_group: ranks whose gradients are averaged for this step; None for this rank.
+            process_group: group of ranks whose gradients are averaged for this step. None for this rank only.
         """
         total = torch.stack([multiplicity(rows).double().sum(), torch.zeros((), dtype=torch.float64)])
         if self.batch_sum_coeff and len(rows):
@@ -125,15 +131,17 @@ class RewardModelLoss(LossModule):
         return Normalizers(number, mean_reward=reward / (2 * number) if self.batch_sum_coeff else None)
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RewardModelLossOutput:
-        """Compute the loss of pairs of batch size ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        """Compute the loss of pairs ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
             zero, none = zero_loss(self.reward_model), torch.zeros(0)
             return RewardModelLossOutput(zero, None, None, none, none.clone())
+        # Score both completions of each pair in one forward pass
         chosen, rejected = self._score(tensordict)
         weights = row_weights(tensordict).to(chosen)
         num_rows = float(multiplicity(tensordict).sum()) if normalizers is None else normalizers.num_rows
         margin = tensordict.get(MARGIN, None)
         margin = 0.0 if margin is None else margin.reshape(-1).to(chosen)
+        # Sum the terms over pairs, normalized over the whole step
         losses = bradley_terry(chosen, rejected, margin, label_smoothing=self.label_smoothing)
         centered = summed = None
         if self.centering_coeff:
@@ -152,5 +160,5 @@ class RewardModelLoss(LossModule):
         )
 
     def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of the better and of the worse completions, both ``[P]``."""
+        """Return the scores of the better and the worse completions, ``[P]`` each."""
         return self.reward_model.score(concatenate([rows[CHOSEN], rows[REJECTED]])).chunk(2)

@@ -1,4 +1,4 @@
-"""RLOOLoss: policy-gradient losses over rows with advantages, as a choice of independent parts."""
+"""Policy-gradient loss over rows with advantages, composed of independent choices."""
 
 from __future__ import annotations
 
@@ -49,60 +49,63 @@ Spec = str | Mapping[str, Any]
 
 
 class RLOOLoss(LossModule):
-    r"""Policy-gradient loss of REINFORCE leave-one-out and its family.
+    """Policy-gradient loss of REINFORCE leave-one-out and related methods.
 
-    Replaces TorchRL's ``GRPOLoss``. ``clip_epsilon=0.2`` is ``surrogate=Clip(0.2)`` here, ``clip_epsilon=(0.2, 0.28)``
-    is ``Clip(0.2, 0.28)``; ``kl_to_ref_coeff``, ``kl_to_inference_coeff`` and ``entropy_coeff`` are the same, and
-    entropy is off by default (``entropy_bonus=True`` there). ``aggregation="token_mean"`` is the default there,
-    ``"sequence_sum"`` here; the ratio there is ``ratio="token"``. ``set_keys`` takes ``advantage=``; the other keys are
-    fixed (:mod:`torchrl_rloo.data.keys`).
+    Over the rows ``i`` of a step and their action tokens ``t``::
 
-    .. math:: L = \mathrm{aggregate}_{it}\big[ w_{it} \, f(\rho_{it}, A_{it}) + \beta \, \mathrm{KL}_{it}
-        - \eta \, H_{it} \big]
+        L = aggregate_it [w_it * surrogate(rho_it, A_it) + kl_coeff * KL_it - entropy_coeff * H_it]
 
-    over the rows ``i`` and their action tokens ``t``. The defaults are RLOO as one action per sequence (Ahmadian et al.
-    2024, arXiv 2402.14740) with PPO's clip for batches that are used more than once:
-    :math:`\frac{1}{N} \sum_i -\min(\rho_i A_i, \mathrm{clip}(\rho_i, 1 - l, 1 + h) A_i)` with
-    :math:`\rho_i = \exp \sum_t (\log \pi_\theta(a_{it}) - \log \mu(a_{it}))`. Published methods are combinations of
-    these parts: :data:`~torchrl_rloo.objectives.PRESETS`.
+    The defaults are RLOO with one action per sequence (Ahmadian et al. 2024, arXiv 2402.14740), and PPO's clip for
+    batches that are used more than once::
 
-    Reads ``TOKENS``, ``ACTION_MASK``, ``LOG_PROBS`` and ``ADVANTAGE`` of each row, ``sample_weight`` and
-    ``multiplicity`` (factors of the row's loss) where present, and what its settings ask for: ``TRUNCATED``,
-    ``PROXIMAL_LOG_PROBS``, ``PROXIMAL_ENTROPY``, ``REF_LOG_PROBS`` (see ``in_keys``). Returns an
-    :class:`~torchrl_rloo.objectives.RLOOLossOutput`: minimize its ``loss``.
+        L = 1/N sum_i -min(rho_i * A_i, clip(rho_i, 0.8, 1.2) * A_i)
+        rho_i = exp(sum_t (log pi(a_it) - log mu(a_it)))
+
+    Published methods combine these choices: :data:`~torchrl_rloo.objectives.PRESETS`.
+
+    The loss reads ``TOKENS``, ``ACTION_MASK``, ``LOG_PROBS`` and ``ADVANTAGE`` of each row. ``sample_weight`` and
+    ``multiplicity``, if present, multiply the loss of a row. Some settings read ``TRUNCATED``, ``PROXIMAL_LOG_PROBS``,
+    ``PROXIMAL_ENTROPY`` or ``REF_LOG_PROBS``; see ``in_keys``. Returns an
+    :class:`~torchrl_rloo.objectives.RLOOLossOutput` whose ``loss`` is to be minimized.
+
+    Coefficients are numbers or objects with ``__float__``, which are read at each use.
+
+    This class replaces TorchRL's ``GRPOLoss``. ``clip_epsilon=0.2`` there is ``surrogate=Clip(0.2)`` here,
+    ``clip_epsilon=(0.2, 0.28)`` is ``Clip(0.2, 0.28)``. Its defaults ``ratio="token"``, ``aggregation="token_mean"``
+    and the entropy bonus must be set here. ``set_keys`` accepts ``advantage=``; :mod:`torchrl_rloo.data.keys` fixes the
+    other keys.
 
     Args:
-        actor_network: scores rows; :meth:`TransformersWrapper.score`.
-        ratio: a name in :data:`~torchrl_rloo.functional.RATIOS` (``"sequence"``, ``"sequence_mean"``, ``"token"``,
-            ``"none"``: plain REINFORCE), or a function of the same signature.
-        surrogate: a choice from :data:`~torchrl_rloo.functional.SURROGATES`: a name, a mapping such as ``{"name":
-            "clip", "low": 0.1}``, an object such as ``Clip(0.1)``, or a function of the same signature.
-        aggregation: a choice from :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``,
+        actor_network: policy that scores rows with :meth:`TransformersWrapper.score`.
+        ratio: name in :data:`~torchrl_rloo.functional.RATIOS` (``"sequence"``, ``"sequence_mean"``, ``"token"``, or
+            ``"none"`` for plain REINFORCE), or a function of the same signature.
+        surrogate: choice from :data:`~torchrl_rloo.functional.SURROGATES`: a name, a mapping such as ``{"name": "clip",
+            "low": 0.1}``, an object such as ``Clip(0.1)``, or a function of the same signature.
+        aggregation: choice from :data:`~torchrl_rloo.functional.AGGREGATIONS` (``"sequence_sum"``,
             ``"sequence_mean"``, ``"token_mean"``, ``ConstantLength(64)``), or a function of the same signature.
-        old_log_probs: start of the ratio: the ``"sampler"``'s log-probs, or the ``"proximal"`` ones of the training
-            model before its first update on the batch (see :func:`~torchrl_rloo.modules.record_log_probs`).
-        correction: weight for the difference between sampler and proximal (with ``ratio="none"``: present) policy: a
-            choice from :data:`~torchrl_rloo.functional.CORRECTIONS`, a function of that signature, or None.
-        off_policy_mask_threshold: leave out rows of negative advantage that are this far off the sampler, in nats per
-            token; None keeps them.
-        kl_to_ref_coeff: coefficient of the KL to the reference, whose log-probs the rows then carry.
-        kl_to_inference_coeff: coefficient of the KL to the policy that sampled.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, of both.
-        kl_importance_weighted: multiply the KL by the importance ratio to the sampler, which makes its gradient that of
-            the true KL.
-        entropy_coeff: coefficient of the entropy bonus.
-        high_entropy_fraction: let only this share of the action tokens, those of highest entropy, carry the policy
-            gradient (arXiv 2506.01939); needs recorded entropies, see ``record_log_probs(entropy=...)``.
-        router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. It averages over each forward
-            pass's own tokens, so this term depends on the micro-batches.
-        mask_truncated_completions: leave out the tokens of truncated rows. Such a row has no gradient; it still counts
-            as a row, and its reward in its siblings' baseline.
-
-    Coefficients are numbers or objects with ``__float__``, read at each use.
+        old_log_probs: denominator of the ratio: log-probs of the ``"sampler"``, or the ``"proximal"`` ones of the
+            training model before its first update on the batch (:func:`~torchrl_rloo.modules.record_log_probs`).
+        correction: importance weight between the sampler and the proximal policy (the current policy with
+            ``ratio="none"``): choice from :data:`~torchrl_rloo.functional.CORRECTIONS`, or a function of the same
+            signature. None disables it.
+        off_policy_mask_threshold: drift from the sampler beyond which rows of negative advantage are masked, in nats
+            per token. None keeps all rows.
+        kl_to_ref_coeff: coefficient of the KL to the reference, whose log-probs the rows must carry. 0 disables it.
+        kl_to_inference_coeff: coefficient of the KL to the policy that sampled. 0 disables it.
+        kl_estimator: estimator of both KLs: ``"k1"``, ``"k2"`` or ``"k3"``.
+        kl_importance_weighted: True multiplies the KL by the importance ratio to the sampler, so its gradient is that
+            of the reverse KL.
+        entropy_coeff: coefficient of the entropy bonus. 0 disables it.
+        high_entropy_fraction: share of the action tokens, those of highest entropy, that get a policy gradient
+            (arXiv 2506.01939). It requires entropies of ``record_log_probs(entropy=...)``. None uses all tokens.
+        router_loss_coeff: coefficient of the load-balancing loss of a mixture of experts. The loss averages over the
+            tokens of a forward pass, so this term depends on the micro-batches. 0 disables it.
+        mask_truncated_completions: True excludes the tokens of truncated rows. Such a row has no gradient, but it
+            still counts as a row, and its reward still enters the baseline of its group.
 
     Raises:
-        ValueError: for an unknown name or field, a value out of range, or parts that cannot be combined.
-        KeyError: at ``forward`` for rows that lack an entry.
+        ValueError: if a name or field is unknown, a value is out of range, or settings cannot be combined.
+        KeyError: at ``forward``, if rows lack an entry.
 
     Example:
         >>> from tensordict import TensorDict
@@ -169,7 +172,7 @@ class RLOOLoss(LossModule):
         self.out_keys = list(RLOOLossOutput.__annotations__)
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
-        """Set ``in_keys``, which :meth:`set_keys` changes."""
+        """Set ``in_keys``; :meth:`set_keys` calls this after a change."""
         self.in_keys = [keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, self.tensor_keys.advantage]
         self.in_keys += [keys.TRUNCATED] if self.mask_truncated_completions else []
         self.in_keys += [keys.PROXIMAL_LOG_PROBS] if self.old_log_probs == "proximal" else []
@@ -178,7 +181,7 @@ class RLOOLoss(LossModule):
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """Whether rows of advantage 0 may have a gradient: from another term, or a surrogate that is not ours."""
+        """True if rows of advantage 0 may have a gradient, from another term or from a user-defined surrogate."""
         others = (self.kl_to_ref_coeff, self.kl_to_inference_coeff, self.entropy_coeff, self.router_loss_coeff)
         return not isinstance(self.surrogate, tuple(SURROGATES.values())) or any(map(is_on, others))
 
@@ -186,9 +189,9 @@ class RLOOLoss(LossModule):
         """Compute the normalizers of an optimizer step from all its rows.
 
         Args:
-            rows: all rows of the step on this rank, rows of advantage 0 included.
-            process_group: ranks whose gradients are averaged for this step, each with equally many micro-batches; None
-                for this rank.
+            rows: all rows of the step on this rank, including rows of advantage 0.
+            process_group: group of ranks whose gradients are averaged for this step, each with the same number of
+                micro-batches. None for this rank only.
         """
         masked = {"mask_truncated_completions": self.mask_truncated_completions, "process_group": process_group}
         normalizers = row_normalizers(rows, **masked)
@@ -197,36 +200,36 @@ class RLOOLoss(LossModule):
         return replace(normalizers, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RLOOLossOutput:
-        """Compute the loss of some rows as their part of a step.
+        """Compute the loss of rows as their part of a step.
 
         Args:
-            tensordict: rows, batch size ``[B]``.
-            normalizers: :meth:`normalizers` of the whole step, given to each of its micro-batches: the summed gradient
-                is then that of the whole. None: the rows are the whole step.
+            tensordict: rows of batch size ``[B]``.
+            normalizers: :meth:`normalizers` of the whole step. If all its micro-batches share them, their gradients sum
+                to that of the step. None takes the rows as the whole step.
         """
         if not len(tensordict):
-            return self._no_rows()
+            return self._empty_output()
         normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
 
         # Score the rows under the current weights
         router_coeff = float(self.router_loss_coeff)
         scored = self.actor_network.score(tensordict, **({"router_loss": True} if router_coeff else {}))
-        batch = self._tensors(tensordict, scored, normalizers)
+        batch = self._gather(tensordict, scored, normalizers)
         log_probs, mask = batch.log_probs, batch.mask
 
-        # Policy gradient, weighted by the correction for the sampler
+        # Compute the policy gradient, weighted by the correction for the sampler
         log_ratio = self.ratio(log_probs, batch.old, mask)
         per_token = self._is_per_token(batch, log_ratio)
         if not per_token and batch.advantages.shape[1] > 1:
             raise ValueError(
-                "the ratio takes a whole sequence as one action, but rows carry an advantage for each token: use "
+                "ratio='sequence' cannot be combined with rows that carry an advantage for each token; use "
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
-        weight = self._weight(batch)
+        weight = self._compute_weight(batch)
         policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old)
         terms = {"loss_objective": weight * share_out(policy, mask)}
 
-        # KL and entropy
+        # Add KL and entropy
         sampler_ratio = torch.where(mask, log_probs - batch.behavior, 0.0) if self.kl_importance_weighted else None
         if beta := float(self.kl_to_ref_coeff):
             terms["loss_kl_to_ref"] = beta * kl_loss_terms(log_probs, batch.ref, self.kl_estimator, sampler_ratio)
@@ -236,67 +239,70 @@ class RLOOLoss(LossModule):
         if eta := float(self.entropy_coeff):
             terms["loss_entropy"] = -eta * scored.entropy
 
-        # One scalar for each term, normalized over the whole step
+        # Reduce each term to a scalar, normalized over the whole step
         given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
         losses = {k: aggregate(v * batch.weights, mask, self.aggregation, **given) for k, v in terms.items()}
         if router_coeff:
             share = float((mask * batch.multiplicity).sum()) / max(normalizers.num_tokens, 1)
             losses["loss_router"] = router_coeff * share * scored.router_loss
         with torch.no_grad():
-            metrics = self._metrics(batch, weight) | self._clip_fractions(batch, log_ratio, per_token, normalizers)
+            metrics = self._compute_metrics(batch, weight)
+            metrics |= self._compute_clip_fractions(batch, log_ratio, per_token, normalizers)
         return RLOOLossOutput(**dict.fromkeys(RLOOLossOutput.loss_terms()) | losses | metrics)
 
     def _is_per_token(self, batch: _Batch, log_ratio: torch.Tensor) -> bool:
-        """Return whether the ratio has a value for each token; its name decides where rows have one token at most."""
+        """Return whether the ratio has a value per token. With at most one token per row, its name decides."""
         if batch.mask.shape[1] > 1:
             return log_ratio.shape == batch.mask.shape
         return self.ratio is not sequence_log_ratio
 
-    def _tensors(self, rows: TensorDictBase, scored: ScoredActions, normalizers: Normalizers) -> _Batch:
+    def _gather(self, rows: TensorDictBase, scored: ScoredActions, normalizers: Normalizers) -> _Batch:
+        """Gather what the terms need into rectangles of action tokens."""
         actions, mask = scored.actions, scored.actions.mask
         if self.mask_truncated_completions:
             mask = mask & ~rows[keys.TRUNCATED].reshape(-1, 1).to(mask.device)
 
-        def gathered(key):
+        def gather(key):
             return gather_actions(ragged(rows, key), actions).detach()  # rows may have been scored with gradient
 
-        behavior = gathered(keys.LOG_PROBS)
+        behavior = gather(keys.LOG_PROBS)
         has_ref = keys.REF_LOG_PROBS in rows.keys(True)
         if is_on(self.kl_to_ref_coeff) and not has_ref:
             raise KeyError(
-                f"kl_to_ref_coeff={float(self.kl_to_ref_coeff)} needs rows with {keys.REF_LOG_PROBS}: add a "
-                "KLRewardTransform to the environment (with coefficient 0 it only records), or use record_log_probs"
+                f"kl_to_ref_coeff={float(self.kl_to_ref_coeff)} requires rows with {keys.REF_LOG_PROBS}; add a "
+                "KLRewardTransform to the environment (coefficient 0 only records), or use record_log_probs"
             )
+        # Select the tokens with a policy gradient: all, or those of high entropy
         chosen = mask
         if self.high_entropy_fraction is not None:
             if normalizers.entropy_threshold is None:
-                raise ValueError("high_entropy_fraction needs normalizers with a threshold: use loss.normalizers(rows)")
-            chosen = mask & (gathered(keys.PROXIMAL_ENTROPY) >= normalizers.entropy_threshold)
+                raise ValueError("high_entropy_fraction requires an entropy_threshold; pass loss.normalizers(rows)")
+            chosen = mask & (gather(keys.PROXIMAL_ENTROPY) >= normalizers.entropy_threshold)
         return _Batch(
             log_probs=scored.log_probs,
             entropy=scored.entropy,
             mask=mask,
             chosen=chosen,
             behavior=behavior,
-            old=gathered(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else behavior,
-            ref=gathered(keys.REF_LOG_PROBS) if has_ref else None,
-            advantages=_advantages(rows, self.tensor_keys.advantage, actions),
+            old=gather(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else behavior,
+            ref=gather(keys.REF_LOG_PROBS) if has_ref else None,
+            advantages=_gather_advantages(rows, self.tensor_keys.advantage, actions),
             weights=row_weights(rows)[:, None].to(mask.device),
             multiplicity=multiplicity(rows)[:, None].to(mask.device),
         )
 
-    def _weight(self, batch: _Batch) -> torch.Tensor:
-        """Return ``[B, A]``, without gradient: the correction for the sampler, 0 on tokens that are left out."""
+    def _compute_weight(self, batch: _Batch) -> torch.Tensor:
+        """Return ``[B, A]``, without gradient: the correction for the sampler, 0 on masked tokens."""
         weight = batch.chosen.float()
         if self.correction is not None:
             numerator = batch.old if self.old_log_probs == "proximal" else batch.log_probs.detach()
             weight = weight * self.correction(torch.where(batch.mask, numerator - batch.behavior, 0.0), batch.mask)
         if self.off_policy_mask_threshold is not None:
-            stays = (batch.log_probs, batch.behavior, batch.advantages, batch.mask, self.off_policy_mask_threshold)
-            weight = weight * off_policy_mask(*stays)
+            drift = (batch.log_probs, batch.behavior, batch.advantages, batch.mask, self.off_policy_mask_threshold)
+            weight = weight * off_policy_mask(*drift)
         return weight
 
-    def _metrics(self, batch: _Batch, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _compute_metrics(self, batch: _Batch, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         zero, tokens = batch.log_probs.new_zeros(()), batch.mask * batch.multiplicity
         difference = torch.where(batch.mask, batch.log_probs - batch.behavior, 0.0)
         log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
@@ -315,7 +321,7 @@ class RLOOLoss(LossModule):
             "num_action_tokens": tokens.sum(),
         }
 
-    def _clip_fractions(
+    def _compute_clip_fractions(
         self, batch: _Batch, log_ratio: torch.Tensor, per_token: bool, normalizers: Normalizers
     ) -> dict[str, torch.Tensor]:
         """Return the share of clipped tokens or rows, by the sign of the advantage."""
@@ -330,8 +336,8 @@ class RLOOLoss(LossModule):
             low, high = ((side * units).sum().to(batch.log_probs) / max(of_all, 1e-12) for side in sides)
         return {"clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high}
 
-    def _no_rows(self) -> RLOOLossOutput:
-        """Return the output for a batch of no rows: nothing to learn, and nothing to measure."""
+    def _empty_output(self) -> RLOOLossOutput:
+        """Return the output for no rows: a loss of 0 and metrics of NaN."""
         zero = zero_loss(self.actor_network)
         fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.detach().new_tensor(math.nan))
         fields |= dict.fromkeys(RLOOLossOutput.loss_terms()) | {"loss_objective": zero, "log_ratio": zero.new_zeros(0)}
@@ -339,7 +345,7 @@ class RLOOLoss(LossModule):
 
 
 class _Batch(NamedTuple):
-    """Rows as rectangles: ``[B, A]``, but ``[B, 1]`` for weights, multiplicity and advantages of whole rows."""
+    """Rectangles of rows: ``[B, A]``, but ``[B, 1]`` for weights, multiplicity and advantages of whole rows."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
@@ -353,8 +359,8 @@ class _Batch(NamedTuple):
     multiplicity: torch.Tensor
 
 
-def _advantages(rows: TensorDictBase, key: NestedKey, actions: ActionTokens) -> torch.Tensor:
-    """Return ``[B, 1]``, or ``[B, A]`` where a row has one for each of its tokens."""
+def _gather_advantages(rows: TensorDictBase, key: NestedKey, actions: ActionTokens) -> torch.Tensor:
+    """Return ``[B, 1]``, or ``[B, A]`` if rows have an advantage per token."""
     values = ragged(rows, key)
     if all(v.numel() == 1 for v in values):
         return torch.stack([v.reshape(1) for v in values]).to(actions.mask.device)

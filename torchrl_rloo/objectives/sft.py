@@ -1,4 +1,4 @@
-"""SFTLoss: supervised fine-tuning on given rows."""
+"""Loss of supervised fine-tuning on given rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SFTLossOutput(LossOutput, TensorClass["nocast"]):
 
     Attributes:
         loss_sft: scalar to minimize.
-        nll: mean negative log-prob per action token, in nats, whatever the aggregation and the sample weights.
+        nll: mean negative log-prob per action token, in nats, for every aggregation and sample weight.
         entropy: mean entropy of the model's distribution per action token, in nats.
-        num_action_tokens: number of action tokens that the means are over.
+        num_action_tokens: number of action tokens that the means cover.
     """
 
     loss_sft: torch.Tensor
@@ -44,22 +44,39 @@ class SFTLossOutput(LossOutput, TensorClass["nocast"]):
 
 
 class SFTLoss(LossModule):
-    r"""Negative log-likelihood of the rows' action tokens, e.g. for a warm start.
+    """Negative log-likelihood of the rows' action tokens, e.g. for a warm start.
 
-    Takes rows of tokens where TorchRL's class of this name takes a ``History``. ``normalize_by_seq_length=True`` there
-    is ``aggregation="sequence_mean"`` here, ``False`` is ``"sequence_sum"``; a KL to a reference is not included.
+    With the default ``"token_mean"``::
 
-    .. math:: L = -\frac{1}{\sum_i |y_i|} \sum_i \sum_t \log \pi_\theta(y_{it}|x_i, y_{i,<t})
+        L = -1 / sum_i |y_i| * sum_i sum_t log pi(y_it | x_i, y_i,<t)
 
-    for the default ``"token_mean"``. Reads ``TOKENS`` and ``ACTION_MASK``; a row's ``sample_weight`` and
-    ``multiplicity``, where present, multiply its loss. Returns an :class:`SFTLossOutput`.
+    The loss reads ``TOKENS`` and ``ACTION_MASK``. ``sample_weight`` and ``multiplicity``, if present, multiply the loss
+    of a row. Returns an :class:`SFTLossOutput`.
+
+    TorchRL's ``SFTLoss`` takes a ``History`` instead of rows. Its ``normalize_by_seq_length=True`` is
+    ``aggregation="sequence_mean"`` here, ``False`` is ``"sequence_sum"``. A KL to a reference is not included.
 
     Args:
-        actor_network: scores rows; :meth:`TransformersWrapper.score`.
-        aggregation: a choice from :data:`~torchrl_rloo.functional.AGGREGATIONS`, or such a function.
+        actor_network: policy that scores rows with :meth:`TransformersWrapper.score`.
+        aggregation: choice from :data:`~torchrl_rloo.functional.AGGREGATIONS`, or a function of the same signature.
 
     Raises:
-        ValueError: for an unknown aggregation.
+        ValueError: if the aggregation is unknown.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.data import stack_rows
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> tokenizer = build_tokenizer()
+        >>> model = build_model(tokenizer, seed=0).eval()
+        >>> loss_fn = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
+        >>> rows = stack_rows([TensorDict({
+        ...     keys.TOKENS: torch.tensor([5, 6, 7]),
+        ...     keys.ACTION_MASK: torch.tensor([False, True, True]),
+        ... })])
+        >>> out = loss_fn(rows)
+        >>> torch.equal(out.loss, out.nll), int(out.num_action_tokens)
+        (True, 2)
     """
 
     actor_network: TransformersWrapper
@@ -82,7 +99,7 @@ class SFTLoss(LossModule):
         return row_normalizers(rows, process_group=process_group)
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> SFTLossOutput:
-        """Compute the loss of rows of batch size ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        """Compute the loss of rows ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
             zero = zero_loss(self.actor_network)
             nan = zero.detach() + math.nan

@@ -1,4 +1,4 @@
-"""ValueLoss: training of PPO's critic."""
+"""Loss that trains the critic of PPO."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ValueLossOutput(LossOutput, TensorClass["nocast"]):
 
     Attributes:
         loss_critic: scalar to minimize.
-        explained_variance: share of the targets' variance that the values explain; 1 is perfect, NaN where targets are
-            all alike.
-        value_clip_fraction: share of the action tokens whose value has moved further than ``clip_epsilon``.
-        value_estimates: ``[n]``, of the action tokens; a merged row's once for each it stands for.
+        explained_variance: share of the targets' variance that the values explain. 1 is perfect, NaN if all targets are
+            equal.
+        value_clip_fraction: share of the action tokens whose value moved by more than ``clip_epsilon``.
+        value_estimates: ``[n]``, values at the action tokens; repeated for each row that a merged row stands for.
         value_targets: ``[n]``, their targets.
-        num_action_tokens: number of action tokens that the metrics are over, ``n``.
+        num_action_tokens: number ``n`` of action tokens.
     """
 
     loss_critic: torch.Tensor
@@ -54,23 +54,27 @@ class ValueLossOutput(LossOutput, TensorClass["nocast"]):
 
 
 class ValueLoss(LossModule):
-    """The clipped squared error of a value head, averaged over action tokens.
+    """Clipped squared error of a value head, averaged over action tokens.
 
     See :func:`~torchrl_rloo.functional.value_loss.clipped_value_loss`. Rows come from a buffer with
-    :class:`~torchrl_rloo.replay.gae.TokenGAE`.
+    :class:`~torchrl_rloo.replay.gae.TokenGAE`. The loss reads ``TOKENS``, ``ACTION_MASK``, ``STATE_VALUE`` and
+    ``VALUE_TARGET``. ``sample_weight`` and ``multiplicity``, if present, multiply the loss of a row. Returns a
+    :class:`ValueLossOutput`.
 
     Args:
-        value_head: estimates the values.
-        clip_epsilon: largest distance of a value from the one that the targets were computed with; None disables the
+        value_head: critic that estimates the values.
+        clip_epsilon: largest distance of a value from the one that its target was computed with. None disables the
             clip.
-        mask_truncated_completions: leave out the tokens of truncated rows.
-
-    Reads ``TOKENS``, ``ACTION_MASK``, ``STATE_VALUE`` and ``VALUE_TARGET``; a row's ``sample_weight`` and
-    ``multiplicity``, where present, multiply its loss. Returns a :class:`ValueLossOutput`.
+        mask_truncated_completions: True excludes the tokens of truncated rows.
 
     Raises:
-        ValueError: for a value out of range.
-        KeyError: at ``forward`` for rows without values or targets.
+        ValueError: if ``clip_epsilon`` is out of range.
+        KeyError: at ``forward``, if rows have no values or targets.
+
+    Example::
+
+        loss_fn = ValueLoss(ValueHead(model), clip_epsilon=0.2)
+        loss_fn(buffer.sample()).loss.backward()
     """
 
     value_head: ValueHead
@@ -92,11 +96,12 @@ class ValueLoss(LossModule):
         return row_normalizers(rows, mask_truncated_completions=masked, process_group=process_group)
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> ValueLossOutput:
-        """Compute the loss of rows of batch size ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        """Compute the loss of rows ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
             zero, nothing = zero_loss(self.value_head), torch.zeros(0)
             nan = zero.detach() + math.nan
             return ValueLossOutput(zero, nan, nan.clone(), nothing, nothing.clone(), zero.new_zeros(()))
+        # Estimate the values of the action tokens, and gather those that the targets were computed with
         normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         values, actions = self.value_head.values(tensordict)
         mask = actions.mask
@@ -106,9 +111,11 @@ class ValueLoss(LossModule):
             gather_actions([v[:, 0] for v in ragged(tensordict, key)], actions)
             for key in (keys.STATE_VALUE, keys.VALUE_TARGET)
         )
+        # Average the clipped error over the tokens of the whole step
         errors = clipped_value_loss(values, old, targets, self.clip_epsilon)
         weighted = errors * row_weights(tensordict).to(values)[:, None]
         loss = aggregate(weighted, mask, "token_mean", num_tokens=normalizers.num_tokens)
+        # Measure the values without gradient; a merged row counts once for each row that it stands for
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict).to(mask.device)[:, None]
             outside = (values - old).abs() > (math.inf if self.clip_epsilon is None else self.clip_epsilon)

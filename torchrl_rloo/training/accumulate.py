@@ -1,4 +1,4 @@
-"""Gradient accumulation: the one place where a batch is normalized, thinned, split and sent backward."""
+"""Gradient accumulation: count normalizers, drop rows without signal, split into micro-batches, run backward."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def accumulate(
     max_tokens: int | None = None,
     merge_identical: bool = False,
 ) -> list[Any]:
-    """Add the gradient of one optimizer step's batch to the parameters, a micro-batch at a time.
+    """Accumulate the gradient of one optimizer step's batch, one micro-batch at a time.
 
-    Normalizers are counted over the whole batch first, so the gradient does not depend on how the batch is split. Rows
-    whose advantages are all 0 are skipped where no other term of the loss needs them.
+    Normalizers are counted over the whole batch first, so the gradient does not depend on the split. Rows whose
+    advantages are all 0 are dropped unless another term of the loss needs them.
 
     Args:
-        loss_fn: a loss of :mod:`torchrl_rloo.objectives`; its output has ``.loss``.
-        batch: batch size ``[B]``, rows or preference pairs.
-        micro_batch_size: rows in one forward and backward pass; None for all.
-        max_tokens: tokens in one pass; None for any number. Not for preference pairs.
-        merge_identical: run rows that are equal token by token once, with their multiplicity.
+        loss_fn: loss from :mod:`torchrl_rloo.objectives`, whose output has ``.loss``.
+        batch: rows or preference pairs, batch size ``[B]``.
+        micro_batch_size: rows per forward and backward pass. None takes all.
+        max_tokens: tokens per pass; cannot be used with preference pairs. None sets no limit.
+        merge_identical: True runs rows with equal tokens once, with their multiplicity.
 
     Returns:
-        The loss's output for each micro-batch, detached; :func:`~torchrl_rloo.objectives.merge_outputs` makes metrics
-        of them.
+        Detached output of the loss for each micro-batch, to be merged into metrics by
+        :func:`~torchrl_rloo.objectives.merge_outputs`.
 
     Raises:
-        ValueError: for a limit below 1.
+        ValueError: if a limit is below 1, or ``max_tokens`` is given for preference pairs.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -55,21 +55,25 @@ def accumulate(
         >>> len(accumulate(SFTLoss(policy), rows, micro_batch_size=2))
         2
     """
-    are_rows = keys.TOKENS in batch.keys(include_nested=True)  # else preference pairs
+    # Count the normalizers before rows are dropped or merged
+    are_rows = keys.TOKENS in batch.keys(include_nested=True)  # False for preference pairs
     if are_rows:
-        batch = split_segments(batch)  # a trajectory whose past the template rewrote is several samples
+        batch = split_segments(batch)  # a trajectory whose past the template rewrote becomes several samples
     normalizers = loss_fn.normalizers(batch)
+
+    # Drop and merge rows that would repeat or waste a forward pass
     advantage = getattr(loss_fn.tensor_keys, "advantage", keys.ADVANTAGE)
     if advantage in batch.keys(include_nested=True) and not loss_fn.needs_zero_advantage:
         batch = drop_zero_advantage(batch, advantage)
     if merge_identical:
         batch = merge(batch)
+    # Split into micro-batches and add up their gradients
     outputs = []
     packing = getattr(getattr(loss_fn, "actor_network", None), "packing", "none")
     if are_rows:
         parts = micro_batches(batch, micro_batch_size, max_tokens=max_tokens, packing=packing)
     elif max_tokens is not None:
-        raise ValueError(f"max_tokens={max_tokens} is for rows, not for pairs: set micro_batch_size")
+        raise ValueError(f"max_tokens={max_tokens} cannot be used with preference pairs; set micro_batch_size")
     elif micro_batch_size is not None and micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1; None takes all pairs")
     else:
@@ -82,17 +86,20 @@ def accumulate(
 
 
 def minibatches(buffer: ReplayBuffer, number: int, epochs: int = 1) -> Iterator[TensorDictBase]:
-    """Yield all rows of a buffer once an epoch, as ``number`` batches of nearly equal size.
+    """Yield all rows of a buffer once per epoch, as ``number`` batches of nearly equal size.
 
-    A batch that is shorter than planned is split evenly, too: each row then weighs the same in its update.
+    A buffer with fewer rows than planned is also split evenly, so each row weighs the same in its update.
 
     Args:
-        buffer: samples without replacement.
-        number: of batches an epoch; fewer if the buffer has fewer rows.
+        buffer: buffer that samples without replacement.
+        number: batches per epoch; fewer if the buffer has fewer rows.
         epochs: passes over the rows.
 
+    Yields:
+        Rows, batch size ``[b]``.
+
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if ``number`` or ``epochs`` is below 1.
     """
     for name, value in (("number", number), ("epochs", epochs)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""One optimizer step, and the learning-rate schedule."""
+"""Optimizer steps and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def optimizer_step(
     """Clip the gradient, step optimizer and schedule, and clear the gradient.
 
     Args:
-        model: the trained parameters.
-        optimizer: of these parameters.
-        scheduler: of the optimizer; None for a constant learning rate.
-        max_grad_norm: limit of the gradient's norm; None does not clip.
+        model: module with the trained parameters.
+        optimizer: optimizer of these parameters.
+        scheduler: schedule of the optimizer. None keeps the learning rate constant.
+        max_grad_norm: largest norm of the gradient. None disables clipping.
 
     Returns:
-        Norm of the gradient before clipping, scalar.
+        Norm of the gradient before clipping, a scalar.
 
     Raises:
-        TypeError: for a ``scheduler`` that is none.
+        TypeError: if ``scheduler`` is not a schedule.
         ValueError: if ``max_grad_norm`` is not above 0.
-        RuntimeError: if the norm is not finite; nothing is stepped.
+        RuntimeError: if the norm is not finite. Nothing is stepped.
     """
     if scheduler is not None and not hasattr(scheduler, "step"):
-        raise TypeError(f"scheduler={scheduler!r} must be a learning-rate schedule; is it max_grad_norm?")
+        raise TypeError(f"scheduler={scheduler!r} must be a learning-rate schedule; pass max_grad_norm by name")
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; null does not clip")
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; use null to disable clipping")
     norm = clip_grad_norm_(model.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
     optimizer.step()
     if scheduler is not None:
@@ -51,15 +51,20 @@ def catch_up(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> Non
 def linear_schedule(
     optimizer: torch.optim.Optimizer, total_steps: int, *, warmup_steps: int | None = 0, final_fraction: float = 0.0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    r"""Let the learning rate rise linearly over the first steps, and fall linearly to a fraction over all of them.
+    """Schedule a linear warmup and a linear decay of the learning rate.
 
-    .. math:: \eta_s = \eta \min(1, (s + 1) / W) \, (1 - \min(1, s / S) (1 - f))
+    With ``peak`` the learning rate of the optimizer, step ``s`` has::
+
+        lr = peak * min(1, (s + 1) / warmup_steps) * (1 - min(1, s / total_steps) * (1 - final_fraction))
 
     Args:
-        optimizer: its learning rates are the peak :math:`\eta`.
-        total_steps: optimizer steps of the run, :math:`S`.
-        warmup_steps: steps of the rise, :math:`W`. None: 5, or a tenth of a run that is shorter than 50 steps.
-        final_fraction: share of the peak at the end, :math:`f`.
+        optimizer: optimizer whose learning rates are the peak.
+        total_steps: optimizer steps of the run.
+        warmup_steps: steps of the warmup. None takes 5, or a tenth of a run shorter than 50 steps.
+        final_fraction: share of the peak at the end, in [0, 1].
+
+    Returns:
+        A schedule to be stepped after every optimizer step.
 
     Raises:
         ValueError: if a number is out of range.
@@ -79,7 +84,7 @@ def linear_schedule(
     if total_steps < 1:
         raise ValueError(f"total_steps={total_steps} must be at least 1")
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and total_steps={total_steps}: lower it")
+        raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and total_steps={total_steps}; lower it")
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"final_fraction={final_fraction} must be between 0 and 1")
 
