@@ -119,9 +119,9 @@ def test_signatures_are_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"reward_weights": [1]}, TypeError, "DatasetChatEnv has no argument 'reward_weights': .*RewardTransform"),
-        ({"max_token": 3}, TypeError, "DatasetChatEnv has no argument 'max_token' .did you mean 'max_tokens'"),
-        ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform: make one"),
+        ({"reward_weights": [1]}, TypeError, "unknown argument 'reward_weights': .*RewardTransform"),
+        ({"max_token": 3}, TypeError, "DatasetChatEnv got an unknown argument 'max_token' .did you mean 'max_tokens'"),
+        ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform; pass"),
         ({"after_rewards": [3]}, TypeError, r"after_rewards\[0\]=3 must be a torchrl.envs.Transform"),
         ({"rewards": "boxed_acuracy"}, ValueError, "did you mean 'boxed_accuracy'"),
         ({"rewards": "boxed_accuracy"}, ValueError, r"asks for \['answer'\], which the dataset does not have"),

@@ -66,7 +66,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_logged(make_env: Callable, ca
     assert not caplog.messages
     for _ in range(2):
         make_env(n=3, prompts_per_batch=4)
-    assert caplog.messages == ["prompts_per_batch=4 of 3 prompts: batches repeat prompts"]
+    assert caplog.messages == ["prompts_per_batch=4 exceeds the 3 prompts: batches repeat prompts"]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
