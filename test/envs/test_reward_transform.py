@@ -288,8 +288,8 @@ def test_counters_survive_a_restart(tokenizer):
     ("functions", "settings", "message"),
     [
         ([constant("a", []), constant("a", [])], {}, r"'a', 'a'"),
-        ([constant("a", []), constant("b", [])], {"weights": [1.0]}, r"1 weights.*2 reward functions"),
-        ([constant("a", [])], {"weights": [1.0, 2.0]}, r"2 weights.*1 reward functions"),
+        ([constant("a", []), constant("b", [])], {"weights": [1.0]}, r"weights=\[1.0\] must.*2 reward functions"),
+        ([constant("a", [])], {"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] must.*1 reward functions"),
         ([constant("a", [])], {"weights": [NAN]}, "weights"),
         ([constant("a", [])], {"weights": [math.inf]}, "weights"),
         ([constant("a", [])], {"clip_range": (1.0, -1.0)}, r"clip_range=\(1.0, -1.0\)"),

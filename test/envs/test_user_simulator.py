@@ -88,7 +88,7 @@ def test_it_sees_the_other_side_of_what_was_said_aloud() -> None:
         say("user", "<tool_response>what a template without tools shows"),
         say("assistant", "hm</think>Yes."),
     ]
-    simulator._own[0] = [3]
+    simulator._own_messages[0] = [3]
     assert simulator.messages(*turn(query, completion, persona="{an} heir")) == [
         say("system", "You are {an} heir, {rude}."),
         say("user", "Hi!"),
@@ -153,7 +153,7 @@ def test_turns_that_others_answer_are_not_said_to_it(goals, one_token, tokenizer
         ["system", "user", "assistant", "user", "assistant", "user"],
     ]
     assert not any("a result" in m["content"] for each in seen for m in each)
-    assert not simulator._own, "forgotten with the conversation"
+    assert not simulator._own_messages, "forgotten with the conversation"
 
 
 def test_the_environments_limit_holds_too(make_env, one_token) -> None:
@@ -344,8 +344,8 @@ def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tokenizer": "a tokenizer"}, "nothing else has a use"),
-        ({"generate_kwargs": {"max_new_tokens": 3}}, "are for an engine"),
+        ({"tokenizer": "a tokenizer"}, "a function requires tokenizer=None"),
+        ({"generate_kwargs": {"max_new_tokens": 3}}, "requires an engine"),
         ({"stop_text": " "}, "stop_text=' ' must not be empty"),
         ({"max_replies": 0}, "max_replies=0 must be at least 1"),
         ({"timeout": 0}, "timeout=0 must be above 0"),

@@ -199,7 +199,7 @@ BAD = [
     ("advantage.estimatr=rloo", "estimatr"),
     ("loss.ratio=tokens", "ratio='tokens'"),
     ("loss.clip_epsilon=-0.1", "clip_epsilon"),
-    ("reward.weights=[1,2]", "2 weights [1.0, 2.0] for 1 reward functions"),
+    ("reward.weights=[1,2]", "weights=[1.0, 2.0] must have one number for each of 1 reward functions"),
     ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
 ]
 

@@ -63,7 +63,7 @@ def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     Returns:
         The ``[n]`` rows as ``env.reset`` returns them.
     """
-    with DataLoadingPrimer.giving(rows):
+    with DataLoadingPrimer.with_rows(rows):
         return _open_rows(env, None)
 
 
