@@ -269,7 +269,7 @@ def test_a_model_that_only_thinks_fails(make_env, one_token, tokenizer, caplog) 
     with ScriptedEngine(lambda request, index: ScriptedTurn(ids, finish="length")) as engine:
         env = make_env(engine, PROMPT, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 9})
         assert reasons(LLMCollector(env, one_token).collect()) == ["failed"] * 4
-    assert "9 tokens ended before it said anything" in caplog.text
+    assert "used its 9 tokens without a reply" in caplog.text
 
 
 def test_an_engines_context_is_heeded(make_env, one_token, tokenizer) -> None:

@@ -65,10 +65,10 @@ def test_a_prompt_is_not_both(tmp_path, caplog):
     source, other = write(tmp_path / "train.jsonl", "abcd"), write(tmp_path / "test.jsonl", "xbyd")
     train, held_out = TASK.load(source, eval_source=other)
     assert [r["query"] for r in train] == ["a", "c"] and [r["query"] for r in held_out] == ["x", "b", "y", "d"]
-    assert "2 of 4 training prompts are held out" in caplog.text
+    assert "2 of 4 training prompts, which are held out" in caplog.text
     with pytest.raises(ValueError, match="all 4 training prompts are held out"):
         TASK.load(source, eval_source=source)
-    with pytest.raises(ValueError, match="eval_split='test' is a split of eval_source, which is null"):
+    with pytest.raises(ValueError, match="eval_split='test' requires eval_source, which is null"):
         TASK.load(source, eval_split="test")
 
 
@@ -128,7 +128,7 @@ def test_a_task_of_the_users_own(tmp_path):
         (task.make_rewards, "set reward.functions"),
         (task.make_scorer, "set eval.scorer"),
     ):
-        with pytest.raises(ValueError, match=f"task='custom' has no .*: {re.escape(setting)}"):
+        with pytest.raises(ValueError, match=f"task='custom' has no .*; {re.escape(setting)}"):
             missing()
 
 

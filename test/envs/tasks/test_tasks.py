@@ -122,9 +122,9 @@ def test_rows_as_published(task, published, expected):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("gsm8k", {"question": "q", "answer": "no marker"}, "no '####' before its number"),
+        ("gsm8k", {"question": "q", "answer": "no marker"}, "must have '####' before its number"),
         ("math", {"problem": "p"}, "one of .*'solution'"),
-        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "2 choices with the answer 2"),
+        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "answer=2 must be one of 2 choices"),
         ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": "Z"}, "ValueError"),
         ("code", {"text": "t"}, "'test_list', 'test' and 'entry_point', or 'inputs'"),
         ("countdown", {"numbers": [1], "target": 1}, "KeyError: 'nums'"),

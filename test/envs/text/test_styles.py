@@ -250,17 +250,19 @@ def test_what_is_no_environment_gets_the_list_of_styles():
         return 0.0
 
     for wrong in (3, object(), dict, lambda a, b: 0, one_argument):
-        with pytest.raises(ValueError, match="'verifiers': env_response.*'rollout': async def rollout.*style="):
+        with pytest.raises(
+            ValueError, match="style= to one of .*'verifiers': env_response.*'rollout': async def rollout"
+        ):
             wrap(wrong)
     with pytest.raises(ValueError, match="style='gym' is unknown"):
         wrap(Gymnasium, style="gym")
-    with pytest.raises(ValueError, match=r"\['action'\] mean nothing for style 'rollout'"):
+    with pytest.raises(ValueError, match=r"\['action'\] cannot be combined with style='rollout'"):
         wrap(rollout, action=Action)
 
 
 def test_a_factory_of_something_else_is_told_at_the_first_reset(tokenizer):
     env = text_env(lambda: object(), tokenizer, prompts_per_batch=1, num_generations=2)
-    with pytest.raises(RuntimeError, match="none of 2 sessions could be opened.*is no environment of text"):
+    with pytest.raises(RuntimeError, match="none of 2 sessions could be opened.*has no known style"):
         env.reset()
 
 
@@ -317,7 +319,7 @@ def test_an_environment_that_cannot_be_copied_says_so(tokenizer):
             raise OSError("a socket")
 
     env = text_env(Held(), tokenizer, prompts_per_batch=1)
-    with pytest.raises(RuntimeError, match="Held cannot be copied.*a socket.*give its class"):
+    with pytest.raises(RuntimeError, match="Held cannot be copied.*a socket.*pass its class"):
         env.reset()
 
 

@@ -98,7 +98,7 @@ def test_an_environment_without_prompts_needs_a_dataset(tokenizer):
         def reset(self, seed=None):
             return None
 
-    with pytest.raises(RuntimeError, match="give a dataset of prompts"):
+    with pytest.raises(RuntimeError, match="pass a dataset of prompts"):
         text_env(Silent, tokenizer, prompts_per_batch=1).reset()
     dataset = load_prompts([{"query": "Talk."}], chat=True)
     rows = text_env(Silent, tokenizer, prompts_per_batch=1, dataset=dataset).reset()
