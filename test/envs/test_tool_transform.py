@@ -1,4 +1,4 @@
-"""ToolTransform: calls that are made, refused, late or wrong; states; the same rows together and one by one."""
+"""ToolTransform: calls that run, are refused, time out or fail; tool states; rows stepped together and one by one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
 
-PATIENCE = 60  # s that nothing here takes unless it hangs
+PATIENCE = 60  # seconds; only a hang takes this long
 ANSWER = "It is done."
-CUT = "<cut>"  # at the end of a turn: its limit of tokens cut it off there
+CUT = "<cut>"  # ends a turn that its token limit cut off
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -44,7 +44,7 @@ def called(name: str, **arguments: Any) -> str:
 
 
 class World:
-    """Conversations whose policy says what is written for it, turn by turn, and what came of them."""
+    """Conversations with a scripted policy, and their results."""
 
     def __init__(self, tokenizer, turns: Sequence[Sequence[str]], tools: Any, *, chat: dict | None = None, **kwargs):
         self.tokenizer, self.turns = tokenizer, turns
@@ -69,11 +69,11 @@ class World:
         return ScriptedTurn([*ids, self.tokenizer.eos_token_id])
 
     def collect(self) -> list[TensorDictBase]:
-        """All conversations in lock-step."""
+        """Collect all conversations in lock-step."""
         return list(LLMCollector(self.env, self.policy).collect().unbind(0))
 
     async def play(self, stepper: RowStepper, row: TensorDictBase) -> TensorDictBase:
-        """One conversation on its own; the row of its last turn."""
+        """Play one conversation alone and return the row of its last turn."""
         try:
             while True:
                 row = await stepper.step(self.policy(stack_rows([row]))[0])
@@ -87,7 +87,7 @@ class World:
         return [row[keys.COMPLETION] for row in self.collect()]
 
     def results(self, place: int = 0) -> list[str]:
-        """What the policy was shown in a conversation."""
+        """Return the results that the policy saw in a conversation."""
         return [m["content"] for m in self.completions()[place] if m["role"] != "assistant"]
 
     @property
@@ -131,7 +131,7 @@ async def echo_later(text: str) -> str:
 
 
 class Session(Tool):
-    """Counts the calls of a trajectory, and what is opened and closed."""
+    """State that counts a trajectory's calls, and the states opened and closed."""
 
     def __init__(self, *, parallel: bool = False):
         parameters = {"type": "object", "properties": {"do": {"type": "string"}}}
@@ -159,7 +159,7 @@ class Session(Tool):
             self.closed.append(state)
 
     def check(self, n: int) -> None:
-        """As many were opened, and each was closed once."""
+        """Check the number of opened states, and that each was closed once."""
         assert len(self.opened) == n and sorted(map(id, self.opened)) == sorted(map(id, self.closed))
 
 
@@ -490,7 +490,7 @@ def test_an_async_call_that_blocks_its_loop_stops_no_other_conversation(world: C
         stop.set()
     assert [m["content"] for m in second["next", keys.COMPLETION] if m["role"] == "tool"] == ["b"]
     said = [m["content"] for m in first["next", keys.COMPLETION] if m["role"] == "tool"]
-    assert said == ["Error: block took longer than 0.5 s", "a"]  # what comes after has another loop
+    assert said == ["Error: block took longer than 0.5 s", "a"]  # later calls run on a new loop
 
 
 def test_what_is_left_of_the_conversations_time_limits_a_call(world: Callable) -> None:
@@ -635,7 +635,7 @@ def test_other_input_modes_come_to_the_same_ids(input_mode: str, world: Callable
 
 @pytest.fixture(scope="module")
 def showing():
-    """A tokenizer whose template shows the names of the tools."""
+    """Tokenizer whose template shows the names of the tools."""
     tokenizer = build_tokenizer()
     shown = "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
     tokenizer.chat_template = shown + tokenizer.chat_template
@@ -734,12 +734,12 @@ def test_a_call_that_took_too_long_costs_no_state_but_its_own(world: Callable) -
     async def play() -> list[str]:
         own = ToolSession(ToolRegistry([session]), {"place": 0}, timeout=0.5)
         first = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
-        await asyncio.sleep(0)  # each begins with its own limit, both before either is over
+        await asyncio.sleep(0)  # both calls start before either ends
         own.timeout = 1.5
         second = asyncio.ensure_future(own.call(ToolCall("session", {"do": "hang"})))
         await asyncio.sleep(0)
         own.timeout = PATIENCE
-        texts = [(await first).text]  # its state is closed; the next call opens another
+        texts = [(await first).text]  # its state is closed; the next call opens a new one
         texts += [(await own.call(ToolCall("session", {}))).text, (await second).text]
         texts.append((await own.call(ToolCall("session", {}))).text)
         await own.close()

@@ -1,4 +1,4 @@
-"""UserSimulator: what it sees, what ends a conversation, and who may speak for it."""
+"""UserSimulator: what it sees, the ends of conversations, and its speakers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_env(goals, tokenizer) -> Callable[..., DatasetChatEnv]:
 
 @pytest.fixture(scope="module")
 def one_token(tokenizer) -> TransformersWrapper:
-    """A policy whose every turn is one token and ends there of its own accord."""
+    """Policy that samples one token per turn and then stops."""
     kwargs = {"max_new_tokens": 1, "stop_token_ids": list(range(len(tokenizer))), "seed": 0}
     model = build_model(tokenizer, seed=0).eval()
     return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
@@ -63,7 +63,7 @@ def reasons(rows) -> list[str]:
 
 
 def turn(query, completion, **columns):
-    """The row of a turn and its next state."""
+    """Return the row of a turn and its next state."""
     row = TensorDict({keys.QUERY: NonTensorData(query), **{k: NonTensorData(v) for k, v in columns.items()}})
     return row, TensorDict({keys.COMPLETION: NonTensorData(completion), keys.TRAJECTORY_ID: torch.tensor(0)})
 
@@ -140,7 +140,7 @@ def test_turns_that_others_answer_are_not_said_to_it(goals, one_token, tokenizer
         seen.append(messages)
         return "More?"
 
-    def respond(conversation, row):  # as a tool does, once after each message of the user
+    def respond(conversation, row):  # like a tool, once after each user message
         return [say("user", "a result")] if conversation[-2]["content"] != "a result" else None
 
     simulator = UserSimulator(speaker, "Ask.", max_replies=2)
@@ -184,7 +184,7 @@ def test_a_speaker_that_fails_or_blocks_costs_its_own_conversation(make_env, one
 
 
 class CountingEngine(TransformersEngine):
-    """Keeps how many requests each call had, and refuses those with a text in them."""
+    """Engine that records the number of requests per call, and refuses those that contain a text."""
 
     def __init__(self, *args, refuse: str = "no prompt has this"):
         super().__init__(*args)
@@ -316,7 +316,7 @@ def test_a_service_speaks(make_env, one_token) -> None:
 
 
 def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
-    """One conversation at a time, as the asynchronous collector steps them: a slow user holds up no other."""
+    """Step conversations one by one, as the asynchronous collector does; a slow user blocks only its own."""
     order, release = [], asyncio.Event()
 
     async def speaker(messages, seed):

@@ -1,4 +1,4 @@
-"""Mixtures: rows that know their task, rewards and metrics by task, draws by weight."""
+"""Mixtures: rows with their task, rewards and metrics by task, draws by weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout functions: the conversation is what they say, and they cannot change what was said."""
+"""Rollout functions: they write the conversation, and cannot change its past."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assistant(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def play_one(play: Callable, tokenizer) -> Callable:
-    """``play_one(function)``: its row, and the transform's counts."""
+    """Return ``play_one(function)``, which returns the row and the transform's counts."""
 
     def run(function, **kwargs):
         env = text_env(function, tokenizer, prompts_per_batch=1, **kwargs)

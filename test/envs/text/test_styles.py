@@ -1,4 +1,4 @@
-"""One game in every style that is known: the rows are the same to the last token, and what is unknown is told so."""
+"""One game in every known style: all give the same rows to the last token, and unknown styles are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Result:
 
 
 class OpenEnvClient:
-    """Async, as its clients are; a class of actions and one of observations; a result without a reward at reset."""
+    """Async client with classes of actions and observations, and a reset result without a reward."""
 
     def __init__(self):
         self.game, self.closed = Gymnasium(), False
@@ -107,7 +107,7 @@ class SyncOpenEnvClient(OpenEnvClient):
 
 
 class AgentInstance:
-    """As OpenRLHF's examples: an awaited constructor, tensors for rewards."""
+    """Agent with an awaited constructor and tensor rewards, as in OpenRLHF's examples."""
 
     async def __init__(self, *args, **kwargs):
         self.game = Gymnasium()
@@ -140,7 +140,7 @@ class Rubric:
 
 
 class Verifiers:
-    """One environment for all conversations; its state is elsewhere."""
+    """Environment that all conversations share; its state is kept outside."""
 
     def __init__(self):
         self.rubric = Rubric()
@@ -310,7 +310,7 @@ def test_columns_reach_reset_by_name(play: Callable, tokenizer):
         words = ["w0", "w0", "w1", "w1", "w2", "w2"]
         assert [row["word"] for row in rows] == words
         assert [row[keys.QUERY][0]["content"] for row in rows] == [f"say {word}" for word in words]
-        assert len(set(seen)) == 3  # the same seed for the same row, whoever asks
+        assert len(set(seen)) == 3  # the same row always has the same seed
 
 
 def test_an_environment_that_cannot_be_copied_says_so(tokenizer):
