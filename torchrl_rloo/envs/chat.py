@@ -49,8 +49,9 @@ class ChatEnv(SignedEnv, EnvBase):
 
     A row holds the ``T`` tokens so far: ``("tokens", "prompt")`` int64, ``("masks", "all_assistant_mask")`` bool and
     ``("log_probs", "full")`` float32, each ``[T]``, and the messages after the query as ``"completion"``. The policy
-    writes ``("tokens", "full")`` and extends mask and log-probs. Later turns only extend these entries. The environment
-    keeps no state per row, so any subset of rows may be stepped (:func:`~torchrl_rloo.envs.step_rows`).
+    writes ``("tokens", "full")`` and extends mask and log-probs. Later turns only extend these entries, unless
+    ``on_rewrite="split"`` starts a new sample. The environment keeps no state per row, so any subset of rows may be
+    stepped (:func:`~torchrl_rloo.envs.step_rows`).
 
     ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are TorchRL's.
 
