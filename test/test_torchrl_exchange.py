@@ -164,7 +164,7 @@ def their_scorer_in_our_loss(parts: Parts) -> None:
     RLOOLoss(parts.their_policy("tokens", generate=False))
 
 
-@refused("TransformersWrapper, sampling", ValueError, "ChatEnv needs a policy that writes .*torchrl_rloo.modules")
+@refused("TransformersWrapper, sampling", ValueError, "it must write both for all ids.*torchrl_rloo.modules")
 def their_policy_in_our_environment(parts: Parts) -> None:
     LLMCollector(parts.env(), parts.their_policy("history")).collect()
 

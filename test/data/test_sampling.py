@@ -149,5 +149,5 @@ def test_a_sampler_of_another_size_is_found_out() -> None:
 
 @pytest.mark.parametrize("kwargs", [{"epochs": 2}, {"shuffle": False}], ids=str)
 def test_epochs_and_order_are_the_samplers(kwargs: dict) -> None:
-    with pytest.raises(ValueError, match="beside a sampler"):
+    with pytest.raises(ValueError, match="cannot be combined with a sampler"):
         DataLoadingPrimer(numbered(3), sampler=MixtureSampler([3]), **kwargs)

@@ -1,4 +1,4 @@
-"""A run whose rewards hang, raise, return NaN and crash on one sample in a hundred loses those scores and no others."""
+"""Runs whose rewards hang, raise, return NaN or crash on one sample in a hundred: only those scores are lost."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.rewards.executors import ProcessExecutor
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a test file is no module that a worker can import
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a worker cannot import a test file as a module
 
 BATCHES, PROMPTS, GROUP = 2, 8, 8
 
 
 class Bad:
-    """A reward that fails on one completion, in a way of its own."""
+    """Reward that fails on one completion in a given way."""
 
     def __init__(self, kind: str, ids: list[int]):
         self.__name__, self.ids = kind, ids
@@ -54,7 +54,7 @@ SCORES = {"hangs": 0.25, "raises": 0.5, "returns_nan": 0.125, "crashes": 1.0}
 
 
 def collect(tokenizer, model, rewards: RewardTransform | None) -> list[TensorDictBase]:
-    """The rows of all batches, the same at every call."""
+    """Collect the rows of all batches, the same at every call."""
     prompts = load_prompts(addition_prompts("train", size=PROMPTS * BATCHES))
     sizes = {"prompts_per_batch": PROMPTS, "num_generations": GROUP, "epochs": 1}
     env = DatasetChatEnv(prompts, tokenizer, rewards=rewards, **sizes)

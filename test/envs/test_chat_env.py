@@ -1,4 +1,4 @@
-"""ChatEnv and DatasetChatEnv: specs, ragged rows, what ends a trajectory, resets and steps of some rows."""
+"""ChatEnv and DatasetChatEnv: specs, ragged rows, ends of trajectories, and resets and steps of a subset of rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_policy(random_model, bpe) -> Callable[..., TransformersWrapper]:
 
 
 def act(row: TensorDictBase, ids: list[int], truncated: bool = False) -> TensorDictBase:
-    """One row with the action of a policy that sampled ``ids``."""
+    """Return one row with the action of a policy that sampled ``ids``."""
     prompt, new = row[keys.PROMPT_TOKENS], torch.tensor(ids)
     mask = torch.cat([row[keys.ACTION_MASK], torch.ones(len(ids), dtype=torch.bool)])
     log_probs = torch.cat([row[keys.LOG_PROBS], torch.full((len(ids),), -0.5)])
@@ -51,7 +51,7 @@ def act(row: TensorDictBase, ids: list[int], truncated: bool = False) -> TensorD
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("input_mode", MODES)
 def test_specs_of_a_chat_env(input_mode: str, rows: int, bpe, user: Callable, query_rows: Callable) -> None:
-    """Rows of equal prompts: TorchRL's checker cannot compare ragged ones."""
+    """Use rows of equal prompts, since TorchRL's checker cannot compare ragged rows."""
     env = ChatEnv(bpe, batch_size=rows, input_mode=input_mode)
     check_env_specs(env, tensordict=env.reset(query_rows(*[user("abc")] * rows)))
 
@@ -87,7 +87,7 @@ def test_specs_of_a_dataset_env(input_mode: str, extras: str, bpe, user: Callabl
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("input_mode", MODES)
 def test_what_a_step_gives_is_in_the_specs(input_mode: str, extras: str, bpe, prompts, make_policy: Callable) -> None:
-    """The checker's rows are equal; these are ragged, and a real policy acts on them."""
+    """Check ragged rows and a real policy, unlike TorchRL's checker."""
     kwargs = EXTRAS[extras](make_policy().get_new_version(generate=False))
     env = DatasetChatEnv(prompts, bpe, prompts_per_batch=4, input_mode=input_mode, **kwargs)
     out = env.step(make_policy(input_mode)(env.reset()))
@@ -119,9 +119,9 @@ def test_signatures_are_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"reward_weights": [1]}, TypeError, "DatasetChatEnv has no argument 'reward_weights': .*RewardTransform"),
-        ({"max_token": 3}, TypeError, "DatasetChatEnv has no argument 'max_token' .did you mean 'max_tokens'"),
-        ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform: make one"),
+        ({"reward_weights": [1]}, TypeError, "unknown argument 'reward_weights': .*RewardTransform"),
+        ({"max_token": 3}, TypeError, "DatasetChatEnv got an unknown argument 'max_token' .did you mean 'max_tokens'"),
+        ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform; pass"),
         ({"after_rewards": [3]}, TypeError, r"after_rewards\[0\]=3 must be a torchrl.envs.Transform"),
         ({"rewards": "boxed_acuracy"}, ValueError, "did you mean 'boxed_accuracy'"),
         ({"rewards": "boxed_accuracy"}, ValueError, r"asks for \['answer'\], which the dataset does not have"),
@@ -144,7 +144,7 @@ def test_rewards_by_name_and_where_the_kl_goes(bpe, prompts, make_policy: Callab
 
 
 def test_text_prompts_are_what_the_tokenizer_makes_of_them(make_tokenizer: Callable, user: Callable) -> None:
-    """The same rule as in load_prompts, which may not know the tokenizer."""
+    """Apply the rule of load_prompts, which may not know the tokenizer."""
     rows, template = [{"prompt": "abc"}, {"prompt": "bca"}], make_tokenizer()
     bare = make_tokenizer()
     bare.chat_template = None
@@ -204,7 +204,7 @@ def test_ragged_prompts(input_mode: str, bpe, prompts, query_rows: Callable) -> 
 def test_every_row_has_its_own_prompt(
     form: str, conversational: bool, bpe, user: Callable, query_rows: Callable
 ) -> None:
-    """However the queries come in: some containers make a new object of a query each time it is read."""
+    """Use several containers, some of which make a new object of a query at each read."""
     texts = ["abc" * (i + 1) for i in range(12)]
     queries = [user(t) for t in texts] if conversational else texts
     batch = {
@@ -289,7 +289,7 @@ def test_what_ends_a_trajectory(bpe, user: Callable, query_rows: Callable) -> No
 
 
 def test_an_end_of_turn_as_the_last_token_allowed_is_no_truncation(bpe, user: Callable, query_rows: Callable) -> None:
-    """The policy ended it, not the limit: so it is for max_new_tokens, and so it is for max_tokens."""
+    """Expect no truncation by max_new_tokens or max_tokens if the policy itself ended the turn."""
     limit = len(encode_prompt(bpe, user("abc"))) + 2
     env = ChatEnv(bpe, batch_size=2, max_tokens=limit)
     rows = env.reset(query_rows(user("abc"), user("abc"))).unbind(0)
@@ -300,7 +300,7 @@ def test_an_end_of_turn_as_the_last_token_allowed_is_no_truncation(bpe, user: Ca
 
 @pytest.mark.parametrize("room", [1, 3, 5])
 def test_no_trajectory_is_longer_than_max_tokens(room: int, bpe, user: Callable, make_policy: Callable) -> None:
-    """The limit holds for what the policy really samples, not for the flag alone."""
+    """Apply the limit to the tokens that the policy samples, not only to its flag."""
     data = load_prompts([{"query": user("abc")}])
     limit = len(encode_prompt(bpe, user("abc"))) + room
     env = DatasetChatEnv(data, bpe, prompts_per_batch=1, num_generations=4, max_tokens=limit)
@@ -363,7 +363,7 @@ def test_a_policy_of_text_alone_is_encoded_once(bpe, user: Callable, query_rows:
 
 
 def test_rows_may_be_stepped_in_any_subsets(bpe, prompts, make_policy: Callable) -> None:
-    """The env has no state of its own: a subset steps as it does among all, on both kinds of env."""
+    """Expect the same step of a subset as among all rows, on both environments."""
     whole = DatasetChatEnv(prompts, bpe, prompts_per_batch=4, shuffle=False, rewards=length_reward)
     acted = make_policy()(whole.reset())
     copies = [row.copy() for row in acted.unbind(0)]
@@ -411,7 +411,7 @@ def test_columns_and_extra_entries_stay_with_their_row(bpe, prompts, make_policy
 
 
 def test_a_prompt_that_ends_in_an_open_turn_is_continued(bpe, user: Callable, query_rows: Callable) -> None:
-    """The answer that the conversation then holds is one message: what stood there and what was sampled."""
+    """Expect one message: the text of the prompt's open turn, then the sampled text."""
     query = [*user("abc"), {"role": "assistant", "content": "so ca"}]
     env = ChatEnv(bpe, batch_size=1, input_mode="history")
     row = env.reset(query_rows(query))[0]

@@ -1,4 +1,4 @@
-"""The loops that conversations and users' functions run on: what is raised there ends neither."""
+"""Event loops of conversations and users' functions: exceptions end neither loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from torchrl_rloo.envs import event_loop
 
-SECONDS = 30.0  # far more than is needed; without a limit a lost loop would hang the test
+SECONDS = 30.0  # a generous limit, so that a lost loop does not hang the test
 
 
 def call(function, timeout: float | None = SECONDS):
-    """``event_loop.call`` from an ordinary thread."""
+    """Run ``event_loop.call`` from an ordinary thread."""
     work = event_loop.call(function, timeout=timeout)
     return asyncio.run_coroutine_threadsafe(work, event_loop.conversation_loop()).result(SECONDS)
 

@@ -1,4 +1,4 @@
-"""FeedbackTransform: who is answered, with which ids, and what ends it."""
+"""FeedbackTransform: the rows that it answers, the ids that it adds, and the ends of conversations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_env(bpe, prompts) -> Callable[..., DatasetChatEnv]:
 
 @pytest.fixture(scope="module")
 def one_token(random_model, bpe) -> TransformersWrapper:
-    """A policy whose every turn is one token and ends there of its own accord."""
+    """Policy that samples one token per turn and then stops."""
     kwargs = {"max_new_tokens": 1, "stop_token_ids": list(range(len(bpe))), "seed": 0}
     return TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs=kwargs)
 
@@ -57,7 +57,7 @@ def feedback_of(env: DatasetChatEnv) -> FeedbackTransform:
 
 
 def states(rows: TensorDictBase) -> list[tuple[bool, bool, bool]]:
-    """``(done, terminated, truncated)`` of the next state of each row."""
+    """Return ``(done, terminated, truncated)`` of each row's next state."""
     return [tuple(bool(r["next", k]) for k in ("done", "terminated", "truncated")) for r in rows.unbind(0)]
 
 
@@ -147,7 +147,7 @@ def test_a_respond_that_raises_costs_its_row_only(make_env: Callable, one_token,
 
 @pytest.mark.parametrize("bad", [[{"role": "tool", "content": 7}], [{"role": "user"}], "again", 3], ids=repr)
 def test_feedback_that_cannot_be_rendered_costs_its_row_only(bad, make_env: Callable, one_token) -> None:
-    """A tool that returns the wrong thing is a tool that failed: the run goes on."""
+    """Treat a wrong return value as a failed tool, and continue the run."""
     env = make_env(lambda conversation, row: bad if row["answer"] == "c" else REPLY)
     out = env.step(one_token(env.reset()))
     assert states(out)[1] == (True, False, True) and states(out)[0] == (False, False, False)
@@ -155,7 +155,7 @@ def test_feedback_that_cannot_be_rendered_costs_its_row_only(bad, make_env: Call
 
 
 def test_feedback_on_plain_text_prompts_is_refused(one_token: TransformersWrapper, make_env: Callable) -> None:
-    """A set-up that can never work is said at once, not counted as failed tools."""
+    """Raise at once for a setup that can never work, instead of counting failed tools."""
     data = load_prompts([{"query": "abc"}, {"query": "cab ab"}], chat=False)
     env = make_env(lambda c, row: [{"role": "user", "content": c[-1]["content"]}], data=data)
     with pytest.raises(ValueError, match="chat messages"):
@@ -182,9 +182,9 @@ def test_where_it_belongs(make_env: Callable) -> None:
 def test_a_seeded_row_draws_new_numbers_each_turn(
     make_model: Callable, bpe, user: Callable, make_env: Callable
 ) -> None:
-    """A row's seed starts one stream for the whole row: turns are independent, not repeats of each other.
+    """Expect one random stream per seeded row, so that its turns are independent.
 
-    Under uniform logits the ids sampled are the numbers drawn, so a stream begun anew shows.
+    Under uniform logits the sampled ids are the numbers drawn, so a restarted stream would show.
     """
     model = make_model(bpe)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_a_seeded_row_draws_new_numbers_each_turn(
 
 
 def test_an_open_turn_in_the_prompt_counts_as_one_with_its_rest(make_tokenizer: Callable, make_model: Callable) -> None:
-    """A template that wants roles to alternate takes the feedback after a turn that the prompt began."""
+    """Use a template that requires alternating roles; it accepts feedback after a turn that the prompt began."""
     tokenizer = make_tokenizer("mistral")
     model = make_model(tokenizer)
     query = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "so ca"}]

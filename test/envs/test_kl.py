@@ -1,4 +1,4 @@
-"""KLRewardTransform: the penalty is a sum over action tokens, taken once, at the end."""
+"""KLRewardTransform: the penalty is a sum over action tokens, applied once, at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_ref(ref_model, bpe) -> Callable[..., TransformersWrapper]:
 
 @pytest.fixture(scope="module")
 def collect(policy_model, bpe, prompts) -> Callable[..., TensorDictBase]:
-    """Rows of two groups of each prompt, always of the same samples."""
+    """Collect rows of two groups per prompt, always with the same samples."""
 
     def run(*kl: KLRewardTransform, rewards=length_reward, turns: int = 1, **generate_kwargs) -> TensorDictBase:
         def respond(conversation, row):
@@ -71,7 +71,7 @@ def collect(policy_model, bpe, prompts) -> Callable[..., TensorDictBase]:
 
 
 def reference_log_probs(model, row: TensorDictBase, temperature: float = 1.0) -> torch.Tensor:
-    """Of all tokens of a row, 0 where they are no actions: one forward without padding."""
+    """Compute log-probs of a row's tokens in one forward pass without padding; 0 except on actions."""
     tokens = row[keys.TOKENS]
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False).logits[0].double() / temperature
@@ -80,7 +80,7 @@ def reference_log_probs(model, row: TensorDictBase, temperature: float = 1.0) ->
 
 
 def penalty(model, row: TensorDictBase, temperature: float = 1.0) -> torch.Tensor:
-    """Sum over action tokens of the behaviour's less the reference's log-prob."""
+    """Sum, over action tokens, the behavior log-prob minus the reference log-prob."""
     difference = row[keys.LOG_PROBS] - reference_log_probs(model, row, temperature)
     return difference[row[keys.ACTION_MASK]].sum()
 
@@ -180,8 +180,8 @@ def test_an_abstention_stays_one(collect: Callable, make_ref: Callable) -> None:
     assert rewards[1::2].isnan().all() and rewards[::2].isfinite().all()
 
 
-def test_a_turn_that_goes_on_is_not_penalised(bpe, prompts, policy_model, make_ref: Callable) -> None:
-    """Until its end a row has no reward, and zeros for log-probs, as long as its tokens."""
+def test_a_turn_that_continues_is_not_penalized(bpe, prompts, policy_model, make_ref: Callable) -> None:
+    """Expect no reward, and a zero log-prob per token, until the row ends."""
     env = DatasetChatEnv(
         prompts,
         bpe,

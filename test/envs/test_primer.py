@@ -1,4 +1,4 @@
-"""DataLoadingPrimer: whole groups, epochs, and a place in the data that survives a restart."""
+"""DataLoadingPrimer: whole groups, epochs, and a position in the data that survives a restart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answers(env: DatasetChatEnv) -> list[int]:
 
 
 def drawn(env: DatasetChatEnv, batches: int) -> list[tuple[int, int]]:
-    """``(answer, group_id)`` of the rows of some resets."""
+    """Return ``(answer, group_id)`` of the rows of some resets."""
     resets = [env.reset() for _ in range(batches)]
     return [(row["answer"], int(row[keys.GROUP_ID])) for rows in resets for row in rows.unbind(0)]
 
@@ -66,7 +66,7 @@ def test_a_batch_of_more_prompts_than_there_are_is_logged(make_env: Callable, ca
     assert not caplog.messages
     for _ in range(2):
         make_env(n=3, prompts_per_batch=4)
-    assert caplog.messages == ["prompts_per_batch=4 of 3 prompts: batches repeat prompts"]
+    assert caplog.messages == ["prompts_per_batch=4 exceeds the 3 prompts: batches repeat prompts"]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -76,7 +76,7 @@ def test_every_epoch_draws_every_prompt_once(shuffle: bool, make_env: Callable) 
     epochs = [order[i : i + 6] for i in range(0, 24, 6)]
     assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
     if shuffle:
-        assert len({tuple(e) for e in epochs}) == 4, "each epoch has an order of its own"
+        assert len({tuple(e) for e in epochs}) == 4, "each epoch has a different order"
     else:
         assert epochs == [list(range(6))] * 4
     with pytest.raises(DatasetExhaustedError):
@@ -100,7 +100,7 @@ def test_what_does_not_fill_a_batch_is_logged_and_not_drawn(make_env: Callable, 
 
 
 def test_too_few_prompts_for_one_batch(make_env: Callable) -> None:
-    """A run that would train 0 steps is refused, and that by name."""
+    """Refuse a run that would train 0 steps."""
     with pytest.raises(ValueError, match=r"3 prompts x 2 epochs.*8"):
         make_env(n=3, prompts_per_batch=8, epochs=2).reset()
 
@@ -146,7 +146,7 @@ def test_shuffle_false_is_the_datasets_own_order(make_env: Callable) -> None:
 def test_a_restart_draws_exactly_what_would_have_come(
     batches: int, shuffle: bool, make_env: Callable, tmp_path: Path
 ) -> None:
-    """At the start, in the middle, across the end of an epoch and in later epochs; through a file."""
+    """Restart from a file at the start, in the middle, across the end of an epoch, and in later epochs."""
     settings = {"n": 5, "num_generations": 2, "shuffle": shuffle, "seed": 3}
     env = make_env(**settings)
     drawn(env, batches)
@@ -208,7 +208,7 @@ def test_a_partial_reset_that_splits_a_group_is_refused(make_env: Callable) -> N
 
 
 def test_a_draw_that_fails_takes_nothing(make_env: Callable) -> None:
-    """An exhausted dataset leaves the place as it was, so that a checkpoint taken afterwards is right."""
+    """Expect an exhausted dataset to keep its position, so that a later checkpoint is correct."""
     env = make_env(n=5, prompts_per_batch=4, epochs=1, shuffle=False)
     drawn(env, 1)
     before = {k: v for k, v in env.primer.get_extra_state().items() if k != "epoch_start"}

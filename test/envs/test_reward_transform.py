@@ -30,7 +30,7 @@ def chat_prompts(n: int = 4) -> list[dict]:
 
 
 class Says:
-    """A policy that says the given texts, one a row, and logs log-probs of -1."""
+    """Policy that says the given texts, one per row, with log-probs of -1."""
 
     def __init__(self, tokenizer, texts: Sequence[str]):
         self.tokenizer, self.texts, self.ids = tokenizer, texts, []
@@ -176,7 +176,7 @@ def test_weights_abstentions_and_clip(tokenizer):
 
 
 class Flaky:
-    """Raises while it is down, and on completions that it cannot stand."""
+    """Reward that raises while it is down, and on some completions."""
 
     def __init__(self, hates: str | None = None):
         self.down, self.hates = False, hates
@@ -288,8 +288,8 @@ def test_counters_survive_a_restart(tokenizer):
     ("functions", "settings", "message"),
     [
         ([constant("a", []), constant("a", [])], {}, r"'a', 'a'"),
-        ([constant("a", []), constant("b", [])], {"weights": [1.0]}, r"1 weights.*2 reward functions"),
-        ([constant("a", [])], {"weights": [1.0, 2.0]}, r"2 weights.*1 reward functions"),
+        ([constant("a", []), constant("b", [])], {"weights": [1.0]}, r"weights=\[1.0\] must.*2 reward functions"),
+        ([constant("a", [])], {"weights": [1.0, 2.0]}, r"weights=\[1.0, 2.0\] must.*1 reward functions"),
         ([constant("a", [])], {"weights": [NAN]}, "weights"),
         ([constant("a", [])], {"weights": [math.inf]}, "weights"),
         ([constant("a", [])], {"clip_range": (1.0, -1.0)}, r"clip_range=\(1.0, -1.0\)"),
@@ -303,7 +303,7 @@ def test_bad_arguments_are_refused(functions, settings, message):
 
 
 def kl_case(tokenizer, model, turns: int = 1, **settings) -> tuple[TensorDictBase, torch.Tensor, list[torch.Tensor]]:
-    """Rows after a KL penalty, their rewards before it, and the reference's log-probs by the whole logits of a row."""
+    """Return rows after a KL penalty, their rewards before it, and reference log-probs from a row's full logits."""
     reference = build_model(tokenizer, seed=1).eval()
     ref = TransformersWrapper(reference, tokenizer=tokenizer, generate=False)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 1})

@@ -1,4 +1,4 @@
-"""Shaping transforms in an environment: order, what they keep apart, statistics, state."""
+"""Shaping transforms in an environment: order, separate functions, statistics, state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ScoreNames(["a", "b"], [1.0, 0.5])
 
 
 def step(transform: ShapingTransform, scores: Sequence, *, truncated=None, done=None, source=NAMES) -> TensorDictBase:
-    """The rows of one step after the transform, given the scores of the functions."""
+    """Return the rows of one step after the transform, given the functions' scores."""
     scores = torch.tensor(scores, dtype=torch.float32)
     n = len(scores)
     rows = []
@@ -94,7 +94,7 @@ def test_unknown_functions(functions) -> None:
 def test_a_changed_return_is_not_lost_silently() -> None:
     clip = ClipRewards(NAMES, 0.0, 1.0)
     rows = step(clip, [[0.5, 0.5]])
-    rows[0].set("reward", rows[0]["reward"] - 0.1)  # as a KL would
+    rows[0].set("reward", rows[0]["reward"] - 0.1)  # as a KL penalty would
     with pytest.raises(ValueError, match="right after the RewardTransform"):
         clip._step(rows, rows)
 
@@ -210,7 +210,7 @@ def test_statistics_survive_a_restart() -> None:
     for scores in ([[1.0, 2.0], [3.0, 5.0]], [[0.0, 1.0]]):
         step(norm, scores)
         norm._reset(None, None)
-    step(norm, [[7.0, 7.0]])  # not in the statistics yet
+    step(norm, [[7.0, 7.0]])  # not yet in the statistics
     resumed.load_state_dict(through_disk(norm.state_dict()))
     for each in (norm, resumed):
         each._reset(None, None)
@@ -267,7 +267,7 @@ def test_a_step_of_an_environment(make_env: Callable, policy) -> None:
     assert first[keys.RAW_REWARDS][:, 0].tolist() == [float(m.sum()) for m in ragged(first["next"], keys.ACTION_MASK)]
     state = through_disk(env.state_dict())
     second = step_rows(env, policy(env.reset()))
-    assert not torch.equal(second[keys.REWARDS], second[keys.RAW_REWARDS]), "normalised from the second batch on"
+    assert not torch.equal(second[keys.REWARDS], second[keys.RAW_REWARDS]), "normalized from the second batch on"
 
     resumed = make_env(lambda r: [TruncationPolicy(r, "replace", -1.0), NormalizeRewards(r, min_count=2)])
     resumed.load_state_dict(state)

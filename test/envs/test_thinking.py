@@ -1,4 +1,4 @@
-"""AddThinkingPrompt: who is asked again, and how often."""
+"""AddThinkingPrompt: the rows that it asks again, and the number of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGAIN = "think again"
 
 @pytest.fixture(scope="module")
 def collect(random_model, bpe, prompts) -> Callable:
-    """Rows of one batch; every turn of the policy is one token."""
+    """Collect the rows of one batch; each turn of the policy is one token."""
 
     def run(*transforms, **chat):
         env = DatasetChatEnv(prompts, bpe, prompts_per_batch=4, shuffle=False, transforms=transforms, **chat)

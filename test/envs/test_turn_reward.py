@@ -1,4 +1,4 @@
-"""TurnRewardTransform: each turn's reward at its last token, the sum as the reward, credit by turn."""
+"""TurnRewardTransform: each turn's reward at its last token, their sum as the reward, credit per turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def length(conversation, row) -> float:
 
 @pytest.fixture
 def collect(bpe, random_model, user) -> Callable:
-    """``collect(function, final)``: 8 rows of one to three turns, two groups."""
+    """Return ``collect(function, final)``: 8 rows of one to three turns, in two groups."""
 
     def make(function, final=lambda completions, **columns: [100.0] * len(completions)):
         asked = itertools.count()
@@ -52,7 +52,7 @@ def collect(bpe, random_model, user) -> Callable:
 
 
 def turns(row) -> list[int]:
-    """Index of the last action token of each turn."""
+    """Return the index of each turn's last action token."""
     mask = row[keys.ACTION_MASK].tolist() + [False]
     return [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
 
@@ -124,7 +124,7 @@ def test_each_step_has_the_reward_of_its_turn_and_a_return_counts_each_once(coll
 
 
 def test_what_the_environment_gives_a_turn_is_credited_to_it(bpe, random_model):
-    """Every turn earns 1, 2, 4, ... from the environment, the whole 100, and a function adds 0.5 to each."""
+    """Give turns rewards of 1, 2, 4, ... from the environment and 0.5 from a function, and the trajectory with 100."""
 
     class Doubles:
         def reset(self, seed=None):
@@ -159,7 +159,7 @@ def test_conversations_stepped_alone_earn_what_they_do_together(collect, monkeyp
     whole = LLMCollector._rollout
 
     def alone(self, *args):
-        """The same policy's turns, but each row of a step goes through the transforms on its own."""
+        """Take the same policy's turns, but pass each row of a step through the transforms alone."""
         stepper = RowStepper(self.env)
 
         def step(env, rows):
@@ -183,7 +183,7 @@ def test_a_conversation_given_up_before_its_turn_has_no_turn_more_to_reward(coll
     fresh = stepper.cut(rows[0].copy(), "cancelled")
     stepper.finish([fresh])
     assert float(fresh["next", "reward"]) == 100.0
-    assert not fresh["next", "token_rewards", "full"].any()  # there is no action to credit
+    assert not fresh["next", "token_rewards", "full"].any()  # no action to credit
     stepped = [event_loop.run(stepper.step(row)) for row in policy(rows).unbind(0)]
     row = next_turn(next(row for row in stepped if not row["next", "done"].any()))
     row = stepper.cut(row, "cancelled")
@@ -204,7 +204,7 @@ def test_what_cannot_be_rewarded_is_refused(bpe, random_model):
 
 
 def test_an_async_function_is_refused():
-    """It would give no number: every conversation would abstain."""
+    """Refuse it, since it returns no number and every conversation would abstain."""
 
     async def judge(conversation, row):
         return 1.0

@@ -1,4 +1,4 @@
-"""Turns: what ends a conversation and why, how long one may be, and a template that rewrites the past."""
+"""Turns: ends of conversations and their reasons, limits, and a template that rewrites the past."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bpe(make_tokenizer: Callable):
 
 @pytest.fixture
 def play(bpe) -> Iterator[Callable]:
-    """``play(script, **generate_kwargs)``: a policy that plays it, and its engine."""
+    """Return ``play(script, **generate_kwargs)``, which makes a policy that plays the script, and its engine."""
     engines = []
 
     def make(script, tokenizer=bpe, input_mode: str = "tokens", **generate_kwargs) -> vLLMWrapper:
@@ -56,7 +56,7 @@ def turn_of(tokenizer, text: str, ends: bool = True) -> ScriptedTurn:
 
 
 def collect(bpe, policy, respond=forever, query=None, **limits) -> tuple[TensorDictBase, DatasetChatEnv]:
-    """One conversation to its end, and the environment."""
+    """Collect one conversation to its end; return it and the environment."""
     prompts = load_prompts([{"query": query or [{"role": "user", "content": "abc"}]}])
     env = DatasetChatEnv(prompts, bpe, prompts_per_batch=1, transforms=[FeedbackTransform(respond)], **limits)
     return LLMCollector(env, policy).collect()[0], env
@@ -66,7 +66,7 @@ def collect(bpe, policy, respond=forever, query=None, **limits) -> tuple[TensorD
 
 
 def limit_case(bpe, name: str) -> tuple[dict, list[ScriptedTurn], Callable]:
-    """Limits, turns, and who answers; the conversation ends for the reason that the case is named after."""
+    """Return limits, scripted turns and the answering function of a conversation that ends for the reason ``name``."""
     prompt = len(encode_prompt(bpe, [{"role": "user", "content": "abc"}]))
     short, cut = turn_of(bpe, "ab"), ScriptedTurn([40] * 9)
     feedback = len(bpe("\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
@@ -109,14 +109,14 @@ def test_a_limit_that_the_conversation_does_not_reach_changes_nothing(bpe, play:
 
 
 def test_the_last_turn_that_is_allowed_may_end_by_itself(bpe, play: Callable) -> None:
-    """At ``max_turns`` a conversation that nothing answers is no truncation."""
+    """Expect no truncation at ``max_turns`` of a conversation that nothing answers."""
     answers = iter([AGAIN, None])
     row, _ = collect(bpe, play([turn_of(bpe, "ab")] * 2), lambda conversation, row: next(answers), max_turns=2)
     assert stop_reason(row) == "answered" and row[keys.TERMINATED].all()
 
 
 def test_reasons_are_places_that_do_not_move() -> None:
-    """Buffers and checkpoints hold them."""
+    """Keep the ids of reasons, which buffers and checkpoints hold."""
     known = "running answered ended turn_tokens total_tokens turns tool_calls time failed cancelled"
     assert list(STOP_REASONS)[: len(known.split())] == known.split()
 
@@ -141,7 +141,7 @@ def test_reasons_are_places_that_do_not_move() -> None:
 def test_a_turn_has_the_smallest_of_its_limits(
     own: int | None, limits: dict, expected: list[int], bpe, user: Callable, play: Callable
 ) -> None:
-    """The policy's, the environment's, and what the row brought along, at every turn; also after another reset."""
+    """Combine the limits of policy, environment and row at every turn, also after another reset."""
     feedback = len(bpe("\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     turn = turn_of(bpe, "", ends=True)
     used = len(turn.tokens) + feedback
@@ -215,7 +215,7 @@ def test_split_goes_on_from_the_conversation_as_rendered(
 
 
 def test_samples_keep_the_support_of_their_tokens(make_tokenizer: Callable, make_model: Callable) -> None:
-    """A policy that records it goes on after a split, and each sample scores over what it was sampled from."""
+    """Continue after a split; each sample is scored over the support that it was sampled from."""
     bpe = make_tokenizer("strips_thinking")
     bpe.chat_template = bpe.chat_template.replace("'</think>'", "'a'")
     kwargs = {"max_new_tokens": 8, "top_k": 20, "seed": 3}
@@ -238,7 +238,7 @@ def test_samples_keep_the_support_of_their_tokens(make_tokenizer: Callable, make
 @pytest.mark.parametrize("on_rewrite", ["keep", "split"])
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_changed_tool_schema(shown: bool, on_rewrite: str, make_tokenizer: Callable, play: Callable, user) -> None:
-    """It is another past where the template shows it, once for each change."""
+    """Expect a rewritten past once per change, if the template shows the schema."""
     bpe = make_tokenizer()
     if shown:
         bpe.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + bpe.chat_template
@@ -276,7 +276,7 @@ def test_plain_templates_rewrite_nothing(template: str, make_tokenizer: Callable
 
 
 def test_the_limit_of_tokens_is_that_of_each_sample(make_tokenizer: Callable, play: Callable) -> None:
-    """What the template leaves out makes room again."""
+    """Expect text that the template drops to free room under the limit."""
     bpe = make_tokenizer("strips_thinking")
     long = turn_of(bpe, "<think>" + "ab " * 30 + "</think>b")
 

@@ -1,4 +1,4 @@
-"""UserSimulator: what it sees, what ends a conversation, and who may speak for it."""
+"""UserSimulator: what it sees, the ends of conversations, and its speakers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_env(goals, tokenizer) -> Callable[..., DatasetChatEnv]:
 
 @pytest.fixture(scope="module")
 def one_token(tokenizer) -> TransformersWrapper:
-    """A policy whose every turn is one token and ends there of its own accord."""
+    """Policy that samples one token per turn and then stops."""
     kwargs = {"max_new_tokens": 1, "stop_token_ids": list(range(len(tokenizer))), "seed": 0}
     model = build_model(tokenizer, seed=0).eval()
     return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
@@ -63,7 +63,7 @@ def reasons(rows) -> list[str]:
 
 
 def turn(query, completion, **columns):
-    """The row of a turn and its next state."""
+    """Return the row of a turn and its next state."""
     row = TensorDict({keys.QUERY: NonTensorData(query), **{k: NonTensorData(v) for k, v in columns.items()}})
     return row, TensorDict({keys.COMPLETION: NonTensorData(completion), keys.TRAJECTORY_ID: torch.tensor(0)})
 
@@ -88,7 +88,7 @@ def test_it_sees_the_other_side_of_what_was_said_aloud() -> None:
         say("user", "<tool_response>what a template without tools shows"),
         say("assistant", "hm</think>Yes."),
     ]
-    simulator._own[0] = [3]
+    simulator._own_messages[0] = [3]
     assert simulator.messages(*turn(query, completion, persona="{an} heir")) == [
         say("system", "You are {an} heir, {rude}."),
         say("user", "Hi!"),
@@ -140,7 +140,7 @@ def test_turns_that_others_answer_are_not_said_to_it(goals, one_token, tokenizer
         seen.append(messages)
         return "More?"
 
-    def respond(conversation, row):  # as a tool does, once after each message of the user
+    def respond(conversation, row):  # like a tool, once after each user message
         return [say("user", "a result")] if conversation[-2]["content"] != "a result" else None
 
     simulator = UserSimulator(speaker, "Ask.", max_replies=2)
@@ -153,7 +153,7 @@ def test_turns_that_others_answer_are_not_said_to_it(goals, one_token, tokenizer
         ["system", "user", "assistant", "user", "assistant", "user"],
     ]
     assert not any("a result" in m["content"] for each in seen for m in each)
-    assert not simulator._own, "forgotten with the conversation"
+    assert not simulator._own_messages, "forgotten with the conversation"
 
 
 def test_the_environments_limit_holds_too(make_env, one_token) -> None:
@@ -184,7 +184,7 @@ def test_a_speaker_that_fails_or_blocks_costs_its_own_conversation(make_env, one
 
 
 class CountingEngine(TransformersEngine):
-    """Keeps how many requests each call had, and refuses those with a text in them."""
+    """Engine that records the number of requests per call, and refuses those that contain a text."""
 
     def __init__(self, *args, refuse: str = "no prompt has this"):
         super().__init__(*args)
@@ -269,7 +269,7 @@ def test_a_model_that_only_thinks_fails(make_env, one_token, tokenizer, caplog) 
     with ScriptedEngine(lambda request, index: ScriptedTurn(ids, finish="length")) as engine:
         env = make_env(engine, PROMPT, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 9})
         assert reasons(LLMCollector(env, one_token).collect()) == ["failed"] * 4
-    assert "9 tokens ended before it said anything" in caplog.text
+    assert "used its 9 tokens without a reply" in caplog.text
 
 
 def test_an_engines_context_is_heeded(make_env, one_token, tokenizer) -> None:
@@ -316,7 +316,7 @@ def test_a_service_speaks(make_env, one_token) -> None:
 
 
 def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
-    """One conversation at a time, as the asynchronous collector steps them: a slow user holds up no other."""
+    """Step conversations one by one, as the asynchronous collector does; a slow user blocks only its own."""
     order, release = [], asyncio.Event()
 
     async def speaker(messages, seed):
@@ -344,8 +344,8 @@ def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tokenizer": "a tokenizer"}, "nothing else has a use"),
-        ({"generate_kwargs": {"max_new_tokens": 3}}, "are for an engine"),
+        ({"tokenizer": "a tokenizer"}, "a function requires tokenizer=None"),
+        ({"generate_kwargs": {"max_new_tokens": 3}}, "requires an engine"),
         ({"stop_text": " "}, "stop_text=' ' must not be empty"),
         ({"max_replies": 0}, "max_replies=0 must be at least 1"),
         ({"timeout": 0}, "timeout=0 must be above 0"),

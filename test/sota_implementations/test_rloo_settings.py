@@ -186,7 +186,10 @@ def test_choices_are_those_of_the_library():
 BAD = [
     ("algorithm=dapo kl.coeff=null kl.where=loss", "the method has no default KL; set kl.coeff"),
     ("reward.functions=[]", "reward.functions=[] leaves nothing to learn from"),
-    ("environment.max_turns=3", "environment.max_turns=3 has no effect: conversations of task addition have one turn"),
+    (
+        "environment.max_turns=3",
+        "environment.max_turns=3 is ignored by task=addition, whose conversations have one turn",
+    ),
     ("data.chat=false", "chat=False keeps text prompts text"),
     ("plan.minibatches=3", "4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
     ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
@@ -199,7 +202,7 @@ BAD = [
     ("advantage.estimatr=rloo", "estimatr"),
     ("loss.ratio=tokens", "ratio='tokens'"),
     ("loss.clip_epsilon=-0.1", "clip_epsilon"),
-    ("reward.weights=[1,2]", "2 weights [1.0, 2.0] for 1 reward functions"),
+    ("reward.weights=[1,2]", "weights=[1.0, 2.0] must have one number for each of 1 reward functions"),
     ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
 ]
 

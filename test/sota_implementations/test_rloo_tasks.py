@@ -103,7 +103,7 @@ def test_gsm8k_from_a_file_of_its_own_format(tiny, tmp_path):
         boxes = re.search(r"Tom has (\d+) boxes", row["prompt"])[1]
         assert row["answer"] == f"{boxes}000" and "\\boxed{}" in row["prompt"]
     source.write_text(json.dumps({"question": "1+1?", "answer": "two"}))
-    with pytest.raises(ValueError, match="no '####' before its number"):
+    with pytest.raises(ValueError, match="must have '####' before its number"):
         run([*tiny, "task=gsm8k", f"data.source={source}"], tmp_path / "other")
 
 

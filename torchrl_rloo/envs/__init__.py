@@ -1,4 +1,4 @@
-"""Conversations as environments."""
+"""Chat environments: conversations with a policy as batches of TensorDict rows."""
 
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.dataset import DatasetChatEnv

@@ -1,7 +1,7 @@
 """ChatEnv: conversations as a batch of rows, token-exact over any number of turns.
 
-Replaces TorchRL's class under the same name: that one encodes the conversation's text again at every turn, fails on
-prompts of unequal length in tokens mode, and never sets ``done``.
+Replaces TorchRL's class of the same name. That class re-encodes the conversation's text at every turn, fails on prompts
+of unequal length in tokens mode, and never sets ``done``.
 """
 
 from __future__ import annotations
@@ -40,40 +40,46 @@ from torchrl_rloo.envs.signature import SignedEnv
 
 
 class ChatEnv(SignedEnv, EnvBase):
-    """A batch of conversations with a language-model policy.
+    """Batch of conversations with a language-model policy.
 
-    ``reset`` takes rows with a ``"query"`` (chat messages, or plain text) and opens the policy's turn. ``step`` takes
-    what the policy made of it and ends the trajectory: *terminated* if the policy stopped, *truncated* at one of the
-    limits. A transform (:class:`~torchrl_rloo.envs.transforms.FeedbackTransform`) may answer a terminated turn and so
-    open the next one. Every end has one reason: ``"stop_reason"``, :mod:`torchrl_rloo.data.stop_reasons`.
+    ``reset`` takes rows with a ``"query"`` (chat messages or plain text) and opens the policy's turn. ``step`` takes
+    the policy's turn and ends the trajectory: *terminated* if the policy stopped, *truncated* if it reached a limit.
+    A transform such as :class:`~torchrl_rloo.envs.transforms.FeedbackTransform` may answer a terminated turn, which
+    opens the next one. Each trajectory ends for one ``"stop_reason"`` (:mod:`torchrl_rloo.data.stop_reasons`).
 
-    The token ids, action masks and log-probs of a row are carried from turn to turn, and only ever extended. The env
-    has no state of its own: rows may be stepped in any subsets (:func:`~torchrl_rloo.envs.step_rows`).
-    TorchRL's ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are the same here.
+    A row holds the ``T`` tokens so far: ``("tokens", "prompt")`` int64, ``("masks", "all_assistant_mask")`` bool and
+    ``("log_probs", "full")`` float32, each ``[T]``, and the messages after the query as ``"completion"``. The policy
+    writes ``("tokens", "full")`` and extends mask and log-probs. Later turns only extend these entries, unless
+    ``on_rewrite="split"`` starts a new sample. The environment keeps no state per row, so any subset of rows may be
+    stepped (:func:`~torchrl_rloo.envs.step_rows`).
+
+    ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are TorchRL's.
 
     Args:
-        tokenizer: renders prompts and feedback with its own chat template, and decodes what the policy said.
+        tokenizer: tokenizer whose chat template renders prompts and feedback, and which decodes the policy's turns.
         batch_size: number of rows that ``reset`` makes.
-        input_mode: what the policy reads beside the ids: ``"tokens"`` nothing, ``"text"`` ``("text", "prompt")``,
-            ``"history"`` ``("history", "prompt")``. A policy that returns ids is taken at its ids in every mode.
-        max_tokens: limit on the length ``T`` of a trajectory, prompt included; None for no limit. The policy is told
-            what is left for its turn as the row's ``"max_new_tokens"``; feedback that leaves no room ends the row.
-        max_turn_tokens: limit on the tokens of each of the policy's turns, beside its own and the ``"max_new_tokens"``
-            that a row may bring to ``reset``.
-        max_turns: limit on the policy's turns; a conversation that would go on is truncated.
-        max_seconds: limit on the wall-clock time of a conversation, looked at between its turns.
-        on_rewrite: what happens when the chat template would show the past otherwise than the policy saw it (thinking
-            is stripped, the tools have changed). ``"keep"``: the policy goes on from the ids that it saw. ``"split"``:
-            it goes on from the conversation as rendered anew, and the row becomes several samples
-            (:mod:`torchrl_rloo.data.segments`); ``max_tokens`` is then the limit of each.
-        template_kwargs: passed to the chat template. A row's own ``"tools"`` are passed as ``tools``.
+        input_mode: what the policy reads in addition to the ids: ``"tokens"`` nothing, ``"text"``
+            ``("text", "prompt")``, ``"history"`` ``("history", "prompt")``. If the policy returns ids, the environment
+            uses them in every mode.
+        max_tokens: maximum length ``T`` of a trajectory, prompt included; None disables it. The row's
+            ``"max_new_tokens"`` tells the policy what is left for its turn. Feedback that leaves no room ends the row.
+        max_turn_tokens: maximum tokens of each policy turn; None disables it. The policy's own limit and the
+            ``"max_new_tokens"`` that a row brings to ``reset`` also apply.
+        max_turns: maximum number of policy turns, at which a conversation is truncated; None disables it.
+        max_seconds: maximum wall-clock time of a conversation, checked between turns; None disables it.
+        on_rewrite: what to do if the chat template would now render the past differently from what the policy saw
+            (it strips thinking, or the tools changed). ``"keep"`` continues from the ids that the policy saw.
+            ``"split"`` continues from the newly rendered conversation; the row then becomes several samples
+            (:mod:`torchrl_rloo.data.segments`), each of at most ``max_tokens``.
+        template_kwargs: arguments of the chat template. A row's own ``"tools"`` are passed as ``tools``.
 
     Attributes:
-        counts: ``"rewritten_turns"``: turns so far at which the template would have shown another past.
+        counts: ``"rewritten_turns"``, the number of turns whose past the template would have rendered differently.
 
     Raises:
+        KeyError: at ``reset`` if the rows have no ``"query"``.
         ValueError: at ``reset`` if a query is neither text nor messages, or its prompt fills ``max_tokens``; at
-            ``step`` if the policy's ids do not extend the ids it was given.
+            ``step`` if the policy's ids do not extend its prompt.
 
     Example:
         >>> from tensordict import TensorDict
@@ -102,7 +108,7 @@ class ChatEnv(SignedEnv, EnvBase):
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
         if max_tokens is not None and max_tokens < 2:
-            raise ValueError(f"max_tokens={max_tokens} must leave room for a prompt and an action: at least 2")
+            raise ValueError(f"max_tokens={max_tokens} must be at least 2, to hold a prompt and an action")
         for name, value in (("max_turn_tokens", max_turn_tokens), ("max_turns", max_turns)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or None for no limit")
@@ -118,7 +124,7 @@ class ChatEnv(SignedEnv, EnvBase):
         self.max_turn_tokens, self.max_turns, self.max_seconds = max_turn_tokens, max_turns, max_seconds
         self.on_rewrite = on_rewrite
         self.counts: Counter[str] = Counter()
-        self.dataset: PromptDataset | None = None  # whose prompts the rows are, and with it their ids
+        self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
         self._ids = itertools.count()
         self.template_kwargs = dict(template_kwargs or {})
         self._make_specs()
@@ -156,10 +162,17 @@ class ChatEnv(SignedEnv, EnvBase):
         self.full_state_spec = Composite({keys.QUERY: NonTensor(shape=shape, example_data="a question")}, shape=shape)
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing here is random: draws of prompts belong to the primer, samples to the policy."""
+        """Do nothing: the primer draws prompts and the policy samples; the environment is deterministic."""
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """A policy that says one random token, the same in every row: enough to check specs with."""
+        """Add one random token as the policy's turn, the same in every row; meant for spec checks.
+
+        Args:
+            tensordict: rows as ``reset`` returns them; None resets the environment.
+
+        Returns:
+            The rows, with the turn set in the entries of ``input_mode``.
+        """
         rows = as_lazy(self.reset() if tensordict is None else tensordict)
         token = torch.randint(len(self.tokenizer), (1,))
         for row in rows.unbind(0):
@@ -167,12 +180,12 @@ class ChatEnv(SignedEnv, EnvBase):
             if self.input_mode == "tokens":
                 row.set("tokens", Tokens(prompt=prompt, full=torch.cat([prompt, token])))
                 continue
-            said = decode_response(self.tokenizer, token.tolist())
+            reply = decode_response(self.tokenizer, token.tolist())
             if self.input_mode == "text":
-                row.set("text", Text(prompt=row["text", "prompt"], full=row["text", "prompt"] + said))
+                row.set("text", Text(prompt=row["text", "prompt"], full=row["text", "prompt"] + reply))
             else:
                 history = row["history", "prompt"]
-                full = [*from_history(history), {"role": "assistant", "content": said}]
+                full = [*from_history(history), {"role": "assistant", "content": reply}]
                 row.set("history", ChatHistory(prompt=history, full=to_history([full])[0]))
         return rows
 
@@ -186,26 +199,26 @@ class ChatEnv(SignedEnv, EnvBase):
         restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
         rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
-            row = without(row, _OF_ONE_CONVERSATION if fresh else _OF_ONE_STEP)
+            row = without(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
             rows.append(set_done(self._open(row, encoded) if fresh else row, "running"))
         return stack_rows(rows)
 
     def prompt_ids(self) -> PromptIds:
-        """Return an encoder of the prompts of one reset."""
+        """Return an encoder for the prompts of one reset."""
         return PromptIds(self.tokenizer, self.dataset, self.template_kwargs)
 
     def _open(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
         """Put a row at the start of its conversation."""
         query = value_of(row, keys.QUERY)
-        prompt = encoded.ids(row, query, self._shown(row))
+        prompt = encoded.ids(row, query, self._template_arguments(row))
         if self.max_tokens is not None and len(prompt) >= self.max_tokens:
             raise ValueError(
-                f"a prompt has {len(prompt)} tokens, which leaves the policy none of max_tokens={self.max_tokens}: "
-                "drop long prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
+                f"a prompt of {len(prompt)} tokens leaves the policy none of max_tokens={self.max_tokens}; drop long "
+                "prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
             )
         if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
-            row.set(keys.OWN_MAX_NEW_TOKENS, own)  # what a row has that was opened before is this environment's
-        _note_tools(row)
+            row.set(keys.OWN_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
+        _record_tools(row)
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
             keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
@@ -220,7 +233,7 @@ class ChatEnv(SignedEnv, EnvBase):
     def _set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
-        """What the policy sees at its turn: everything so far as ids, and as text or History where asked for."""
+        """Set what the policy sees at its turn: all ids so far, and text or History as ``input_mode`` says."""
         context = {
             "tokens": collection(Tokens, prompt=tokens),
             "masks": collection(Masks, all_assistant_mask=mask),
@@ -234,16 +247,16 @@ class ChatEnv(SignedEnv, EnvBase):
         elif self.input_mode == "history":
             query, completion = row[keys.QUERY], row[keys.COMPLETION]
             if not is_conversation(query):
-                raise ValueError(f"input_mode='history' needs queries that are chat messages, got {query!r:.100}")
+                raise ValueError(f"input_mode='history' requires queries that are chat messages, got {query!r:.100}")
             row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
         return row
 
-    def _shown(self, row: TensorDictBase, tools: str = keys.TOOLS) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+    def _template_arguments(self, row: TensorDictBase, tools: str = keys.TOOLS) -> dict[str, Any]:
+        """Return the arguments of the chat template other than the messages."""
         return self.template_kwargs if tools not in row.keys() else {**self.template_kwargs, "tools": row[tools]}
 
     def _room(self, row: TensorDictBase, tokens: torch.Tensor) -> int | None:
-        """The most tokens that a turn after these may have; None for no limit."""
+        """Return the maximum number of tokens of the next turn, or None for no limit."""
         own = row.get(keys.OWN_MAX_NEW_TOKENS, None)
         left = None if self.max_tokens is None else max(1, self.max_tokens - len(tokens))
         limits = (self.max_turn_tokens, left, None if own is None else int(own))
@@ -251,7 +264,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
     @classmethod
     def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> None:
-        # a step sets every done entry itself, for any number of rows; the base class wants the whole batch
+        # A step sets every done entry itself, for any number of rows; the base class requires the whole batch
         if "done" not in data.keys():
             super()._complete_done(done_spec, data)
 
@@ -261,42 +274,46 @@ class ChatEnv(SignedEnv, EnvBase):
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
         prompt = row[keys.PROMPT_TOKENS]
         full, mask, log_probs = self._action(row, prompt)
-        said = decode_response(self.tokenizer, full[len(prompt) :].tolist())
+        reply = decode_response(self.tokenizer, full[len(prompt) :].tolist())
         query, completion = value_of(row, keys.QUERY), value_of(row, keys.COMPLETION)
-        spoken = [*completion, {"role": "assistant", "content": said}] if is_conversation(query) else completion + said
+        extended = (
+            [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
+        )
         step = {
             keys.QUERY: non_tensor(query),
-            keys.COMPLETION: non_tensor(spoken),
+            keys.COMPLETION: non_tensor(extended),
             keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
             keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
             "reward": torch.zeros(1, 1),
         }
-        step |= {key: value for key, value in row.items() if key in _CARRIED}
+        step |= {key: value for key, value in row.items() if key in _CARRIED_KEYS}
         stepped = TensorDict._new_unsafe(step, batch_size=torch.Size([]))
         end_row(stepped, self._end_of_turn(row, full, len(full) - len(prompt)))
         return self._set_context(stepped, full, mask, log_probs)
 
     def _end_of_turn(self, row: TensorDictBase, full: torch.Tensor, length: int) -> str:
-        """The stop reason of a turn that nothing answers."""
+        """Return the stop reason of a turn that nothing answers."""
         cut_off = row.get(keys.RESPONSE_TRUNCATED, None)
-        # a policy that says where it stopped may stop on the very last token
-        unsaid = cut_off is None
-        if not unsaid and not cut_off.any():
+        # A policy that reports where it stopped may have stopped on the last token that a limit allows
+        unreported = cut_off is None
+        if not unreported and not cut_off.any():
             limits = (self.max_tokens, self.max_turn_tokens)
             beyond = [n for n, most in zip((len(full), length), limits, strict=True) if most is not None and n > most]
             if not beyond:
                 return "answered"
+        # Otherwise a turn as long as a limit counts as cut off
         if self.max_tokens is not None and len(full) >= self.max_tokens:
             return "total_tokens"
-        if not unsaid or (self.max_turn_tokens is not None and length >= self.max_turn_tokens):
+        if not unreported or (self.max_turn_tokens is not None and length >= self.max_turn_tokens):
             return "turn_tokens"
         return "answered"
 
     def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Ids, action mask and log-probs after the policy's turn."""
+        """Return ids, action mask and log-probs after the policy's turn."""
+        # Encode a turn that the policy gave as text only, here and never again
         full = row.get(keys.TOKENS, None)
-        if full is None:  # a policy of text alone: what it said is encoded once, here
-            full = torch.cat([prompt, torch.tensor(self._encode_said(row), dtype=torch.long)])
+        if full is None:
+            full = torch.cat([prompt, torch.tensor(self._encode_reply(row), dtype=torch.long)])
         if len(full) < len(prompt) or not torch.equal(full[: len(prompt)], prompt):
             raise ValueError(
                 f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
@@ -305,40 +322,42 @@ class ChatEnv(SignedEnv, EnvBase):
         mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
         if mask is None or log_probs is None:
             raise ValueError(
-                f"ChatEnv needs a policy that writes {keys.ACTION_MASK} and {keys.LOG_PROBS} of all ids, or leaves "
-                "both alone; this one removed them. Use TransformersWrapper or vLLMWrapper of torchrl_rloo.modules "
-                "instead of TorchRL's"
+                f"the policy removed {keys.ACTION_MASK} or {keys.LOG_PROBS}; it must write both for all ids, or leave "
+                "both unchanged. Use TransformersWrapper or vLLMWrapper of torchrl_rloo.modules instead of TorchRL's"
             )
+        # Without log-probs of the new ids, write NaN: an unknown value must not pass for a number
         new = len(full) - len(mask)
         if new:
             mask = torch.cat([mask, torch.ones(new, dtype=torch.bool)])
-            log_probs = torch.cat([log_probs, torch.full((new,), torch.nan)])  # unknown, and never taken for a number
+            log_probs = torch.cat([log_probs, torch.full((new,), torch.nan)])
         return full, mask, log_probs
 
-    def _encode_said(self, row: TensorDictBase) -> list[int]:
+    def _encode_reply(self, row: TensorDictBase) -> list[int]:
         if self.input_mode == "text":
-            said = row["text", "full"][len(row["text", "prompt"]) :]
+            reply = row["text", "full"][len(row["text", "prompt"]) :]
         elif self.input_mode == "history":
-            said = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
+            reply = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
         else:
-            raise KeyError(f"the policy set no {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
-        return encode(self.tokenizer, said)
+            raise KeyError(f"the policy must set {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
+        return encode(self.tokenizer, reply)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
-        """Answers a row that has just been stepped, in place: appends the feedback's ids and opens the next turn.
-
-        Returns False, and leaves the row ended as truncated, if a limit leaves the policy no further turn.
+        """Append feedback to a row that was just stepped, in place, and open the policy's next turn.
 
         Args:
             row: one row of the ``"next"`` entry of a step.
             feedback: the messages that answer the policy's turn.
+
+        Returns:
+            False if a limit leaves the policy no further turn; the row then ends as truncated.
         """
         if (limit := self.limit_reached(row)) is not None:
             end_row(row, limit)
             return False
+        # Encode only the feedback, unless the template renders another past and the row is to be split
         conversation, tokens = join_conversation(row[keys.QUERY], row[keys.COMPLETION]), row[keys.PROMPT_TOKENS]
-        now, last = self._shown(row), int(tokens[-1])
-        seen = self._shown(row, keys.TOOLS_SEEN)
+        now, last = self._template_arguments(row), int(tokens[-1])
+        seen = self._template_arguments(row, keys.TOOLS_SEEN)
         ids, rewritten = answer_turn(self.tokenizer, conversation, feedback, last_token=last, shown=seen, **now)
         mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
         split = rewritten and self.on_rewrite == "split"
@@ -348,11 +367,12 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.max_tokens is not None and len(tokens) + len(ids) >= self.max_tokens:
             end_row(row, "total_tokens")
             return False
+        # Record the feedback only now that it fits, so that a row that ended above stays as it was
         if split:
             stash_segment(row)
         self.counts["rewritten_turns"] += rewritten
         row.set(keys.COMPLETION, non_tensor([*row[keys.COMPLETION], *feedback]))
-        _note_tools(row)
+        _record_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
         self._set_context(
@@ -364,7 +384,11 @@ class ChatEnv(SignedEnv, EnvBase):
         return True
 
     def limit_reached(self, row: TensorDictBase) -> str | None:
-        """Which limit forbids another turn."""
+        """Return the stop reason of the turn or time limit that forbids another turn, or None.
+
+        Args:
+            row: one row of the ``"next"`` entry of a step.
+        """
         if self.max_turns is not None and int(row[keys.NUM_TURNS]) >= self.max_turns:
             return "turns"
         if self.max_seconds is not None and time.monotonic() - float(row[keys.STARTED]) >= self.max_seconds:
@@ -372,20 +396,20 @@ class ChatEnv(SignedEnv, EnvBase):
         return None
 
 
-_OF_SAMPLES = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
-_CARRIED = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.OWN_MAX_NEW_TOKENS, *_OF_SAMPLES)
-_OF_ONE_STEP = ("_reset", "next", "done", "terminated", "truncated")
-_OF_ONE_CONVERSATION = (*_OF_ONE_STEP, keys.NUM_TURNS, keys.COMPLETION, *_OF_SAMPLES)
-_OF_ONE_CONVERSATION += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
+_SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
+_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.OWN_MAX_NEW_TOKENS, *_SAMPLE_KEYS)
+_STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
+_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *_SAMPLE_KEYS)
+_CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
 
 
-def _note_tools(row: TensorDictBase) -> None:
+def _record_tools(row: TensorDictBase) -> None:
     if keys.TOOLS in row.keys():
         row.set(keys.TOOLS_SEEN, row.get(keys.TOOLS))
 
 
 def _without_optional(spec: Composite) -> Composite:
-    """A text or history spec without the message fields that plain chats leave unset."""
+    """Remove the message fields that plain chats leave unset from a text or history spec."""
     for messages in (v for v in spec.values() if isinstance(v, Composite)):
         for field in ("tool_calls", "tool_responses"):
             del messages[field]

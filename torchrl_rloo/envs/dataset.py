@@ -22,11 +22,12 @@ from torchrl_rloo.rewards.registry import RewardSpec
 
 
 class ForwardCompose(Compose):
-    """A Compose that hands rows to the environment in the order of its transforms, and the policy's as they are.
+    """Compose that prepares a reset in the order of its transforms and does not copy the policy's rows.
 
-    TorchRL's asks the last transform first what a reset begins with, so that a :class:`DataLoadingPrimer` in first
-    place draws rows which the others never see. And it copies the policy's rows, which costs 0.1 ms a row, almost as
-    much as the environment's own step; here they are copied only if a transform changes actions.
+    TorchRL's Compose prepares a reset from the last transform to the first. The later transforms would then never see
+    the rows that a :class:`DataLoadingPrimer` in first place draws. It also copies the policy's rows, which costs
+    0.1 ms per row, almost as much as the environment's step. This class copies them only if a transform changes
+    actions.
     """
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
@@ -35,7 +36,14 @@ class ForwardCompose(Compose):
         return tensordict
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Applies the transforms' inverses, if there are any."""
+        """Apply the inverse of each transform that has one.
+
+        Args:
+            tensordict: the policy's rows.
+
+        Returns:
+            The transformed rows, or ``tensordict`` itself if no transform has an inverse.
+        """
         if all(type(t).inv is Transform.inv and type(t)._inv_call is Transform._inv_call for t in self.transforms):
             if not any(t.in_keys_inv for t in self.transforms):
                 return tensordict
@@ -43,32 +51,38 @@ class ForwardCompose(Compose):
 
 
 class DatasetChatEnv(SignedEnv, TransformedEnv):
-    """A :class:`ChatEnv` with a :class:`DataLoadingPrimer`, further transforms and rewards, in that order.
+    """:class:`ChatEnv` with a :class:`DataLoadingPrimer`, further transforms and rewards, in that order.
 
-    A single-turn task is a dataset and a reward function; a task of several turns adds transforms that give feedback.
+    A single-turn task is a dataset and a reward function. A multi-turn task adds transforms that give feedback. Rows
+    have the entries of :class:`ChatEnv`, the dataset's columns, and what each transform writes.
 
-    TorchRL's arguments: ``dataset`` is a loaded :class:`PromptDataset` instead of a hub name, ``repeats`` is
-    ``num_generations``, ``num_envs`` is ``prompts_per_batch``, ``system_prompt`` belongs to ``load_prompts``.
+    TorchRL's arguments map as follows: ``dataset`` is a loaded :class:`PromptDataset` instead of a hub name,
+    ``repeats`` is ``num_generations``, ``num_envs`` is ``prompts_per_batch``, ``system_prompt`` is an argument of
+    ``load_prompts``.
 
     Args:
         dataset: the prompts.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         prompts_per_batch: draws per reset.
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
-        rewards: reward functions, or names or settings of them (:func:`~torchrl_rloo.rewards.load_reward`); or a ready
-            :class:`RewardTransform`; None for no reward.
-        transforms: put between the primer and the rewards, in order: tools, feedback, limits.
-        after_rewards: put after the rewards, in order: shaping of scores, then a :class:`KLRewardTransform`.
+        rewards: reward functions, their names or settings (:func:`~torchrl_rloo.rewards.load_reward`), or a
+            :class:`RewardTransform`. None gives no reward.
+        transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
+        after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
         shuffle: see :class:`DataLoadingPrimer`.
         seed: see :class:`DataLoadingPrimer`.
         epochs: see :class:`DataLoadingPrimer`.
         sampler: see :class:`DataLoadingPrimer`.
-        **chat: further arguments of :class:`ChatEnv`: ``input_mode``, limits, ``template_kwargs``, ...
+        **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.
+
+    Attributes:
+        primer: the :class:`DataLoadingPrimer`.
+        reward_transform: the :class:`RewardTransform`, or None.
 
     Raises:
-        TypeError: for an unknown argument, or a transform that is a class or no transform.
-        ValueError: for a number below 1, a reward function that asks for a column that the dataset does not have, or a
-            :class:`KLRewardTransform` among ``transforms``.
+        TypeError: for an unknown argument, or if a transform is a class or not a transform.
+        ValueError: if a number is below 1, a reward function requires a column that the dataset does not have, or a
+            :class:`KLRewardTransform` is in ``transforms``.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -102,28 +116,33 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
     ):
         refuse_unknown(type(self), chat, _REMEDIES)
         if not isinstance(dataset, PromptDataset):
-            raise TypeError(f"dataset is a {type(dataset).__name__}: pass load_prompts(...), which checks its rows")
+            raise TypeError(f"dataset is a {type(dataset).__name__}; pass load_prompts(...), which checks its rows")
         _check_transforms(transforms, after_rewards)
         for name, value in (("prompts_per_batch", prompts_per_batch), ("num_generations", num_generations)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         dataset = dataset.for_tokenizer(tokenizer)
         if sampler is None and prompts_per_batch > len(dataset):
-            notify_once(f"prompts_per_batch={prompts_per_batch} of {len(dataset)} prompts: batches repeat prompts")
+            notify_once(
+                f"prompts_per_batch={prompts_per_batch} exceeds the {len(dataset)} prompts: batches repeat prompts"
+            )
+        # Conversations and the draws of their prompts
         base = ChatEnv(tokenizer, batch_size=prompts_per_batch * num_generations, **chat)
         draws = {"shuffle": shuffle, "seed": seed, "epochs": epochs, "sampler": sampler}
         base.dataset = dataset
         primer = DataLoadingPrimer(dataset, num_generations=num_generations, **draws)
+        # Rewards; columns can be checked only without transforms, since these may add columns
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)
-        if rewards is not None and not transforms:  # which may bring columns along
+        if rewards is not None and not transforms:
             check_columns(rewards.functions, dataset.columns)
         scored = () if rewards is None else (rewards,)
         super().__init__(base, ForwardCompose(primer, *transforms, *scored, *after_rewards))
         self.primer, self.reward_transform = primer, rewards
 
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        if tensordict is not None:  # a reset goes by what the environment writes, but these the policy wrote
+        # A reset overwrites what the environment writes; drop what the policy wrote as well
+        if tensordict is not None:
             restart = tensordict.get("_reset", None)
             restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1)
             for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
@@ -132,24 +151,24 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         return super()._reset_proc_data(tensordict, tensordict_reset)
 
 
-_OF_REWARDS = "pass rewards=RewardTransform(functions, {}=...)"
-_REMEDIES = {name: _OF_REWARDS.format(name) for name in ("weights", "clip_range", "executor", "quarantine")}
+_REWARD_REMEDY = "pass rewards=RewardTransform(functions, {}=...)"
+_REMEDIES = {name: _REWARD_REMEDY.format(name) for name in ("weights", "clip_range", "executor", "quarantine")}
 _REMEDIES |= {
-    "reward_weights": _OF_REWARDS.format("weights"),
-    "batch_size": "prompts_per_batch x num_generations is it",
+    "reward_weights": _REWARD_REMEDY.format("weights"),
+    "batch_size": "it is prompts_per_batch x num_generations",
 }
 _REMEDIES |= {"chat": "pass it to load_prompts", "system_prompt": "pass it to load_prompts"}
 
 
-_TOOLS = "use ToolTransform(tools) of torchrl_rloo.envs.transforms"
-_OF_TORCHRL = {
+_TOOLS_REMEDY = "use ToolTransform(tools) of torchrl_rloo.envs.transforms"
+_TORCHRL_REMEDIES = {
     "AddThinkingPrompt": "use AddThinkingPrompt of torchrl_rloo.envs.transforms",
-    "BrowserTransform": _TOOLS,
-    "ExecuteToolsInOrder": _TOOLS,
+    "BrowserTransform": _TOOLS_REMEDY,
+    "ExecuteToolsInOrder": _TOOLS_REMEDY,
     "IncrementalTokenizer": "leave it out",
-    "MCPToolTransform": _TOOLS,
-    "PythonInterpreter": _TOOLS,
-    "SimpleToolTransform": _TOOLS,
+    "MCPToolTransform": _TOOLS_REMEDY,
+    "PythonInterpreter": _TOOLS_REMEDY,
+    "SimpleToolTransform": _TOOLS_REMEDY,
     "TemplateTransform": "set template_kwargs of DatasetChatEnv",
     "Tokenizer": "leave it out",
 }
@@ -159,12 +178,14 @@ def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[T
     for argument, given in (("transforms", transforms), ("after_rewards", after_rewards)):
         for i, transform in enumerate(given):
             if isinstance(transform, type):
-                raise TypeError(
-                    f"{argument}[{i}] is the class {transform.__name__}: make one, {transform.__name__}(...)"
-                )
+                name = transform.__name__
+                raise TypeError(f"{argument}[{i}] is the class {name}; pass an instance, {name}(...)")
             if not isinstance(transform, Transform):
                 raise TypeError(f"{argument}[{i}]={transform!r:.100} must be a torchrl.envs.Transform")
-            if (name := type(transform).__name__) in _OF_TORCHRL and type(transform).__module__.startswith("torchrl."):
-                raise TypeError(f"TorchRL's {name} edits conversations as text, here they are ids: {_OF_TORCHRL[name]}")
+            name = type(transform).__name__
+            if name in _TORCHRL_REMEDIES and type(transform).__module__.startswith("torchrl."):
+                raise TypeError(
+                    f"TorchRL's {name} edits conversations as text, but here they are ids; {_TORCHRL_REMEDIES[name]}"
+                )
     if any(isinstance(transform, KLRewardTransform) for transform in transforms):
-        raise ValueError("KLRewardTransform in transforms would come before the rewards: put it in after_rewards")
+        raise ValueError("KLRewardTransform in transforms would act before the rewards; put it in after_rewards")

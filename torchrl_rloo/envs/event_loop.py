@@ -1,7 +1,7 @@
-"""Two event loops on daemon threads: one that drives conversations, one for whatever users' async functions do.
+"""Two event loops on daemon threads: one drives conversations, one runs users' async functions.
 
-They start on first use and are this process's own: a forked process starts others. What users write runs apart from
-the conversations, so that a function that blocks its loop holds up no conversation.
+They start on first use, and each process has its own: a forked process starts new ones. User functions have a separate
+loop, so a function that blocks it does not block any conversation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PATIENCE = 1.0  # s in which a loop must turn once, or it is blocked
+_BLOCKED_AFTER_S = 1.0  # a loop that runs no callback for this long counts as blocked
 _EXIT_TIMEOUT_S = 2.0
 
 
@@ -35,7 +35,7 @@ class _Loop:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the thread once it has done what is ready."""
+        """Stop the thread after the callbacks that are ready."""
         self.stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)
 
@@ -43,8 +43,8 @@ class _Loop:
         while not self.stopped:
             try:
                 self.loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):  # a task raised it; the others know nothing of it
-                _LOGGER.exception("a task on the loop of the %s wanted to end the process", self.thread.name)
+            except (SystemExit, KeyboardInterrupt):  # raised by one task: keep the others running
+                _LOGGER.exception("a task on the event loop of the %s tried to exit the process", self.thread.name)
 
 
 _LOCK = Lock()
@@ -61,50 +61,62 @@ def _loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 def conversation_loop() -> asyncio.AbstractEventLoop:
-    """The loop that conversations run on; nothing on it may block."""
+    """Return the event loop that conversations run on; code on it must not block."""
     return _loop("conversations")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Does work on the conversations' loop and waits for it.
+    """Run a coroutine on the conversations' loop and wait for it.
+
+    Args:
+        work: the coroutine.
+
+    Returns:
+        The coroutine's result.
 
     Raises:
-        RuntimeError: if called on that loop itself, where waiting would never end.
+        RuntimeError: if called on that loop, where waiting would deadlock.
     """
     loop = conversation_loop()
     if asyncio._get_running_loop() is loop:
         work.close()
-        raise RuntimeError("run() waits, so it cannot be called on the loop of the conversations: await the work")
+        raise RuntimeError("run() waits, so it cannot be called on the conversations' loop; await the coroutine")
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # an interrupt of the waiting thread
+        future.cancel()  # the waiting thread was interrupted
         raise
 
 
 async def call(function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-    """Calls a user's function, sync or async, so that it blocks nothing, and gives what it returns or raises.
+    """Call a user's function, sync or async, without blocking the caller's loop.
 
-    An async function runs on a loop beside that of the conversations, always the same one while nobody blocks it, and
-    is cancelled when its time is up. A sync function runs on a daemon thread of its own, which is left behind then.
+    An async function runs on the users' loop and is cancelled at its timeout. All async functions share that loop
+    until one blocks it; the next call then starts a new loop. A sync function runs on a new daemon thread, which is
+    abandoned at the timeout.
 
     Args:
-        function: what to call.
-        *args: its arguments.
-        timeout: seconds it may take; None for no limit.
-        **kwargs: its arguments.
+        function: sync or async function.
+        *args: positional arguments of the function.
+        timeout: time limit in seconds; None disables it.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        What the function returns. What it raises is raised here.
 
     Raises:
-        TimeoutError: when the time is up.
-        RuntimeError: in place of what is no error, but would end a loop or the run: SystemExit, KeyboardInterrupt,
-            StopIteration, and a cancellation that nobody here asked for.
+        TimeoutError: if the function exceeds ``timeout``.
+        RuntimeError: in place of SystemExit, KeyboardInterrupt, StopIteration, or a cancellation from within the
+            function; these would otherwise end a loop or the run.
     """
+    # Start the function where it cannot block this loop
     if is_async(function):
-        future = asyncio.run_coroutine_threadsafe(_guarded(function, args, kwargs), _loop("users"))
+        future = asyncio.run_coroutine_threadsafe(_await_guarded(function, args, kwargs), _loop("users"))
     else:
-        future = _on_a_thread(function, args, kwargs)
+        future = _call_on_thread(function, args, kwargs)
     waiting = asyncio.wrap_future(future)
+    # Wait for it, and cancel it if this task is cancelled
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout)
     except asyncio.CancelledError:
@@ -114,6 +126,7 @@ async def call(function: Callable[..., Any], *args: Any, timeout: float | None =
         if waiting.cancelled():
             raise RuntimeError(f"{_name(function)} was cancelled from within")
         return waiting.result()
+    # At the timeout, cancel it and check that it does not block the users' loop
     waiting.cancel()
     await _replace_if_blocked()
     raise TimeoutError(f"{_name(function)} took longer than {timeout:g} s")
@@ -123,7 +136,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-async def _guarded(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+async def _await_guarded(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     try:
         return await function(*args, **kwargs)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -131,7 +144,7 @@ async def _guarded(function: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 
 def _as_error(function: Callable[..., Any], raised: BaseException) -> Exception:
-    """What a task can raise without a meaning of its own to asyncio."""
+    """Wrap exceptions that asyncio treats specially in a RuntimeError."""
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration | CancelledError):
         return raised
     error = RuntimeError(f"{_name(function)} raised {raised!r}")
@@ -139,7 +152,7 @@ def _as_error(function: Callable[..., Any], raised: BaseException) -> Exception:
     return error
 
 
-def _on_a_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> Future[T]:
+def _call_on_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> Future[T]:
     future: Future[T] = Future()
 
     def work() -> None:
@@ -147,7 +160,7 @@ def _on_a_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, Any]
             return
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:  # SystemExit, too: it is the caller's to hear of
+        except BaseException as error:  # includes SystemExit, which the caller must learn of
             future.set_exception(_as_error(function, error))
         else:
             future.set_result(result)
@@ -159,16 +172,16 @@ def _on_a_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, Any]
 
 
 async def _replace_if_blocked() -> None:
-    """Gives up a users' loop that does not turn, with what is on it; the next call starts another."""
+    """Drop the users' loop and its tasks if it is blocked; the next call starts a new one."""
     held = _LOOPS.get("users")
     if held is None:
         return
-    turned = Event()
-    held.loop.call_soon_threadsafe(turned.set)
+    responded = Event()
+    held.loop.call_soon_threadsafe(responded.set)
     for _ in range(20):
-        if turned.is_set():
+        if responded.is_set():
             return
-        await asyncio.sleep(_PATIENCE / 20)
+        await asyncio.sleep(_BLOCKED_AFTER_S / 20)
     with _LOCK:
         if _LOOPS.get("users") is held:
             del _LOOPS["users"]
@@ -176,7 +189,7 @@ async def _replace_if_blocked() -> None:
 
 @atexit.register
 def _stop_threads() -> None:
-    """Stop the loops and let calls finish: Python's exit kills threads, and one inside torch aborts the process."""
+    """Stop the loops and let calls finish: a thread that Python's exit kills inside torch aborts the process."""
     loops = [held for held in _LOOPS.values() if held.owner == os.getpid()]
     for held in loops:
         held.stop()

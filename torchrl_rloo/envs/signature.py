@@ -1,4 +1,4 @@
-"""Signatures of environments, which TorchRL's metaclass hides behind ``(*args, **kwargs)``."""
+"""Signatures of environments, which TorchRL's metaclass otherwise hides behind ``(*args, **kwargs)``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torchrl_rloo.lookup import did_you_mean
 
 
 class SignedEnv:
-    """Mixin whose subclasses show the signature of their ``__init__`` to ``help`` and editors.
+    """Mixin that shows ``help`` and editors the signature of the subclass's ``__init__``.
 
     Attributes:
-        passes_to: a class whose keyword arguments stand in the place of ``**kwargs``; None: nothing does.
-        sets: the keyword arguments of that class that this one sets.
+        passes_to: class whose keyword arguments replace ``**kwargs`` in the signature; None keeps ``**kwargs``.
+        sets: keyword arguments of that class that the subclass sets itself.
     """
 
     passes_to: type | None = None
@@ -37,18 +37,18 @@ def _parameters(cls: type[SignedEnv]) -> Iterator[inspect.Parameter]:
 
 
 def refuse_unknown(cls: type, given: Mapping[str, Any], remedies: Mapping[str, str]) -> None:
-    """Refuse keyword arguments that a class does not have, by the name of that class.
+    """Raise for keyword arguments that are not in the signature of a class.
 
     Args:
-        cls: whose signature counts.
+        cls: class whose signature is checked.
         given: the keyword arguments.
-        remedies: for names of other things, what to write instead.
+        remedies: for misplaced argument names, what to write instead.
 
     Raises:
-        TypeError: naming the argument, a near match or the remedy.
+        TypeError: for an unknown argument; the message has its remedy or a near match.
     """
     known = inspect.signature(cls).parameters
     for name in given:
         if name not in known:
             hint = f": {remedies[name]}" if name in remedies else did_you_mean(name, known)
-            raise TypeError(f"{cls.__name__} has no argument {name!r}{hint}")
+            raise TypeError(f"{cls.__name__} got an unknown argument {name!r}{hint}")

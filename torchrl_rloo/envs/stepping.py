@@ -1,4 +1,4 @@
-"""Stepping the rows of a chat environment: any number of them together, or each conversation on its own."""
+"""Functions that step any number of a chat environment's rows together, and a stepper of single conversations."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from torchrl_rloo.envs.turn_transform import TurnTransform
 
 
 def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
-    """Steps any number of a chat environment's rows.
+    """Step any number of a chat environment's rows.
 
-    ``env.step`` insists on the environment's whole batch even when the environment is not locked to it.
+    ``env.step`` requires the environment's whole batch even where ``batch_locked`` is False.
 
     Args:
-        env: a :class:`ChatEnv`, transformed or not.
+        env: :class:`ChatEnv`, transformed or not.
         rows: ``[n]`` rows with the policy's turn.
 
     Returns:
-        The rows, with ``"next"`` set.
+        The ``[n]`` rows, with ``"next"`` set.
     """
     return rows.set("next", env._step(rows))
 
 
 def release_rows(env: EnvBase, rows: Iterable[TensorDictBase]) -> None:
-    """Frees what transforms keep for conversations that have ended; waits until it is done.
+    """Release what transforms keep for conversations that have ended, and wait until it is done.
 
     Args:
         env: the environment that stepped them.
-        rows: with a ``"trajectory_id"`` each.
+        rows: rows with a ``"trajectory_id"``.
     """
-    holders = _holders(transforms_of(env))
-    if holders:
-        event_loop.run(_release(holders, [int(row[keys.TRAJECTORY_ID]) for row in rows]))
+    stateful = _select_stateful(transforms_of(env))
+    if stateful:
+        event_loop.run(_release(stateful, [int(row[keys.TRAJECTORY_ID]) for row in rows]))
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:
-    """The transforms of an environment in the order in which a step applies them."""
+    """Return the transforms of an environment in the order in which a step applies them."""
     layers: list[list[Transform]] = []
     while isinstance(env, TransformedEnv):
         layers.append(_flat(env.transform))
@@ -54,16 +54,16 @@ def transforms_of(env: EnvBase) -> list[Transform]:
 
 
 def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
-    """Resets any number of conversations: ``env.reset`` insists on the environment's whole batch.
+    """Reset any number of conversations; ``env.reset`` requires the environment's whole batch.
 
     Args:
-        env: a transformed :class:`ChatEnv` with a :class:`DataLoadingPrimer`.
-        rows: what the primer drew (:meth:`DataLoadingPrimer.draw_groups`).
+        env: transformed :class:`ChatEnv` with a :class:`DataLoadingPrimer`.
+        rows: ``[n]`` rows that the primer drew (:meth:`DataLoadingPrimer.draw_groups`).
 
     Returns:
-        The rows as ``env.reset`` gives them.
+        The ``[n]`` rows as ``env.reset`` returns them.
     """
-    with DataLoadingPrimer.giving(rows):
+    with DataLoadingPrimer.with_rows(rows):
         return _open_rows(env, None)
 
 
@@ -79,49 +79,61 @@ def _open_rows(env: EnvBase, rows: TensorDictBase | None) -> TensorDictBase:
 
 
 class RowStepper:
-    """Steps the conversations of a transformed :class:`ChatEnv` one by one, without waiting for each other.
+    """Stepper that advances each conversation of a transformed :class:`ChatEnv` without waiting for the others.
 
-    A step of one row is what a step of all of them does to it, but for the transforms that judge outcomes: those from
-    the first that has a true attribute ``scores_outcomes`` on. They see a conversation that has ended only in
-    :meth:`finish`, together with the others of its group.
+    Stepping one row alone has the same effect as stepping it in a batch, except for outcome transforms: the first
+    transform with a true ``scores_outcomes`` and all after it. These see an ended conversation only in :meth:`finish`,
+    together with the rest of its group.
 
     Args:
-        env: a :class:`ChatEnv` with any transforms; those that are no :class:`TurnTransform` must not take long.
+        env: :class:`ChatEnv` with any transforms; those that are not a :class:`TurnTransform` must be fast.
+
+    Attributes:
+        turn_transforms: the transforms that act in :meth:`step`.
+        outcome_transforms: the transforms that act in :meth:`finish`.
 
     Raises:
-        ValueError: if a transform changes what goes into the environment, which belongs to whole batches.
+        ValueError: if a transform changes the environment's input, which is only defined for whole batches.
+
+    Example::
+
+        stepper = RowStepper(env)
+        row = policy(row)                # [] row of env.reset(), with the policy's turn
+        row = await stepper.step(row)    # sets row["next"]
+        if row["next", "done"].any():
+            stepper.finish([row])        # rewards, with the rest of its group
+            await stepper.release(row)
     """
 
     def __init__(self, env: EnvBase):
         transforms = transforms_of(env)
         if bad := [type(t).__name__ for t in transforms if t.in_keys_inv]:
-            raise ValueError(
-                f"{bad} transform the policy's rows on their way in: conversations cannot be stepped alone"
-            )
+            raise ValueError(f"{bad} change the environment's input, so conversations cannot be stepped alone")
         self.env, self.base = env, env
         while isinstance(self.base, TransformedEnv):
             self.base = self.base.base_env
         first = next((i for i, t in enumerate(transforms) if getattr(t, "scores_outcomes", False)), len(transforms))
-        self.turn_transforms = [t for t in transforms[:first] if _acts(t)]
-        self.outcome_transforms = [t for t in transforms[first:] if _acts(t)]
-        self._each_turn = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
-        self._holders = _holders(transforms)
+        self.turn_transforms = [t for t in transforms[:first] if _has_step(t)]
+        self.outcome_transforms = [t for t in transforms[first:] if _has_step(t)]
+        self._each_turn_transforms = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
+        self._stateful = _select_stateful(transforms)
 
     async def step(self, row: TensorDictBase) -> TensorDictBase:
-        """Steps one conversation, on the loop of the conversations.
+        """Step one conversation; to be awaited on the conversations' loop.
+
+        ``"next"`` is set before transforms work on it, so a conversation that is cancelled during the step can be
+        :meth:`cut`. A row that is done still has to go through :meth:`finish`.
 
         Args:
-            row: with the policy's turn; gets ``"next"``, and has it already while transforms work on it, so that a
-                conversation that is cancelled meanwhile can be :meth:`cut` there. If it is done, :meth:`finish` has yet
-                to judge it.
+            row: one row with the policy's turn.
 
         Returns:
-            The row.
+            The row, with ``"next"`` set in place.
         """
         row.set("next", self.base._step(stack_rows([row]))[0])
         await self._apply(self.turn_transforms, row)
         if not row["next", "done"].any():
-            await self._apply(self._each_turn, row)
+            await self._apply(self._each_turn_transforms, row)
         return row
 
     @staticmethod
@@ -134,15 +146,15 @@ class RowStepper:
 
     @staticmethod
     def cut(row: TensorDictBase, reason: str) -> TensorDictBase:
-        """Ends a conversation where it is.
+        """End a conversation at its current state.
 
         Args:
-            row: after a step, in the middle of one, or before the policy's turn: then ``"next"`` is the state before
-                it, with no turn more.
+            row: one row, after a step, in the middle of one, or before the policy's turn. In the last case ``"next"``
+                becomes the row's current state with reward 0.
             reason: a name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
 
         Returns:
-            A copy of the row, which whatever was at work on it may go on to write to.
+            A copy of the row, so that a transform still in flight cannot write to it.
         """
         row = row.copy()
         if row.get("next", None) is None:
@@ -151,10 +163,10 @@ class RowStepper:
         return row
 
     def finish(self, rows: list[TensorDictBase]) -> None:
-        """Judges conversations that have ended, in place: rewards and what comes after them. May take its time.
+        """Apply the outcome transforms (rewards and later ones) to ended conversations, in place; this may block.
 
         Args:
-            rows: of a group, say, each with a ``"next"`` that is done.
+            rows: rows whose ``"next"`` is done, for example those of a group.
         """
         batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
         for transform in self.outcome_transforms:
@@ -163,24 +175,24 @@ class RowStepper:
             row.set("next", next_row)
 
     async def release(self, row: TensorDictBase) -> None:
-        """Frees what transforms keep for a conversation that has ended or was given up."""
-        if self._holders:
-            await _release(self._holders, [int(row[keys.TRAJECTORY_ID])])
+        """Release what transforms keep for a conversation that has ended or was cancelled."""
+        if self._stateful:
+            await _release(self._stateful, [int(row[keys.TRAJECTORY_ID])])
 
 
-def _acts(transform: Transform) -> bool:
-    """Whether a step means anything to a transform."""
+def _has_step(transform: Transform) -> bool:
+    """Return whether a step can have an effect through a transform."""
     cls = type(transform)
     return cls._step is not Transform._step or cls._call is not Transform._call or bool(transform.in_keys)
 
 
-def _holders(transforms: Iterable[Transform]) -> list[TurnTransform]:
-    """The transforms that keep something for a conversation."""
+def _select_stateful(transforms: Iterable[Transform]) -> list[TurnTransform]:
+    """Return the transforms that keep state for a conversation."""
     return [t for t in transforms if isinstance(t, TurnTransform) and type(t).release is not TurnTransform.release]
 
 
-async def _release(holders: Iterable[TurnTransform], trajectory_ids: Iterable[int]) -> None:
-    await asyncio.gather(*(holder.release(i) for i in trajectory_ids for holder in holders))
+async def _release(stateful: Iterable[TurnTransform], trajectory_ids: Iterable[int]) -> None:
+    await asyncio.gather(*(transform.release(i) for i in trajectory_ids for transform in stateful))
 
 
 def _flat(transform: Transform) -> list[Transform]:

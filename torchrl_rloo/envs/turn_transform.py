@@ -1,4 +1,4 @@
-"""TurnTransform: what acts on a conversation after each turn of the policy, and may take its time over it."""
+"""TurnTransform: base class of transforms that act on a conversation after each policy turn and may be slow."""
 
 from __future__ import annotations
 
@@ -22,18 +22,25 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class TurnTransform(Transform):
-    """A transform of a :class:`~torchrl_rloo.envs.ChatEnv` whose work on one conversation concerns no other.
+    """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
-    A subclass says in :meth:`step_row` what becomes of a turn. In lock-step it works on all rows of a step at once; an
-    :class:`~torchrl_rloo.collectors.AsyncLLMCollector` lets every conversation go on as soon as its own is done. Either
-    way it runs on the loop of :mod:`torchrl_rloo.envs.event_loop`, so it must not block: what may do so goes through
-    :func:`~torchrl_rloo.envs.event_loop.call`.
+    A subclass implements :meth:`step_row`. In lock-step it runs on all rows of a step concurrently. With an
+    :class:`~torchrl_rloo.collectors.AsyncLLMCollector`, each conversation continues as soon as its own call returns. In
+    both cases it runs on the loop of :mod:`torchrl_rloo.envs.event_loop` and must not block: make blocking calls
+    through :func:`~torchrl_rloo.envs.event_loop.call`.
 
-    A turn on which :meth:`step_row` raises ends its conversation as truncated, with the stop reason ``"failed"``; the
-    traceback is in the log.
+    If :meth:`step_row` raises, the conversation ends as truncated with the stop reason ``"failed"``, and the traceback
+    is logged.
 
     Attributes:
-        counts: what happened so far; ``"failed"`` conversations, and what a subclass counts.
+        counts: event counters: ``"failed"`` conversations, and those of the subclass.
+
+    Example::
+
+        class EncourageTransform(TurnTransform):
+            async def step_row(self, row, next_row):
+                if next_row["terminated"].any():
+                    self.chat_env.continue_row(next_row, [{"role": "user", "content": "Go on."}])
     """
 
     def __init__(self):
@@ -41,39 +48,53 @@ class TurnTransform(Transform):
         self.counts: Counter[str] = Counter()
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Works on a turn just taken, in place.
+        """Process a turn that the policy just took, in place.
+
+        Use :meth:`ChatEnv.continue_row` to answer the turn, and :func:`~torchrl_rloo.data.stop_reasons.end_row` to end
+        the conversation.
 
         Args:
-            row: the turn: the policy's ids, and the dataset's columns.
-            next_row: the state after it. ``next_row["done"]`` is set if the policy ended its turn and nothing answered
-                it yet, or if a limit ended the conversation; :meth:`ChatEnv.continue_row` answers,
-                :func:`~torchrl_rloo.data.stop_reasons.end_row` ends.
+            row: the turn: one row with the policy's ids and the dataset's columns.
+            next_row: the state after it. ``next_row["done"]`` is True if the policy ended its turn and nothing has
+                answered it yet, or if a limit ended the conversation.
         """
         raise NotImplementedError
 
     async def release(self, trajectory_id: int) -> None:
-        """Frees what is kept for a conversation, which has ended or was given up; nothing is kept by default."""
+        """Release what is kept for a conversation that has ended or was cancelled; nothing is kept by default.
+
+        Args:
+            trajectory_id: the conversation's ``"trajectory_id"``.
+        """
 
     async def take_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """:meth:`step_row`, with its failures turned into an end of the conversation.
+        """Run :meth:`step_row`, and end the conversation if it raises.
+
+        Args:
+            row: see :meth:`step_row`.
+            next_row: see :meth:`step_row`.
 
         Raises:
-            ValueError: for a query of plain text, which has no turns.
+            ValueError: if the query is plain text, which has no turns.
         """
         with self.failing(row, next_row):
             await self.step_row(row, next_row)
 
     @contextmanager
     def failing(self, row: TensorDictBase, next_row: TensorDictBase) -> Iterator[None]:
-        """Turns what is raised within into an end of the conversation."""
+        """End the conversation if the body of the ``with`` statement raises.
+
+        Raises:
+            ValueError: if the query is plain text, which has no turns.
+        """
         if not is_conversation(row[keys.QUERY]):
             raise ValueError(
-                f"{type(self).__name__} needs queries that are chat messages, got {row[keys.QUERY]!r:.100}"
+                f"{type(self).__name__} requires queries that are chat messages, got {row[keys.QUERY]!r:.100}"
             )
         try:
             yield
         except Exception:
-            _LOGGER.exception("%s failed; the conversation ends there as truncated", type(self).__name__)
+            _LOGGER.exception("%s failed; its conversation ends as truncated", type(self).__name__)
             self.counts["failed"] += 1
             end_row(next_row, "failed")
 
@@ -87,32 +108,32 @@ class TurnTransform(Transform):
 
     @staticmethod
     def conversation(row: TensorDictBase, next_row: TensorDictBase) -> Messages:
-        """The messages so far, the turn just taken included."""
+        """Return the messages so far, including the turn just taken."""
         return join_conversation(row[keys.QUERY], next_row[keys.COMPLETION])
 
     def check_parent(self) -> None:
-        """Raises TypeError if the environment underneath is no :class:`ChatEnv`."""
+        """Raise TypeError if the base environment is not a :class:`ChatEnv`."""
         _ = self.chat_env
 
     @property
     def chat_env(self) -> ChatEnv:
-        """The environment underneath.
+        """Base environment.
 
         Raises:
-            TypeError: if it is no :class:`ChatEnv`.
+            TypeError: if it is not a :class:`ChatEnv`.
         """
         env = self.parent
         while hasattr(env, "base_env"):
             env = env.base_env
         if not isinstance(env, ChatEnv):
-            raise TypeError(f"{type(self).__name__} belongs on a ChatEnv, not on a {type(env).__name__}")
+            raise TypeError(f"{type(self).__name__} requires a ChatEnv as base environment, got {type(env).__name__}")
         return env
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The counters, for ``state_dict``."""
+        """Return the counters, for ``state_dict``."""
         return dict(self.counts)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores the counters, in place."""
+        """Restore the counters, in place."""
         self.counts.clear()
         self.counts.update(state)

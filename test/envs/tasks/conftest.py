@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_judge(one_judge: None) -> None:
-    """The judges of all tasks share a process."""
+    """Share one judge process among all tasks."""

@@ -1,4 +1,4 @@
-"""Task: where its prompts come from, and the environment that it makes."""
+"""Task: sources of its prompts, and the environment that it builds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_held_out_prompts_are_split_off_or_come_from_elsewhere(tmp_path):
 
 
 def test_of_many_held_out_prompts_a_choice_from_all_is_taken():
-    """A test split may be in order of subject, as MMLU's is."""
+    """Choose at random, since a test split may be sorted by subject, as MMLU's is."""
     ordered = [{"prompt": f"{subject} {i}", "answer": "1"} for subject in "abcd" for i in range(100)]
     held_out = TASK.load_held_out(ordered, eval_size=40)
     assert {str(r["query"])[0] for r in held_out} == set("abcd") and len({r["query"] for r in held_out}) == 40
@@ -65,10 +65,10 @@ def test_a_prompt_is_not_both(tmp_path, caplog):
     source, other = write(tmp_path / "train.jsonl", "abcd"), write(tmp_path / "test.jsonl", "xbyd")
     train, held_out = TASK.load(source, eval_source=other)
     assert [r["query"] for r in train] == ["a", "c"] and [r["query"] for r in held_out] == ["x", "b", "y", "d"]
-    assert "2 of 4 training prompts are held out" in caplog.text
+    assert "2 of 4 training prompts, which are held out" in caplog.text
     with pytest.raises(ValueError, match="all 4 training prompts are held out"):
         TASK.load(source, eval_source=source)
-    with pytest.raises(ValueError, match="eval_split='test' is a split of eval_source, which is null"):
+    with pytest.raises(ValueError, match="eval_split='test' requires eval_source, which is null"):
         TASK.load(source, eval_split="test")
 
 
@@ -80,7 +80,7 @@ def test_the_published_dataset_comes_with_its_own_test_split():
     task = replace(TASK, dataset={"source": published, "split": "train"}, eval_split="test")
     train, held_out = task.load(eval_size=5)
     assert [r["query"] for r in train] == ["p0", "p1", "p2", "p3"] and [r["query"] for r in held_out] == ["t"]
-    own = task.load(eval_source=[{"prompt": "mine", "answer": "1"}])[1]  # of which the published split says nothing
+    own = task.load(eval_source=[{"prompt": "mine", "answer": "1"}])[1]  # not the published split
     assert [r["query"] for r in own] == ["mine"]
     assert len(task.load("embedded", eval_size=2, limit=1)[1]) == 2
     assert len(replace(task, eval_split=None).load(eval_size=1)[0]) == 3
@@ -128,7 +128,7 @@ def test_a_task_of_the_users_own(tmp_path):
         (task.make_rewards, "set reward.functions"),
         (task.make_scorer, "set eval.scorer"),
     ):
-        with pytest.raises(ValueError, match=f"task='custom' has no .*: {re.escape(setting)}"):
+        with pytest.raises(ValueError, match=f"task='custom' has no .*; {re.escape(setting)}"):
             missing()
 
 
@@ -140,7 +140,7 @@ def test_the_environment():
 
 
 def test_the_environment_of_several_turns():
-    """Training and evaluation make the same environment of the task, with transforms of their own."""
+    """Build the same environment for training and evaluation, with separate transforms."""
 
     def ask_again(conversation, row):
         return [{"role": "user", "content": "Are you sure?"}]

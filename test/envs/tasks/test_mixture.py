@@ -1,4 +1,4 @@
-"""Mixtures: rows that know their task, rewards and metrics by task, draws by weight."""
+"""Mixtures: rows with their task, rewards and metrics by task, draws by weight."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ def test_draws_keep_to_the_weights_and_metrics_are_by_task(tokenizer):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Mixture([ADDITION]), "two tasks or more"),
-        (lambda: Mixture([ADDITION, ADDITION]), "of different names"),
-        (lambda: Mixture([ADDITION, CALCULATOR]), r"tasks \['calculator'\] have turns of their own"),
+        (lambda: Mixture([ADDITION]), "at least two tasks"),
+        (lambda: Mixture([ADDITION, ADDITION]), "with different names"),
+        (lambda: Mixture([ADDITION, CALCULATOR]), r"multi-turn tasks \['calculator'\] cannot be combined"),
         (lambda: Mixture(PARTS, [1, 2]), r"weights=\[1, 2\] must be one positive number for each"),
         (lambda: Mixture(PARTS, [1, 2, 0]), "positive number"),
-        (lambda: Mixture(PARTS, options={"math": {}}), r"options are given for \['math'\]"),
-        (lambda: Mixture(PARTS).load("x.jsonl"), "source='x.jsonl' .* give each task its own"),
+        (lambda: Mixture(PARTS, options={"math": {}}), r"options for unknown tasks \['math'\]"),
+        (lambda: Mixture(PARTS).load("x.jsonl"), "source='x.jsonl' .* set it in each task's options"),
         (
             lambda: Mixture(PARTS).load("embedded", eval_source="x.jsonl"),
-            "eval_source='x.jsonl' .* give each task its own",
+            "eval_source='x.jsonl' .* set it in each task's options",
         ),
-        (lambda: Mixture(PARTS).load_held_out("x.jsonl"), "'x.jsonl' .* give each its own"),
+        (lambda: Mixture(PARTS).load_held_out("x.jsonl"), "'x.jsonl' .* set one per task"),
         (lambda: resolve_task("mixture"), "with mixture=None"),
         (lambda: resolve_task("gsm8k", {"addition": 1, "gsm8k": 1}), "set both name='mixture'"),
     ],

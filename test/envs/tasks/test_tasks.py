@@ -1,4 +1,4 @@
-"""The standard tasks: formats of the published datasets, generated rows, rewards and metrics that agree with them."""
+"""Standard tasks: formats of the published datasets, synthetic rows, and matching rewards and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ try:
     MISSING = ""
 except SandboxUnavailableError as error:
     MISSING = str(error)
-STANDARD = [name for name in TASKS if name != "custom"]  # which has nothing of its own
+STANDARD = [name for name in TASKS if name != "custom"]  # custom has no dataset, rewards or scorer
 NAMES = [pytest.param(n, marks=pytest.mark.skipif(n == "code" and bool(MISSING), reason=MISSING)) for n in STANDARD]
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
@@ -32,7 +32,7 @@ HUMANEVAL = {
 }
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]}
 APPS = {"question": "Add.", "input_output": json.dumps(CALLS), "starter_code": "def add(a, b):"}
-# task, a row as published, what becomes of it
+# task, published row, converted columns
 PUBLISHED = [
     ("gsm8k", {"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}, {"prompt": "2+2?", "answer": "4"}),
     ("gsm8k", {"question": "k?", "answer": "so\n#### -1,234.50 "}, {"prompt": "k?", "answer": "-1234.50"}),
@@ -122,9 +122,9 @@ def test_rows_as_published(task, published, expected):
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("gsm8k", {"question": "q", "answer": "no marker"}, "no '####' before its number"),
+        ("gsm8k", {"question": "q", "answer": "no marker"}, "must have '####' before its number"),
         ("math", {"problem": "p"}, "one of .*'solution'"),
-        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "2 choices with the answer 2"),
+        ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": 2}, "answer=2 must be one of 2 choices"),
         ("multiple_choice", {"question": "q", "choices": ["a", "b"], "answer": "Z"}, "ValueError"),
         ("code", {"text": "t"}, "'test_list', 'test' and 'entry_point', or 'inputs'"),
         ("countdown", {"numbers": [1], "target": 1}, "KeyError: 'nums'"),
@@ -167,7 +167,7 @@ def test_right_answers_earn_all_and_wrong_ones_less(name):
 
 
 def scores(task, rows: list[dict[str, Any]], completions: list[str]) -> list[list[float | None]]:
-    """What each reward of a task and its scorer give to rows as published."""
+    """Return the scores of each reward of a task and of its scorer on published rows."""
     rows = [task.row_map(row) for row in rows]
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
     batch = RewardBatch([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)
@@ -205,7 +205,7 @@ def test_what_the_reward_takes_for_one_answer_is_one_vote(name, one, another, no
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_is_rewarded_in_every_task(name):
-    """The whole way with a real model, of random weights: prompts, sampling, rewards, rows."""
+    """Run the whole path with a randomly initialized model: prompts, sampling, rewards, rows."""
     task, tokenizer = TASKS[name], build_tokenizer()
     train, _ = task.load("embedded", tokenizer=tokenizer)
     policy = TransformersWrapper(

@@ -1,4 +1,4 @@
-"""Conversations with a policy that says what the test wants."""
+"""Conversations with a scripted policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_rloo.modules import vLLMWrapper
 
 @pytest.fixture
 def make_policy(tokenizer) -> Iterator[Callable[..., vLLMWrapper]]:
-    """``make_policy(say)``: its turn ``k`` of a conversation is ``say(k, prompt)``; None is one that is cut off."""
+    """Return ``make_policy(say)``: turn ``k`` of a conversation is ``say(k, prompt)``; None is a cut-off turn."""
     engines = []
 
     def make(say: Callable[[int, str], str | None]) -> vLLMWrapper:
@@ -36,7 +36,7 @@ def make_policy(tokenizer) -> Iterator[Callable[..., vLLMWrapper]]:
 
 @pytest.fixture
 def play(make_policy: Callable) -> Callable[..., list[TensorDictBase]]:
-    """``play(env, say)``: the rows of one batch."""
+    """Return ``play(env, say)``, which collects the rows of one batch."""
 
     def run(env: EnvBase, say: Callable[[int, str], str | None]) -> list[TensorDictBase]:
         return list(LLMCollector(env, make_policy(say)).collect().unbind(0))

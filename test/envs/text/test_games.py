@@ -1,4 +1,4 @@
-"""Number guessing: its rules, and that a seed is a game."""
+"""Number guessing: its rules, and one game per seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout functions: the conversation is what they say, and they cannot change what was said."""
+"""Rollout functions: they write the conversation, and cannot change its past."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assistant(text: str) -> dict[str, str]:
 
 @pytest.fixture
 def play_one(play: Callable, tokenizer) -> Callable:
-    """``play_one(function)``: its row, and the transform's counts."""
+    """Return ``play_one(function)``, which returns the row and the transform's counts."""
 
     def run(function, **kwargs):
         env = text_env(function, tokenizer, prompts_per_batch=1, **kwargs)
@@ -58,10 +58,10 @@ def test_no_reward_is_none_and_columns_are_there(play_one: Callable):
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (lambda reply: [user("q"), assistant(reply.upper()), user("u")], "another past: message 1 was"),
-        (lambda reply: [user("other"), assistant(reply), user("u")], "another past: message 0 was"),
+        (lambda reply: [user("q"), assistant(reply.upper()), user("u")], "a changed conversation: message 1 was"),
+        (lambda reply: [user("other"), assistant(reply), user("u")], "a changed conversation: message 0 was"),
         (lambda reply: [user("q")], "now it is None"),
-        (lambda reply: [user("q"), assistant(reply)], "nothing new after the last reply"),
+        (lambda reply: [user("q"), assistant(reply)], "no new message after the last reply"),
         (lambda reply: 3, "must be text or a list of messages"),
     ],
 )
@@ -89,7 +89,7 @@ def test_two_replies_at_a_time_are_refused(play_one: Callable, caplog):
 
     with caplog.at_level(logging.ERROR):
         row, _ = play_one(rollout)
-    assert stop_reason(row) == "failed" and "one conversation has one at a time" in caplog.text
+    assert stop_reason(row) == "failed" and "await one reply at a time" in caplog.text
 
 
 def test_a_function_that_never_asks_or_raises_is_told(tokenizer):

@@ -1,4 +1,4 @@
-"""One game in every style that is known: the rows are the same to the last token, and what is unknown is told so."""
+"""One game in every known style: all give the same rows to the last token, and unknown styles are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Result:
 
 
 class OpenEnvClient:
-    """Async, as its clients are; a class of actions and one of observations; a result without a reward at reset."""
+    """Async client with classes of actions and observations, and a reset result without a reward."""
 
     def __init__(self):
         self.game, self.closed = Gymnasium(), False
@@ -107,7 +107,7 @@ class SyncOpenEnvClient(OpenEnvClient):
 
 
 class AgentInstance:
-    """As OpenRLHF's examples: an awaited constructor, tensors for rewards."""
+    """Agent with an awaited constructor and tensor rewards, as in OpenRLHF's examples."""
 
     async def __init__(self, *args, **kwargs):
         self.game = Gymnasium()
@@ -140,7 +140,7 @@ class Rubric:
 
 
 class Verifiers:
-    """One environment for all conversations; its state is elsewhere."""
+    """Environment that all conversations share; its state is kept outside."""
 
     def __init__(self):
         self.rubric = Rubric()
@@ -250,17 +250,19 @@ def test_what_is_no_environment_gets_the_list_of_styles():
         return 0.0
 
     for wrong in (3, object(), dict, lambda a, b: 0, one_argument):
-        with pytest.raises(ValueError, match="'verifiers': env_response.*'rollout': async def rollout.*style="):
+        with pytest.raises(
+            ValueError, match="style= to one of .*'verifiers': env_response.*'rollout': async def rollout"
+        ):
             wrap(wrong)
     with pytest.raises(ValueError, match="style='gym' is unknown"):
         wrap(Gymnasium, style="gym")
-    with pytest.raises(ValueError, match=r"\['action'\] mean nothing for style 'rollout'"):
+    with pytest.raises(ValueError, match=r"\['action'\] cannot be combined with style='rollout'"):
         wrap(rollout, action=Action)
 
 
 def test_a_factory_of_something_else_is_told_at_the_first_reset(tokenizer):
     env = text_env(lambda: object(), tokenizer, prompts_per_batch=1, num_generations=2)
-    with pytest.raises(RuntimeError, match="none of 2 sessions could be opened.*is no environment of text"):
+    with pytest.raises(RuntimeError, match="none of 2 sessions could be opened.*has no known style"):
         env.reset()
 
 
@@ -308,7 +310,7 @@ def test_columns_reach_reset_by_name(play: Callable, tokenizer):
         words = ["w0", "w0", "w1", "w1", "w2", "w2"]
         assert [row["word"] for row in rows] == words
         assert [row[keys.QUERY][0]["content"] for row in rows] == [f"say {word}" for word in words]
-        assert len(set(seen)) == 3  # the same seed for the same row, whoever asks
+        assert len(set(seen)) == 3  # the same row always has the same seed
 
 
 def test_an_environment_that_cannot_be_copied_says_so(tokenizer):
@@ -317,7 +319,7 @@ def test_an_environment_that_cannot_be_copied_says_so(tokenizer):
             raise OSError("a socket")
 
     env = text_env(Held(), tokenizer, prompts_per_batch=1)
-    with pytest.raises(RuntimeError, match="Held cannot be copied.*a socket.*give its class"):
+    with pytest.raises(RuntimeError, match="Held cannot be copied.*a socket.*pass its class"):
         env.reset()
 
 

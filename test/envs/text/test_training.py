@@ -1,4 +1,4 @@
-"""A text environment in one line, from the game to the gradient: collectors, evaluation, credit by turn."""
+"""A text environment from the game to the gradient: collectors, evaluation, credit per turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = 4
 
 
 class Parity:
-    """Each turn earns by what was said: enough for turns of unequal rewards under a random policy."""
+    """Game whose turns earn unequal rewards under a random policy."""
 
     def reset(self, *, seed=None):
         self.n, self.seed = 0, seed
@@ -49,7 +49,7 @@ def reference(make_model: Callable, bpe) -> TransformersWrapper:
 
 @pytest.fixture(scope="module")
 def stored(policy, reference, bpe):
-    """Eight rows of several turns with turn-level advantages, as a loss sees them."""
+    """Return eight multi-turn rows with turn-level advantages, as a loss sees them."""
     env = text_env(
         Parity,
         bpe,
@@ -65,7 +65,7 @@ def stored(policy, reference, bpe):
 
 
 def turns_of(row) -> list[list[int]]:
-    """Places of the action tokens of each turn."""
+    """Return the indices of each turn's action tokens."""
     turns, inside = [], False
     for place, action in enumerate(row[keys.ACTION_MASK].tolist()):
         if action and not inside:
@@ -77,7 +77,7 @@ def turns_of(row) -> list[list[int]]:
 
 
 def test_advantages_by_turn_are_those_of_a_loop(stored):
-    """For each turn: what was earned from it on, less the mean of that of the group's others which had such a turn."""
+    """Compute each turn's return minus the mean of those group members that also had that turn."""
     groups: dict[int, list] = {}
     for row in stored.unbind(0):
         groups.setdefault(int(row[keys.GROUP_ID]), []).append(row)
@@ -95,11 +95,11 @@ def test_advantages_by_turn_are_those_of_a_loop(stored):
                 expected[turn] = to_go[i][k] - sum(others) / len(others) if others else 0.0
             assert torch.allclose(row[keys.ADVANTAGE][:, 0].double(), expected, atol=1e-6)
             different += len({round(x, 4) for x in expected[row[keys.ACTION_MASK]].tolist()}) > 1
-    assert different  # else turns could not be told from trajectories
+    assert different  # otherwise turns and trajectories would agree
 
 
 def test_feedback_never_carries_gradient(stored, policy):
-    """The gradient with respect to every logit but those that predict an action token is exactly zero."""
+    """Expect a zero gradient on every logit that does not predict an action token."""
     model = policy.model
     rows = stack_rows([row.clone() for row in stored.unbind(0)])
     trainer = policy.get_new_version(generate=False)
@@ -120,7 +120,7 @@ def test_feedback_never_carries_gradient(stored, policy):
     (states,) = hidden
     for i, row in enumerate(rows.unbind(0)):
         action = row[keys.ACTION_MASK]
-        predicts = torch.cat([action[1:], action.new_zeros(1)])  # state t is read for nothing but the logits of t + 1
+        predicts = torch.cat([action[1:], action.new_zeros(1)])  # state t is read only for the logits of t + 1
         gradient = states.grad[i, : len(action)].abs().sum(-1)
         assert (gradient[~predicts] == 0).all()
         assert (gradient[predicts] > 0).float().mean() > 0.9
@@ -137,7 +137,7 @@ def test_kl_counts_action_tokens_alone(stored, policy, reference):
         spent = sum(float(kl(row[keys.LOG_PROBS][t], row[keys.REF_LOG_PROBS][t])) for t in actions)
         assert float(row[keys.REWARD]) == pytest.approx(float(earned) - 0.1 * spent, abs=1e-4)
         expected += [float(KL_ESTIMATORS["k3"](row[keys.LOG_PROBS][t], row[keys.REF_LOG_PROBS][t])) for t in actions]
-    for row in rows.unbind(0):  # what stands at other tokens is read by nobody
+    for row in rows.unbind(0):  # entries at other tokens are never read
         row[keys.REF_LOG_PROBS][~row[keys.ACTION_MASK]] = torch.nan
         row[keys.LOG_PROBS][~row[keys.ACTION_MASK]] = torch.nan
     trainer = policy.get_new_version(generate=False)
@@ -147,7 +147,7 @@ def test_kl_counts_action_tokens_alone(stored, policy, reference):
 
 
 def test_a_step_of_rloo_makes_what_earned_more_likelier(make_model: Callable, bpe):
-    """One turn decides: the policy is paid for ending at once."""
+    """Give the policy a reward for ending at once, so that one turn decides."""
 
     class Short:
         def reset(self, seed=None):

@@ -1,4 +1,4 @@
-"""TextEnvTransform: groups and seeds, what fails and what it costs, and that every session is closed."""
+"""TextEnvTransform: groups and seeds, failures and their effects, and closing of every session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def transform_of(env) -> TextEnvTransform:
 
 
 class Echo:
-    """Answers with what it heard, twice; closes are counted."""
+    """Environment that repeats the policy's text twice and counts its closes."""
 
     made: list[Echo]
 
@@ -98,7 +98,7 @@ def test_an_environment_without_prompts_needs_a_dataset(tokenizer):
         def reset(self, seed=None):
             return None
 
-    with pytest.raises(RuntimeError, match="give a dataset of prompts"):
+    with pytest.raises(RuntimeError, match="pass a dataset of prompts"):
         text_env(Silent, tokenizer, prompts_per_batch=1).reset()
     dataset = load_prompts([{"query": "Talk."}], chat=True)
     rows = text_env(Silent, tokenizer, prompts_per_batch=1, dataset=dataset).reset()
@@ -116,7 +116,7 @@ def test_the_specs_hold(tokenizer):
 
 
 class Fails(TextSession):
-    """Fails as the row says: in ``reset`` or at the second ``step``, by an error or by taking for ever."""
+    """Environment that raises or hangs in ``reset`` or at the second ``step``, as the row says."""
 
     closed: list[str] = []
 
@@ -138,7 +138,7 @@ class Fails(TextSession):
         if self.how == f"{when} hangs":
             await asyncio.sleep(1000)
         if self.how == f"{when} blocks":
-            time.sleep(3)  # the loop itself, as an async function should not
+            time.sleep(3)  # blocks the loop, as an async function should not
 
     async def close(self):
         Fails.closed.append(self.how)
@@ -300,7 +300,7 @@ def test_conversations_alone_are_what_they_are_together(make_policy: Callable, t
             following = row.exclude("tokens", "masks", "log_probs", "next").update(row["next"].exclude("reward"))
             row = policy(stack_rows([following]))[0]
 
-    for row in policy(env.reset()).unbind(0):  # one conversation after the other
+    for row in policy(env.reset()).unbind(0):  # one conversation at a time
         event_loop.run(converse(row))
     stepper.finish([row for row, _ in finished])
     for expected, (row, total) in zip(together, finished, strict=True):

@@ -1,4 +1,4 @@
-"""Standard tasks: dataset format, prompt, rewards, evaluation metric and generated rows in each format."""
+"""Standard tasks: each has a dataset format, a prompt, rewards, an evaluation metric and synthetic rows."""
 
 from torchrl_rloo.envs.tasks.base import EMBEDDED, Task, TaskBase
 from torchrl_rloo.envs.tasks.conversation import conversation_settings

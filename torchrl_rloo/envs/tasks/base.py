@@ -1,4 +1,4 @@
-"""What a task is: prompts, rewards and an evaluation metric that belong together."""
+"""Task: prompts, rewards and an evaluation metric that belong together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ from torchrl_rloo.rewards.registry import load_reward
 _LOGGER = logging.getLogger(__name__)
 
 Scorer = RewardFunction | Mapping[str, RewardFunction] | None
-EMBEDDED = "embedded"  # the source that stands for a task's own generated rows
+EMBEDDED = "embedded"  # the source that names a task's synthetic rows
 
 
 class TaskBase:
-    """What an environment, a run and an evaluation ask of a task, or of a mixture of several."""
+    """Interface that environments, runs and evaluations use of a task, or of a mixture of tasks.
+
+    Attributes:
+        name: name of the task.
+        reward_weights: one weight per reward function; None means 1 each.
+        extract_answer: ``f(text) -> answer | None`` for majority votes; None if the task has no votes.
+        limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
+    """
 
     name: str
     reward_weights: Sequence[float] | None
@@ -33,43 +40,65 @@ class TaskBase:
     limits: Mapping[str, Any] = MappingProxyType({})
 
     def load(self, source: Any = None, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
-        """Training and held-out prompts."""
+        """Load training and held-out prompts.
+
+        Args:
+            source: source of the prompts; None loads the task's default.
+            **kwargs: options of the subclass.
+
+        Returns:
+            ``(train, held_out)``.
+        """
         raise NotImplementedError
 
     def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
-        """Held-out prompts alone, of a source of their own."""
+        """Load held-out prompts from a separate source.
+
+        Args:
+            source: source of the prompts.
+            eval_size: maximum number of prompts.
+            **kwargs: options of the subclass.
+
+        Raises:
+            ValueError: if the task cannot hold out prompts of a single source.
+        """
         raise ValueError(
-            f"{source!r} cannot hold the held-out prompts of every task of a {self.name}: give each its own"
+            f"source={source!r} cannot hold the held-out prompts of every task of a {self.name}; set one per task"
         )
 
     def make_rewards(self) -> list[RewardFunction]:
-        """The reward functions; none where the environment itself rewards."""
+        """Return the reward functions; an empty list if the environment itself rewards."""
         raise NotImplementedError
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
-        """Return the evaluation metric, called like a reward; None: the return that the environment itself gives.
+        """Return the evaluation metric, called like a reward; None uses the return that the environment gives.
 
         Args:
-            rewards: what a run trains on, if that is not the task's own. A task without a metric judges by them.
+            rewards: reward functions that the run trains on; None means the task's. They are the metric of a task that
+                has none.
         """
         raise NotImplementedError
 
     def make_transforms(self) -> list[Transform]:
-        """What makes turns of the environment (tools, feedback, a game), new at every call; none for a single turn."""
+        """Return new transforms that answer turns (tools, feedback, a game); an empty list for single-turn tasks."""
         return []
 
     def make_sampler(self, dataset: PromptDataset) -> PromptSampler | None:
-        """In what order to draw the prompts; None: shuffled epochs."""
+        """Return a sampler that chooses the prompts; None draws shuffled epochs.
+
+        Args:
+            dataset: training prompts of :meth:`load`.
+        """
         return None
 
     def env(self, dataset: PromptDataset, tokenizer: Any, *, prompts_per_batch: int, **kwargs: Any) -> DatasetChatEnv:
-        """The environment: the dataset's prompts with the task's transforms, limits and rewards.
+        """Build the environment: the dataset's prompts with the task's transforms, limits and rewards.
 
         Args:
-            dataset: of :meth:`load`.
-            tokenizer: of the policy.
+            dataset: prompts of :meth:`load`.
+            tokenizer: the policy's tokenizer.
             prompts_per_batch: see :class:`DatasetChatEnv`.
-            **kwargs: further arguments of :class:`DatasetChatEnv`; what is given here takes the place of the task's.
+            **kwargs: further arguments of :class:`DatasetChatEnv`; they override the task's.
         """
         kwargs = dict(self.limits) | kwargs
         if "rewards" not in kwargs and (rewards := self.make_rewards()):
@@ -82,26 +111,26 @@ class TaskBase:
 
 @dataclass(frozen=True)
 class Task(TaskBase):
-    """A dataset's format, how its prompts are put, what answers earn, and what counts in the end.
+    """Definition of a task: dataset format, prompts, rewards and evaluation metric.
 
     Attributes:
-        name: of the task, as in ``task=gsm8k``.
-        synthetic_rows: ``f(split, size, seed) -> rows``: generated rows in the dataset's own format, of ``"train"`` or
-            ``"test"``, which share no prompt; ``size`` None is all there are, or as many as make sense.
-        row_map: turns a row of the dataset into one with a ``"prompt"`` (or messages) and the columns that the rewards
-            read; None: it is one already.
-        rewards: what is trained on, each a spec of :func:`~torchrl_rloo.rewards.load_reward`; none where the
-            environment itself rewards.
-        scorer: judge of held-out completions, whatever the rewards: a spec, too; None: the rewards, or without any the
-            return that the environment itself gives.
-        reward_weights: one for each reward; None: 1 each.
+        name: name of the task, as in ``task=gsm8k``.
+        synthetic_rows: ``f(split, size, seed) -> rows``, which generates rows in the dataset's format. The splits
+            ``"train"`` and ``"test"`` share no prompt. ``size=None`` gives all rows, or a sensible number of them.
+        row_map: function from a row of the dataset to one with a ``"prompt"`` (or messages) and the columns that the
+            rewards read; None uses rows as they are.
+        rewards: training rewards, each a spec of :func:`~torchrl_rloo.rewards.load_reward`; empty if the environment
+            itself rewards.
+        scorer: spec of the metric on held-out completions, independent of the rewards. None uses the rewards, or
+            without any the return that the environment gives.
+        reward_weights: one weight per reward; None means 1 each.
         dataset: arguments of :func:`~torchrl_rloo.data.load_prompts` for the published dataset (``source``, ``name``,
             ``split``); empty if there is none.
-        eval_split: the split of the published dataset to evaluate on; None: some of the training prompts are held out.
-        system_prompt: put before prompts without a system message.
-        extract_answer: ``f(text) -> answer | None`` of a completion, for majority votes; None: there are none.
-        transforms: makes what gives the environment its turns; none for a single turn.
-        limits: of a conversation, arguments of :class:`~torchrl_rloo.envs.ChatEnv` (``max_turns``, ...).
+        eval_split: split of the published dataset to evaluate on; None holds out some of the training prompts.
+        system_prompt: system message of prompts that have none; None adds none.
+        extract_answer: ``f(text) -> answer | None`` of a completion, for majority votes; None if the task has no votes.
+        transforms: factory of the transforms that answer turns; the default makes none, for single-turn tasks.
+        limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv` (``max_turns``, ...).
     """
 
     name: str
@@ -127,20 +156,25 @@ class Task(TaskBase):
         seed: int = 0,
         **kwargs: Any,
     ) -> tuple[PromptDataset, PromptDataset]:
-        """Training and held-out prompts; those of a source of held-out prompts are left out of training.
+        """Load training and held-out prompts; prompts of ``eval_source`` are removed from training.
 
         Args:
-            source: None for the published dataset (the generated rows, if there is none); ``"embedded"`` for the
-                generated rows; else what :func:`~torchrl_rloo.data.load_prompts` takes, in the published format.
-            eval_source: held-out prompts, in the same format; None splits them off ``source``.
-            eval_split: split of ``eval_source``; None takes the same as of ``source``.
-            eval_size: number of held-out prompts; of more, see :meth:`load_held_out`.
-            seed: of the split and of the generated rows.
+            source: ``"embedded"`` for the synthetic rows, or a source in the published format for
+                :func:`~torchrl_rloo.data.load_prompts`. None loads the published dataset, or the synthetic rows if
+                there is none.
+            eval_source: source of the held-out prompts, in the same format; None splits them off ``source``.
+            eval_split: split of ``eval_source``; None uses the split of ``source``.
+            eval_size: maximum number of held-out prompts, chosen as in :meth:`load_held_out`.
+            seed: seed of the split and of the synthetic rows.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
 
+        Returns:
+            ``(train, held_out)``.
+
         Raises:
-            ValueError: if the arguments do not fit each other, or all training prompts are held out.
+            ValueError: if the arguments cannot be combined, or all training prompts are held out.
         """
+        # Resolve the source: the published dataset has its own options and evaluation split
         options, eval_options = dict(kwargs), dict(kwargs)
         if source is None and self.dataset:
             options = dict(self.dataset) | kwargs
@@ -149,31 +183,33 @@ class Task(TaskBase):
                 eval_source, eval_split, eval_options = source, eval_split or self.eval_split, options
         if source in (None, EMBEDDED):
             return self._load_synthetic(eval_source, eval_split, eval_size, seed, options)
+        # Without a source of held-out prompts, split them off the training prompts
         if eval_source is None:
             if eval_split is not None:
-                raise ValueError(f"eval_split={eval_split!r} is a split of eval_source, which is null: set eval_source")
+                raise ValueError(f"eval_split={eval_split!r} requires eval_source, which is null; set eval_source")
             train, held_out = split_prompts(self._load(source, **options), eval_size, seed)
             if len(held_out) > len(train):
                 _LOGGER.warning(
-                    "eval_size=%d holds out %d prompts and leaves %d to train on: lower it, or give an eval_source",
+                    "eval_size=%d holds out %d prompts and leaves %d to train on; lower it, or set eval_source",
                     eval_size,
                     len(held_out),
                     len(train),
                 )
             return train, held_out
+        # Otherwise load both, and remove prompts that are in both from training
         eval_options = eval_options | ({"split": eval_split} if eval_split else {}) | {"limit": None}
         held_out = self.load_held_out(eval_source, eval_size=eval_size, **eval_options)
-        return _without(self._load(source, **options), held_out), held_out
+        return _remove_held_out(self._load(source, **options), held_out), held_out
 
     def load_held_out(self, source: Any, *, eval_size: int = 256, **kwargs: Any) -> PromptDataset:
-        """Held-out prompts alone, of a source of their own.
+        """Load held-out prompts from a separate source.
 
-        Of more than ``eval_size`` a random choice is taken, the same in every run: a test split may be in order of
-        subject or difficulty.
+        If there are more than ``eval_size``, a random choice is taken, which is the same in every run. A test split may
+        be sorted by subject or difficulty.
 
         Args:
-            source: see :func:`~torchrl_rloo.data.load_prompts`, in the format of the published dataset.
-            eval_size: how many at most.
+            source: source for :func:`~torchrl_rloo.data.load_prompts`, in the format of the published dataset.
+            eval_size: maximum number of prompts.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
         """
         held_out = self._load(source, **kwargs)
@@ -188,34 +224,34 @@ class Task(TaskBase):
         self, eval_source: Any, eval_split: str | None, eval_size: int, seed: int, options: dict[str, Any]
     ) -> tuple[PromptDataset, PromptDataset]:
         if eval_source is not None or eval_split is not None:
-            raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts: leave eval_source and eval_split null")
+            raise ValueError(f"source={EMBEDDED!r} has its own held-out prompts; leave eval_source and eval_split null")
         train, held_out = self.synthetic_rows("train", None, seed), self.synthetic_rows("test", eval_size, seed)
         return self._load(train, **options), self._load(held_out, **options | {"limit": None})
 
     def make_rewards(self) -> list[RewardFunction]:
-        """The reward functions; none where the environment itself rewards."""
+        """Return the reward functions; an empty list if the environment itself rewards."""
         return [load_reward(spec) for spec in self.rewards]
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> Scorer:
-        """Return the evaluation metric, else the rewards; None: the return that the environment itself gives."""
+        """Return the scorer, or without one the rewards; None uses the return that the environment gives."""
         if self.scorer is not None:
             return load_reward(self.scorer)
-        judges = self.make_rewards() if rewards is None else rewards
-        return {reward_name(function): function for function in judges} or None
+        scorers = self.make_rewards() if rewards is None else rewards
+        return {reward_name(function): function for function in scorers} or None
 
     def make_transforms(self) -> list[Transform]:
-        """What makes turns of the environment, new at every call."""
+        """Return new transforms that answer turns."""
         return list(self.transforms())
 
 
-def _without(train: PromptDataset, held_out: PromptDataset) -> PromptDataset:
-    """The training prompts that are not held out."""
+def _remove_held_out(train: PromptDataset, held_out: PromptDataset) -> PromptDataset:
+    """Remove held-out prompts from the training prompts."""
     prompts = {str(row["query"]) for row in held_out.rows}
     kept = [i for i, row in enumerate(train.rows) if str(row["query"]) not in prompts]
     if len(kept) == len(train):
         return train
     if not kept:
-        raise ValueError(f"all {len(train)} training prompts are held out: set eval_split, or give other prompts")
+        raise ValueError(f"all {len(train)} training prompts are held out; set eval_split, or use other prompts")
     shared = len(train) - len(kept)
-    _LOGGER.warning("%d of %d training prompts are held out, and so left out of training", shared, len(train))
+    _LOGGER.warning("removing %d of %d training prompts, which are held out", shared, len(train))
     return train.select(kept)

@@ -1,4 +1,4 @@
-"""Code by unit tests: MBPP (Austin et al. 2021), HumanEval (Chen et al. 2021), and programs with inputs and outputs."""
+"""Code with tests: MBPP (Austin et al. 2021), HumanEval (Chen et al. 2021), and programs with inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,43 @@ _FUNCTIONS = (
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with a prompt and ``tests``, as :class:`~torchrl_rloo.rewards.CodeTests` takes them.
+    """Convert a row to a prompt and the ``tests`` that :class:`~torchrl_rloo.rewards.CodeTests` takes.
 
-    MBPP gives ``test_list``, HumanEval ``test`` and ``entry_point``, others ``inputs`` and ``outputs``, perhaps as JSON
-    in ``input_output`` (APPS, TACO), of a program or, with ``fn_name``, of a function. HumanEval's prompt is also the
-    ``prelude`` of the program: its tests call helpers that are defined there.
+    MBPP has ``test_list``, HumanEval ``test`` and ``entry_point``. Others have ``inputs`` and ``outputs`` of a program,
+    or with ``fn_name`` of a function; APPS and TACO have them as JSON in ``input_output``. HumanEval's prompt is also
+    the ``prelude`` of the program, since its tests call helpers that it defines.
 
-    >>> row({"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""})["tests"]
-    ['assert add(1, 2) == 3']
+    Args:
+        example: row of the dataset.
+
+    Returns:
+        ``{"prompt", "tests", "entry_point", "prelude"}``.
+
+    Raises:
+        ValueError: if the row has no problem or no tests.
+
+    Example:
+        >>> row({"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""})["tests"]
+        ['assert add(1, 2) == 3']
     """
     text = next((example[name] for name in ("text", "prompt", "question") if name in example), None)
     if text is None:
-        raise ValueError("a row needs its problem as 'text', 'prompt' or 'question'")
+        raise ValueError("a row must have its problem as 'text', 'prompt' or 'question'")
+    # MBPP
     if "test_list" in example:
         setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or [])
         tests = [f"{setup}\n{test}" if setup else test for test in example["test_list"]]
         prompt = f"{text}\nYour code should pass this test:\n{example['test_list'][0]}"
         return {"prompt": prompt, "tests": tests, "entry_point": None, "prelude": None}
+    # HumanEval
     if "entry_point" in example:
         function = example["entry_point"]
         return {"prompt": text, "tests": [example["test"]], "entry_point": function, "prelude": example["prompt"]}
+    # Programs or functions with inputs and outputs
     pairs = example.get("input_output", example)
     pairs = json.loads(pairs) if isinstance(pairs, str) else pairs
     if "inputs" not in pairs or "outputs" not in pairs:
-        raise ValueError("a row needs 'test_list', 'test' and 'entry_point', or 'inputs' and 'outputs'")
+        raise ValueError("a row must have 'test_list', 'test' and 'entry_point', or 'inputs' and 'outputs'")
     tests = {name: pairs[name] for name in ("fn_name", "inputs", "outputs") if pairs.get(name)}
     task = f"Write {tests['fn_name']}" if "fn_name" in tests else "Read standard input and write standard output"
     starter = example.get("starter_code")
@@ -49,12 +62,12 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Functions of one number, in MBPP's columns."""
+    """Generate problems whose solution is a function of one number, in MBPP's columns; see :class:`Task`."""
     rng = random.Random(f"{seed} {split}")
     rows = []
     for i in range(size or 256):
         name, words, code, function = rng.choice(_FUNCTIONS)
-        n = 2 * rng.randrange(1, 100) + (split == "test")  # its parity keeps the splits apart
+        n = 2 * rng.randrange(1, 100) + (split == "test")  # even in training, odd in the test
         name, words, code = name.format(n=n), words.format(n=n), code.format(n=n)
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""Turns and limits of a task's conversations, with a user's settings in place of its own."""
+"""Transforms and limits of a task's conversations, with a user's settings as overrides."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def conversation_settings(
     """Return a factory of environment transforms, and the limits of a conversation.
 
     Args:
-        task: has its own of both.
-        transforms: ``{_target_: dotted path, argument: value}`` each, in order; None takes the task's.
-        limits: arguments of :class:`~torchrl_rloo.envs.ChatEnv` in place of the task's.
-        context: tokens that the model takes; limits a conversation of several turns that has no other limit.
+        task: task with default transforms and limits.
+        transforms: settings ``{_target_: dotted path, argument: value}`` of transforms, in order; None uses the task's.
+        limits: arguments of :class:`~torchrl_rloo.envs.ChatEnv` that override the task's.
+        context: context length of the model in tokens; the default ``max_tokens`` of multi-turn conversations.
 
     Returns:
-        ``(make_transforms, limits)``. Each call of the first makes new transforms, so that two environments share no
-        counters.
+        ``(make_transforms, limits)``. Each call of ``make_transforms`` makes new transforms, so that two environments
+        share no counters.
 
     Raises:
-        ValueError: for limits of a conversation of one turn.
+        ValueError: for limits on single-turn conversations.
     """
     from hydra.utils import instantiate
 
@@ -34,7 +34,7 @@ def conversation_settings(
     if limits and not several:
         name = next(iter(limits))
         raise ValueError(
-            f"environment.{name}={limits[name]} has no effect: conversations of task {task.name} have one turn; set "
+            f"environment.{name}={limits[name]} is ignored by task={task.name}, whose conversations have one turn; set "
             "environment.transforms, which answer the policy, or leave it null"
         )
     limits = {**task.limits, **limits}

@@ -1,4 +1,4 @@
-"""Countdown: make a target from given numbers (Jiayi-Pan/Countdown-Tasks-3to4, the task of TinyZero)."""
+"""Countdown: reach a target number with given numbers (Jiayi-Pan/Countdown-Tasks-3to4, the task of TinyZero)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _PROMPT = (
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with the prompt written out.
+    """Convert a row to one with a prompt in words.
 
-    >>> row({"target": 24, "nums": [3, 3, 5]})["prompt"][:64]
-    'Using the numbers 3, 3, 5, make an expression that equals 24. Yo'
+    Example:
+        >>> row({"target": 24, "nums": [3, 3, 5]})["prompt"][:64]
+        'Using the numbers 3, 3, 5, make an expression that equals 24. Yo'
     """
     numbers, target = [int(n) for n in example["nums"]], int(example["target"])
     prompt = _PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
@@ -27,13 +28,13 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Three numbers and a target that some expression of them makes."""
+    """Generate rows of three numbers and a target that some expression of them reaches; see :class:`Task`."""
     rng = random.Random(f"{seed} {split}")
     rows = []
     while len(rows) < (size or 512):
         a, b, c = rng.randrange(1, 20), rng.randrange(1, 20), rng.randrange(1, 10)
         target = rng.choice((a + b + c, a + b - c, (a + b) * c, a * b - c, a - b + c))
-        if target > 0 and (target % 10 == 0) == (split == "test"):  # the last digit keeps the splits apart
+        if target > 0 and (target % 10 == 0) == (split == "test"):  # only test targets end in 0
             numbers = [a, b, c]
             rng.shuffle(numbers)
             rows.append({"target": target, "nums": numbers})

@@ -18,39 +18,47 @@ _NAMES = ("Ann", "Ben", "Carla", "Dan", "Eve", "Finn")
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with the number after ``####`` as its answer, thousands separators taken out.
+    """Convert a row to a prompt and an answer: the number after ``####``, without thousands separators.
 
-    >>> row({"question": "1000+1?", "answer": "It is 1000+1=<<1000+1=1001>>1,001.\\n#### 1,001"})
-    {'prompt': '1000+1?', 'answer': '1001'}
+    Raises:
+        ValueError: if the answer has no ``####``.
+
+    Example:
+        >>> row({"question": "1000+1?", "answer": "It is 1000+1=<<1000+1=1001>>1,001.\\n#### 1,001"})
+        {'prompt': '1000+1?', 'answer': '1001'}
     """
     solution, marker, answer = example["answer"].rpartition("####")
     if not marker:
-        raise ValueError(f"the answer has no '####' before its number: {example['answer'][-100:]!r}")
+        raise ValueError(f"the answer must have '####' before its number, got {example['answer'][-100:]!r}")
     return {"prompt": example["question"], "answer": answer.strip().replace(",", "")}
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Generated sums in GSM8K's columns."""
+    """Generate word problems on sums, in GSM8K's columns; see :class:`Task`."""
     rng = random.Random(f"{seed} {split}")
     rows = []
     for _ in range(size or 512):
-        # the parity of the first number keeps the splits apart
+        # The first number is even in training and odd in the test
         a, b = 2 * rng.randrange(5, 50) + (split == "test"), rng.randrange(2, 50)
         story = rng.choice(_STORIES).format(name=rng.choice(_NAMES), a=a, b=b)
         rows.append({"question": story, "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"})
     return rows
 
 
-_PLACES = NumericMatch().where
+_SEARCH_PLACES = NumericMatch().where
 
 
 def answer(text: str) -> str | None:
-    r"""The number that a completion answers, found as the reward finds it, so that equal numbers are one vote.
+    r"""Return the number that a completion answers, found as the reward finds it, so that equal numbers are one vote.
 
-    >>> answer("So it is $1,072."), answer(r"\boxed{1072.0}"), answer("72, I think."), answer("No idea.")
-    ('1072', '1072', '72', None)
+    Returns:
+        The number as a string, or None if there is none.
+
+    Example:
+        >>> answer("So it is $1,072."), answer(r"\boxed{1072.0}"), answer("72, I think."), answer("No idea.")
+        ('1072', '1072', '72', None)
     """
-    number = find_number(text, _PLACES)
+    number = find_number(text, _SEARCH_PLACES)
     return None if number is None or number.value is None else str(number.value)
 
 

@@ -1,4 +1,4 @@
-"""Instructions whose following a program can check (google/IFEval, Zhou et al. 2023)."""
+"""Verifiable instructions: a program checks whether the completion follows them (google/IFEval, Zhou et al. 2023)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ _TOPICS = ("rain", "bread", "trains", "the sea", "a lost key", "winter", "garden
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Requests for a few words on a topic with one or two instructions, in IFEval's columns."""
+    """Generate requests for a few words on a topic with one or two instructions, in IFEval's columns.
+
+    See :class:`Task`.
+    """
     rng = random.Random(f"{seed} {split}")
-    topics = _TOPICS[:7] if split == "train" else _TOPICS[7:]
+    topics = _TOPICS[:7] if split == "train" else _TOPICS[7:]  # the splits share no topic
     rows = []
     for i in range(size or 256):
         n, topic = rng.randrange(3, 30), rng.choice(topics)

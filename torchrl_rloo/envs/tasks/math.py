@@ -1,4 +1,4 @@
-"""Mathematics with answers to be checked: MATH (Hendrycks et al. 2021), DeepMath (He et al. 2025) and the like."""
+"""Mathematics with verifiable answers: MATH (Hendrycks et al. 2021), DeepMath (He et al. 2025) and similar datasets."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from torchrl_rloo.rewards.boxed import last_boxed
 
 _PROBLEMS = ("problem", "question", "prompt")
 _ANSWERS = ("final_answer", "answer", "solution")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]))")  # MATH has \boxed 2 and \fbox{2}, too
-_WORDS = ("True", "False", "Yes", "No")  # answers of DeepMath, without dollars
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]))")  # MATH also has \boxed 2 and \fbox{2}
+_WORDS = ("True", "False", "Yes", "No")  # DeepMath has these answers without dollar signs
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    r"""A row with the problem and the answer: that in the last box where the dataset has worked solutions.
+    r"""Convert a row to a prompt and an answer; the answer of a worked solution is the content of its last box.
 
-    Yes, no, true and false become ``\text{...}``, since math-verify has no opinion on other words.
+    Yes, no, true and false become ``\text{...}``, since math-verify cannot parse plain words.
 
-    >>> row({"problem": "1+1?", "level": "Level 1", "solution": "It is $1+1=\\boxed{2}$."})
-    {'prompt': '1+1?', 'solution': '2'}
+    Raises:
+        ValueError: if the row has no problem or no answer.
+
+    Example:
+        >>> row({"problem": "1+1?", "level": "Level 1", "solution": "It is $1+1=\\boxed{2}$."})
+        {'prompt': '1+1?', 'solution': '2'}
     """
     problem = next((example[name] for name in _PROBLEMS if name in example), None)
     answer = next((example[name] for name in _ANSWERS if name in example), None)
     if problem is None or answer is None:
-        raise ValueError(f"a row needs one of {_PROBLEMS} and one of {_ANSWERS}")
+        raise ValueError(f"a row must have one of {_PROBLEMS} and one of {_ANSWERS}")
     answer = str(answer).strip()
     boxed = last_boxed(_BOX.sub(lambda m: r"\boxed{" + (f"{m[1]}}}" if m[1] else ""), answer))
     return {"prompt": problem, "solution": rf"\text{{{answer}}}" if answer in _WORDS else boxed or answer}
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Linear equations, sums of fractions and powers, in MATH's columns."""
+    """Generate linear equations, sums of fractions and powers, in MATH's columns; see :class:`Task`."""
     rng = random.Random(f"{seed} {split}")
-    parity = int(split == "test")  # that of the first number keeps the splits apart
+    parity = int(split == "test")  # of the first number, so that the splits share no problem
     rows = []
     for i in range(size or 512):
         a, b, c = 2 * rng.randrange(1, 40) + parity, rng.randrange(2, 20), rng.randrange(1, 30)

@@ -1,4 +1,4 @@
-"""Several tasks at once: each row knows its task, and is drawn, rewarded and judged by it."""
+"""Mixture: several tasks as one; each row is drawn, rewarded and evaluated by its task."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ from torchrl_rloo.rewards.tasks import ForTask
 
 
 class Mixture(TaskBase):
-    """Tasks with weights, as one task.
+    """Weighted mixture of tasks.
 
-    Its rows have the columns of all tasks, None where a row's task has no such column, and ``"task"``, the name of the
-    task. Each reward is given its own task's rows alone and abstains on the others, so that it is logged by itself.
+    Rows have the columns of all tasks, None where a row's task has no such column, and ``"task"``, the task's name.
+    Each reward scores only its task's rows and abstains on the others, so it is logged separately.
 
     Args:
-        tasks: the tasks, of different names.
-        weights: shares of the prompts drawn, positive; None: in proportion to the tasks' numbers of prompts.
-        options: by name, further arguments of the task's own :meth:`Task.load`, ``source`` among them.
+        tasks: at least two single-turn tasks with different names.
+        weights: positive shares of the prompts drawn, one per task; None is proportional to the tasks' prompt counts.
+        options: further arguments of each task's :meth:`Task.load`, such as ``source``, by task name.
 
     Raises:
-        ValueError: for fewer than two tasks, two of one name, weights that are not one positive number each, options
-            of none of the tasks, or a task of several turns: what makes its turns would act on the others' rows, too.
+        ValueError: for fewer than two tasks, a duplicate name, invalid weights, or options of an unknown task. Also for
+            a multi-turn task, whose transforms would act on the rows of other tasks.
+
+    Example:
+        >>> from torchrl_rloo.envs.tasks import TASKS
+        >>> mixture = Mixture([TASKS["gsm8k"], TASKS["math"]], weights=[0.7, 0.3])
+        >>> train, held_out = mixture.load("embedded", eval_size=8)
+        >>> sorted({row["task"] for row in held_out.rows})
+        ['gsm8k', 'math']
     """
 
     name = "mixture"
@@ -41,31 +48,37 @@ class Mixture(TaskBase):
     ):
         names = [task.name for task in tasks]
         if len(set(names)) != len(names) or len(names) < 2:
-            raise ValueError(f"a mixture needs two tasks or more, of different names, got {names}")
+            raise ValueError(f"tasks={names} must be at least two tasks with different names")
         if weights is not None and (len(weights) != len(names) or not all(0 < w < float("inf") for w in weights)):
             raise ValueError(f"weights={weights} must be one positive number for each of {names}")
         if unknown := set(options or {}) - set(names):
-            raise ValueError(f"options are given for {sorted(unknown)}, which are not among the tasks {names}")
-        if turns := [task.name for task in tasks if task.make_transforms() or task.limits]:
-            raise ValueError(f"tasks {turns} have turns of their own, which a mixture cannot share out: leave them out")
+            raise ValueError(f"options for unknown tasks {sorted(unknown)}; the tasks are {names}")
+        if multi_turn := [task.name for task in tasks if task.make_transforms() or task.limits]:
+            raise ValueError(f"multi-turn tasks {multi_turn} cannot be combined in a mixture; remove them")
         self.tasks, self.weights, self.options = list(tasks), weights, dict(options or {})
         own = [[1.0] * len(t.rewards) if t.reward_weights is None else t.reward_weights for t in tasks]
         self.reward_weights = [weight for each in own for weight in each]
 
     def load(self, source: Any = None, *, eval_size: int = 256, **kwargs: Any) -> tuple[PromptDataset, PromptDataset]:
-        """Training and held-out prompts of all tasks.
+        """Load training and held-out prompts of all tasks.
 
         Args:
-            source: None: each task's own; ``"embedded"``: their generated rows. Give other sources in ``options``.
-            eval_size: held-out prompts of all tasks together, the same number of each.
+            source: None for each task's default, ``"embedded"`` for the synthetic rows; set other sources in
+                ``options``.
+            eval_size: number of held-out prompts of all tasks together, divided equally.
             **kwargs: see :meth:`Task.load`.
 
+        Returns:
+            ``(train, held_out)``.
+
         Raises:
-            ValueError: for a source of another kind, or tasks of which some have text prompts and some messages.
+            ValueError: for another source, or if some tasks have text prompts and others messages.
         """
         for name, value in (("source", source), ("eval_source", kwargs.get("eval_source"))):
             if value is not None and (name, value) != ("source", "embedded"):
-                raise ValueError(f"{name}={value!r} cannot be that of every task of a mixture: give each task its own")
+                raise ValueError(
+                    f"{name}={value!r} cannot be that of every task of a mixture; set it in each task's options"
+                )
         each = max(1, eval_size // len(self.tasks))
         loaded = {
             task.name: task.load(**({"source": source, "eval_size": each} | kwargs | self.options.get(task.name, {})))
@@ -75,15 +88,15 @@ class Mixture(TaskBase):
         return mix_prompts(train), mix_prompts(held_out)
 
     def make_rewards(self) -> list[RewardFunction]:
-        """The reward functions of all tasks, each for the rows of its own."""
+        """Return the reward functions of all tasks, each restricted to its task's rows."""
         return [ForTask(task.name, function) for task in self.tasks for function in task.make_rewards()]
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> RewardFunction:
-        """Return a scorer that judges each row by its own task's metric."""
+        """Return a scorer that applies to each row its task's metric."""
         return ByTask({task.name: task.make_scorer() for task in self.tasks})
 
     def make_sampler(self, dataset: PromptDataset) -> PromptSampler | None:
-        """Draws tasks by their weights, and each task's prompts in an order of their own."""
+        """Return a sampler that draws tasks by weight, and shuffles each task's prompts separately."""
         if self.weights is None:
             return None
         sizes = Counter(row[keys.TASK] for row in dataset.rows)  # in the order of the tasks, as the rows are
@@ -91,10 +104,13 @@ class Mixture(TaskBase):
 
 
 def mix_prompts(datasets: Mapping[str, PromptDataset]) -> PromptDataset:
-    """Datasets end to end, with the name of each in the column ``"task"``.
+    """Concatenate datasets, with the name of each in the column ``"task"``.
+
+    Args:
+        datasets: prompts by name.
 
     Raises:
-        ValueError: if one has a column of that name, or prompts are text in some and messages in others.
+        ValueError: if a dataset has a column ``"task"``, or prompts are text in some datasets and messages in others.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -104,10 +120,10 @@ def mix_prompts(datasets: Mapping[str, PromptDataset]) -> PromptDataset:
     """
     kinds = {name: dataset.conversational for name, dataset in datasets.items()}
     if len(set(kinds.values())) > 1:
-        raise ValueError(f"prompts are messages in some datasets and text in others ({kinds}): set chat= for all")
+        raise ValueError(f"prompts are messages in some datasets and text in others ({kinds}); set chat= for all")
     for name, dataset in datasets.items():
         if keys.TASK in dataset.columns:
-            raise ValueError(f"dataset {name!r} has a column {keys.TASK!r}, which the mixture writes: rename it")
+            raise ValueError(f"dataset {name!r} has a column {keys.TASK!r}, which the mixture writes; rename it")
     columns = list(dict.fromkeys(column for dataset in datasets.values() for column in dataset.columns))
     empty = dict.fromkeys(columns)
     rows = [

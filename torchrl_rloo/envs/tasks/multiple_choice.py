@@ -14,13 +14,17 @@ _PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", 
 
 
 def row(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with the choices lettered in the prompt, and the letter of the right one.
+    """Convert a row to a prompt with lettered choices, and the letter of the right one.
 
-    MMLU has ``choices`` as a list and ``answer`` as an index, ARC a mapping of ``text`` and ``label``, and
+    MMLU has a list of ``choices`` and an index as ``answer``. ARC has a mapping of ``text`` and ``label``, and
     ``answerKey``.
 
-    >>> row({"question": "2+2?", "choices": ["3", "4"], "answer": 1})
-    {'prompt': '2+2?\\nA. 3\\nB. 4', 'answer': 'B'}
+    Raises:
+        ValueError: for fewer than 2 or more than 10 choices, or an answer that is not among them.
+
+    Example:
+        >>> row({"question": "2+2?", "choices": ["3", "4"], "answer": 1})
+        {'prompt': '2+2?\\nA. 3\\nB. 4', 'answer': 'B'}
     """
     choices, answer = example["choices"], example.get("answer", example.get("answerKey"))
     labels = list(LETTERS)
@@ -28,17 +32,19 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
         labels, choices = list(choices["label"]), choices["text"]
     index = answer if isinstance(answer, int) else (labels if answer in labels else list(LETTERS)).index(answer)
     if not 2 <= len(choices) <= len(LETTERS) or not 0 <= index < len(choices):
-        raise ValueError(f"{len(choices)} choices with the answer {answer!r}: 2 to {len(LETTERS)} and one of them")
+        raise ValueError(
+            f"answer={answer!r} must be one of {len(choices)} choices, of which there must be 2 to {len(LETTERS)}"
+        )
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
     return {"prompt": "\n".join([example["question"], *lines]), "answer": LETTERS[index]}
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
-    """Questions on the order of planets and of numbers, in MMLU's columns."""
+    """Generate questions on the order of planets and of numbers, in MMLU's columns; see :class:`Task`."""
     rng = random.Random(f"{seed} {split}")
     rows = []
     for i in range(size or 512):
-        # questions ask for the largest number in training, the smallest in the test
+        # Training asks for the largest, the test for the smallest, so that the splits share no prompt
         if i % 2:
             choices = [str(n) for n in rng.sample(range(10, 1000), 4)]
             order, subject = [int(c) for c in choices], "elementary_mathematics"

@@ -21,13 +21,13 @@ def load_task(name: str, tasks: Mapping[str, Task] = TASKS) -> TaskBase:
     """Return a task by its name or dotted path.
 
     Args:
-        name: a name in ``tasks``; or ``"module.name"`` of a :class:`TaskBase`, or of a class or function that makes one
-            without arguments.
-        tasks: the tasks that have a name.
+        name: name in ``tasks``, or dotted path ``"module.name"`` of a :class:`TaskBase`, or of a class or function that
+            returns one when called without arguments.
+        tasks: named tasks.
 
     Raises:
         ValueError: for an unknown name or path.
-        TypeError: if the path leads to something else.
+        TypeError: if the path is not that of a task.
 
     Example:
         >>> load_task("gsm8k").dataset["source"]
@@ -39,8 +39,8 @@ def load_task(name: str, tasks: Mapping[str, Task] = TASKS) -> TaskBase:
         return tasks[name]
     if "." not in name:
         raise ValueError(
-            f"task={name!r} is unknown{did_you_mean(name, tasks)}; known are {sorted(tasks)}, or the dotted path of "
-            "one of your own, module.TASK"
+            f"task={name!r} is unknown{did_you_mean(name, tasks)}; valid: {sorted(tasks)}, or the dotted path of your "
+            "task, module.TASK"
         )
     task = import_object(name, "task")
     task = task() if callable(task) else task

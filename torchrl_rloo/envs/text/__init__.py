@@ -1,4 +1,4 @@
-"""Environments of text, in whatever shape, as conversations to train on."""
+"""Text environments of any common interface, as conversations to train on."""
 
 from torchrl_rloo.envs.text.games import GuessNumber
 from torchrl_rloo.envs.text.session import Outcome, TextSession

@@ -1,4 +1,4 @@
-"""Environments in the shapes that others have given them, as sessions."""
+"""Adapters: environments with the interfaces of other libraries, as sessions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ ENV_SEED = "env_seed"
 
 
 class EnvSession(TextSession):
-    """An environment with ``reset`` and ``step``, sync or async, whose ``step`` returns one of
+    """Session of an environment with sync or async ``reset`` and ``step``, as in Gymnasium, Gym or OpenEnv.
+
+    ``step`` returns one of
 
     * Gymnasium's ``(observation, reward, terminated, truncated, info)``,
-    * the older Gym's ``(observation, reward, done, info)``, or ``(observation, reward, done)``,
-    * OpenEnv's result with ``.observation``, ``.reward`` and ``.done``,
+    * the older Gym's ``(observation, reward, done, info)`` or ``(observation, reward, done)``,
+    * OpenEnv's result with ``.observation``, ``.reward`` and ``.done``.
 
-    and whose ``reset`` returns ``(observation, info)``, an observation, or such a result. ``reset`` is given, by name,
-    what it takes of ``seed``, ``options`` (a dictionary of the dataset's columns) and the columns themselves; one of
-    any names gets all but the options. An older ``seed(seed)`` is called before.
+    ``reset`` returns ``(observation, info)``, an observation, or such a result. It receives those of its keyword
+    arguments that are ``seed``, ``options`` (a dictionary of the dataset's columns) or names of columns. With
+    ``**kwargs`` it receives the seed and all columns, and ``options`` only if it names them. The older Gym's
+    ``seed(seed)`` is called before a ``reset`` that takes no seed.
 
     Args:
-        env: the environment, of this conversation alone.
-        action: makes of the policy's text what ``step`` takes; None: the text.
-        observe: makes text or messages of an observation; None: it is so already.
+        env: environment of this conversation only.
+        action: function from the policy's text to what ``step`` takes; None passes the text.
+        observe: function from an observation to text or messages; None uses the observation itself.
     """
 
     def __init__(
@@ -41,8 +44,9 @@ class EnvSession(TextSession):
         self.env, self.action, self.observe = env, action, observe
 
     async def reset(self, row: dict[str, Any]) -> str | Messages | None:
-        """The first observation."""
+        """Reset the environment and return the first observation; see :meth:`TextSession.reset`."""
         columns = {name: value for name, value in row.items() if name not in (keys.QUERY, ENV_SEED)}
+        # Pass the arguments that reset takes
         given = columns | {"seed": row[ENV_SEED]}
         named, anything = _parameters(self.env.reset)
         if "seed" not in named and not anything and callable(getattr(self.env, "seed", None)):
@@ -57,7 +61,12 @@ class EnvSession(TextSession):
         return self._text(getattr(result, "observation", result))
 
     async def step(self, text: str) -> Outcome:
-        """One step."""
+        """Step the environment; see :meth:`TextSession.step`.
+
+        Raises:
+            TypeError: if ``step`` returns an unknown result.
+        """
+        # Unify the forms of a step's result
         result = await call(self.env.step, text if self.action is None else self.action(text))
         info: Any = {}
         if hasattr(result, "observation"):
@@ -65,7 +74,7 @@ class EnvSession(TextSession):
             truncated = bool(getattr(result, "truncated", False))
         elif isinstance(result, tuple) and len(result) == 5:
             observation, reward, done, truncated, info = result
-            truncated = bool(truncated) and not done  # an end is one even where a limit falls together with it
+            truncated = bool(truncated) and not done  # terminated wins if both are set
         elif isinstance(result, tuple) and len(result) in (3, 4):
             observation, reward, done, *rest = result
             info = rest[0] if rest else {}
@@ -75,6 +84,7 @@ class EnvSession(TextSession):
                 f"step returned {result!r:.200}; it must return (observation, reward, terminated, truncated, info), "
                 "(observation, reward, done[, info]), or a result with .observation, .reward and .done"
             )
+        # An ended environment gives no feedback
         ended = bool(done) or bool(truncated)
         return Outcome(
             feedback=None if ended else self._text(observation),
@@ -90,21 +100,22 @@ class EnvSession(TextSession):
         return None if observation is None else as_messages(observation, "an observation")
 
     async def close(self) -> None:
-        """Closes the environment, if it can be."""
+        """Close the environment if it has a ``close`` method."""
         if callable(close := getattr(self.env, "close", None)):
             await call(close)
 
 
 class OpenRLHFSession(TextSession):
-    """An agent as OpenRLHF has them: ``async reset(states)``, ``async step(states)``.
+    """Session of an OpenRLHF agent with ``async reset(states)`` and ``async step(states)``.
 
-    ``reset`` gets ``"observation"`` and ``"prompt"`` (the query) and ``"label"`` (that column), ``step`` gets
-    ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback are contents of messages here:
-    an agent that writes a chat template's marks into them needs an ``observe`` that takes them out.
+    ``reset`` gets ``"observation"`` and ``"prompt"`` (the query) and ``"label"`` (that column). ``step`` gets
+    ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback become the contents of
+    messages. An agent that writes a chat template's markers into them needs an ``observe`` that removes these.
 
     Args:
-        agent: of this conversation alone.
-        observe: makes text or messages of ``"observation"`` and ``"environment_feedback"``; None: they are so already.
+        agent: agent of this conversation only.
+        observe: function from ``"observation"`` and ``"environment_feedback"`` to text or messages; None uses them as
+            they are.
     """
 
     def __init__(self, agent: Any, *, observe: Callable[[Any], str | Messages] | None = None):
@@ -112,7 +123,7 @@ class OpenRLHFSession(TextSession):
         self._past, self._label = "", None
 
     async def reset(self, row: dict[str, Any]) -> Messages | None:
-        """The agent's first observation."""
+        """Reset the agent and return its first observation; see :meth:`TextSession.reset`."""
         query = row[keys.QUERY]
         prompt = query[0]["content"] if isinstance(query, list) and len(query) == 1 else query
         self._label = row.get("label")
@@ -124,7 +135,7 @@ class OpenRLHFSession(TextSession):
         return self._text(states["observation"])
 
     async def step(self, text: str) -> Outcome:
-        """One step."""
+        """Step the agent; see :meth:`TextSession.step`."""
         states = {"observation_text": self._past, "action_text": text, "label": self._label, "sampling_params": None}
         result = await call(self.agent.step, states)
         done, truncated = bool(result["done"]), bool(result.get("truncated", False))
@@ -149,16 +160,19 @@ class OpenRLHFSession(TextSession):
 
 
 class VerifiersSession(TextSession):
-    """A conversation with an environment as ``verifiers`` has them, which many conversations may share.
+    """Session of a ``verifiers`` environment, which many conversations may share.
 
-    ``env_response(messages, state)`` answers (messages, text, or a pair of messages and state), and ``is_completed``,
-    of ``(messages, state)`` or ``(state)``, ends; both may be async, and so may ``setup_state(state)``. The state has
-    ``prompt``, ``completion``, ``answer``, ``info``, ``task``, ``turn`` and ``trajectory``. A rubric's functions are
-    called by the names of their arguments when the environment ends, and their weighted sum is the reward. The prompt
-    is the row's query. A conversation that a limit of the run ends is not scored.
+    ``env_response(messages, state)`` returns messages, text, or a pair of messages and state. ``is_completed``, of
+    ``(messages, state)`` or ``(state)``, returns whether the conversation has ended. These and ``setup_state(state)``
+    may be async. The state has ``prompt``, ``completion``, ``answer``, ``info``, ``task``, ``turn`` and
+    ``trajectory``.
+
+    The prompt is the row's query. When the environment ends, the rubric's functions are called with the arguments that
+    they name, and their weighted sum is the reward. A conversation that a limit of the run ends is not scored.
 
     Args:
-        env: the environment. ``max_turns`` truncates, and ``rubric`` has ``funcs`` and ``weights``, if they are there.
+        env: the environment. It may have ``max_turns``, which truncates, and a ``rubric`` with ``funcs`` and
+            ``weights``.
     """
 
     def __init__(self, env: Any):
@@ -167,7 +181,7 @@ class VerifiersSession(TextSession):
         self._messages: Messages = []
 
     async def reset(self, row: dict[str, Any]) -> None:
-        """Makes the state; the prompt is the row's own."""
+        """Make the state; the prompt is the row's query. See :meth:`TextSession.reset`."""
         prompt = as_messages(row[keys.QUERY], "a query")
         self._messages = list(prompt)
         self.state = dict(row) | {"prompt": prompt, "completion": [], "turn": 0, "trajectory": [], "responses": []}
@@ -177,20 +191,22 @@ class VerifiersSession(TextSession):
             self.state = await call(setup, self.state) or self.state
 
     async def step(self, text: str) -> Outcome:
-        """Ends, or answers and perhaps ends then."""
-        said = {"role": "assistant", "content": text}
-        self.state["trajectory"].append({"prompt": list(self._messages), "completion": [said]})
-        self._extend([said])
+        """Check whether the environment ends, and otherwise get its answer; see :meth:`TextSession.step`."""
+        # Record the turn
+        reply = {"role": "assistant", "content": text}
+        self.state["trajectory"].append({"prompt": list(self._messages), "completion": [reply]})
+        self._extend([reply])
         self.state["turn"] += 1
-        most = getattr(self.env, "max_turns", -1)
+        # End before the answer, or with it
+        max_turns = getattr(self.env, "max_turns", -1)
         if await self._completed():
             return await self._end()
-        if isinstance(most, int) and 0 < most <= self.state["turn"]:
+        if isinstance(max_turns, int) and 0 < max_turns <= self.state["turn"]:
             return await self._end(truncated=True)
         answer = await call(self.env.env_response, list(self._messages), self.state)
         if isinstance(answer, tuple):
             answer, self.state = answer
-        answer = as_messages(answer, "what env_response returns") if answer else []
+        answer = as_messages(answer, "the answer of env_response") if answer else []
         self._extend(answer)
         if not answer or self.state.get("final_env_response") or await self._completed():
             return await self._end()
@@ -227,7 +243,7 @@ def _first(holder: Any, *names: str) -> list[Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Names that a function can be given, and whether it takes any name."""
+    """Return the names of a function's arguments, and whether it takes any keyword argument."""
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -238,7 +254,7 @@ def _number(reward: Any) -> float:
 
 
 def _plain(info: Any) -> dict[str, Any]:
-    """What of an environment's own notes can be logged: numbers, truth values and short texts."""
+    """Select the values of an environment's info that can be logged: numbers, booleans and short strings."""
     if not isinstance(info, Mapping):
         return {}
     values = {str(k): v.item() if getattr(v, "ndim", None) == 0 else v for k, v in info.items()}

@@ -1,4 +1,4 @@
-"""Text games: small environments with ``reset`` and ``step`` over text, in Gymnasium's style."""
+"""Text games: small text environments with Gymnasium's ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import re
 from typing import Any
 
 _NUMBER = re.compile(r"[0-9]+")
-_LONGEST = 9  # digits; what is longer is no guess
+_MAX_DIGITS = 9  # longer numbers do not count as guesses
 
 
 class GuessNumber:
-    """A secret number, to be found by guessing: every guess is answered by ``"higher"`` or ``"lower"``.
+    """Game of guessing a secret number; each wrong guess is answered by ``"higher"`` or ``"lower"``.
 
-    The last number in a turn is its guess. A turn without one is answered by ``"number?"``, and counts.
+    The last number in a turn is the guess. A turn without a number is answered by ``"number?"`` and counts as a guess.
 
     Args:
-        low: the least that the secret may be.
-        high: the most that it may be.
-        max_turns: guesses; who has not found it by then has lost. Bisection finds one of ``2**n - 1`` numbers in ``n``.
-        turn_cost: taken off the reward at every turn that misses.
+        low: lowest possible secret.
+        high: highest possible secret.
+        max_turns: number of guesses before the game is lost. Bisection finds one of ``2**n - 1`` numbers in ``n``.
+        turn_cost: cost of a wrong guess, subtracted from the reward.
 
     Attributes:
-        secret: the number.
+        secret: the secret number.
 
     Raises:
-        ValueError: for an empty range, or no guesses.
+        ValueError: for an empty range, or ``max_turns`` below 1.
 
     Example:
         >>> game = GuessNumber(1, 8, max_turns=4)
@@ -45,21 +45,20 @@ class GuessNumber:
         self.secret, self.turns = low, 0
 
     def _check_range(self) -> None:
-        if not 0 <= self.low < self.high < 10**_LONGEST:
+        if not 0 <= self.low < self.high < 10**_MAX_DIGITS:
             raise ValueError(
-                f"low={self.low} and high={self.high} must be numbers of up to {_LONGEST} digits, the first below the "
-                "second"
+                f"low={self.low} and high={self.high} must be numbers of up to {_MAX_DIGITS} digits, with low < high"
             )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Draws the secret.
+        """Draw the secret.
 
         Args:
-            seed: the secret follows from it; None draws any.
-            options: ``"low"``, ``"high"`` and ``"secret"`` set what they name; others are not looked at.
+            seed: seed of the secret; None draws an unseeded one.
+            options: overrides of ``"low"``, ``"high"`` and ``"secret"``; other keys are ignored.
 
         Returns:
-            ``(what the player is told, {})``.
+            ``(observation, {})``, the observation being the task in words.
 
         Raises:
             ValueError: for an empty range.
@@ -72,17 +71,17 @@ class GuessNumber:
         return f"Guess a number from {self.low} to {self.high}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Takes a guess.
+        """Process a guess.
 
         Args:
-            action: what the player says.
+            action: the player's text.
 
         Returns:
-            ``(answer, reward, terminated, truncated, {"found": ...})``. A lost game is terminated: that many guesses
-            are a rule of the game, not a limit of the run.
+            ``(answer, reward, terminated, truncated, {"found": bool})``. A lost game is terminated, not truncated,
+            since ``max_turns`` is a rule of the game.
         """
         self.turns += 1
-        numbers = [n for n in _NUMBER.findall(action) if len(n) <= _LONGEST]
+        numbers = [n for n in _NUMBER.findall(action) if len(n) <= _MAX_DIGITS]
         guess = int(numbers[-1]) if numbers else None
         found = guess == self.secret
         answer = "yes" if found else "number?" if guess is None else "higher" if guess < self.secret else "lower"

@@ -1,4 +1,4 @@
-"""Rollout functions as sessions: a function that calls the policy, turned around into one that it answers."""
+"""RolloutSession: a rollout function, which calls the policy, as a session that is stepped."""
 
 from __future__ import annotations
 
@@ -13,41 +13,62 @@ Generate = Callable[[Messages | str], Awaitable[str]]
 
 
 class RolloutSession(TextSession):
-    """Runs ``async def rollout(row, generate) -> float | None`` beside one conversation.
+    """Session that runs ``async def rollout(row, generate) -> float | None`` concurrently with one conversation.
 
-    ``await generate(messages)`` is the policy's reply, as text. The first call opens the conversation. Every later one
-    has to give what was said so far (the earlier messages, then the reply, as it was) and then something new: that is
-    the feedback. What the function returns is the reward of the last turn. If a limit ends the conversation, the
-    function is cancelled where it waits for the reply.
+    ``await generate(messages)`` returns the policy's reply as text. The first call opens the conversation. Every later
+    call must repeat the conversation so far, including the unchanged reply, and append new messages, the feedback. The
+    function returns the reward of the last turn; None is 0. If a limit ends the conversation, the function is cancelled
+    while it waits for a reply.
 
     Args:
-        function: the rollout.
+        function: the rollout function.
+
+    Example::
+
+        async def rollout(row, generate):
+            messages = [{"role": "user", "content": row["question"]}]
+            reply = await generate(messages)
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Are you sure?"}]
+            return float(row["answer"] in await generate(messages))
     """
 
     def __init__(self, function: Callable[[dict[str, Any], Generate], Awaitable[float | None]]):
         self.function = function
-        self._said: Messages = []  # so far, the replies included
-        self._reply: asyncio.Future[str] | None = None  # that the function waits for
+        self._conversation: Messages = []  # so far, replies included
+        self._reply: asyncio.Future[str] | None = None  # the reply that the function waits for
         self._task: asyncio.Task | None = None
         self._events: asyncio.Queue[Outcome | BaseException] = asyncio.Queue()
 
     async def reset(self, row: dict[str, Any]) -> Messages:
-        """Starts the function, and waits until it asks the policy for the first time."""
+        """Start the function, and wait for its first call of ``generate``.
+
+        Args:
+            row: see :meth:`TextSession.reset`.
+
+        Raises:
+            ValueError: if the function returns without a call.
+        """
         self._task = asyncio.ensure_future(self._run(row))
         outcome = await self._next()
         if outcome.terminated:
-            raise ValueError("the rollout function returned without a call of generate: there is nothing to train on")
+            raise ValueError(
+                "the rollout function returned without a call of generate; it must call generate at least once"
+            )
         return outcome.feedback
 
     async def step(self, text: str) -> Outcome:
-        """Gives the reply, and waits until the function asks again or returns."""
-        self._said = [*self._said, {"role": "assistant", "content": text}]
+        """Pass the reply to the function, and wait until it calls ``generate`` again or returns.
+
+        Args:
+            text: the policy's reply.
+        """
+        self._conversation = [*self._conversation, {"role": "assistant", "content": text}]
         reply, self._reply = self._reply, None
         reply.set_result(text)
         return await self._next()
 
     async def close(self) -> None:
-        """Cancels the function, if it has not returned."""
+        """Cancel the function if it has not returned."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -64,32 +85,32 @@ class RolloutSession(TextSession):
             self._events.put_nowait(Outcome(reward=0.0 if value is None else float(value), terminated=True))
         except Exception as error:
             self._events.put_nowait(error)
-        except BaseException as error:  # an exit, or a cancellation from within: nobody else waits for this task
+        except BaseException as error:  # an exit or a cancellation from within, which nothing else would report
             self._events.put_nowait(RuntimeError(f"the rollout function raised {error!r}"))
 
     async def _generate(self, messages: Messages | str) -> str:
         try:
-            messages = as_messages(messages, "what generate is given")
+            messages = as_messages(messages, "the argument of generate")
             feedback = self._extension(messages)
         except Exception as error:
-            self._events.put_nowait(error)  # even if the function thinks nothing of it
+            self._events.put_nowait(error)  # the conversation fails even if the function catches the error
             raise
-        self._said = messages
+        self._conversation = messages
         self._reply = asyncio.get_running_loop().create_future()
         self._events.put_nowait(Outcome(feedback=feedback))
         return await self._reply
 
     def _extension(self, messages: Messages) -> Messages:
-        """What messages add to what was said."""
+        """Return the messages that extend the conversation so far."""
         if self._reply is not None:
-            raise RuntimeError("generate was called while a reply was on its way: one conversation has one at a time")
-        for i, was in enumerate(self._said):
+            raise RuntimeError("generate was called while a reply is pending; await one reply at a time")
+        for i, was in enumerate(self._conversation):
             now = messages[i] if i < len(messages) else None
             if now is None or any(now[name] != was[name] for name in ("role", "content")):
                 raise ValueError(
-                    f"generate was given another past: message {i} was {was!r:.200}, now it is {now!r:.200}. The past "
-                    "stays as it is, so append to the conversation: the reply as it was, then new messages"
+                    f"generate got a changed conversation: message {i} was {was!r:.200}, now it is {now!r:.200}; "
+                    "append the unchanged reply, then new messages"
                 )
-        if len(messages) == len(self._said):
-            raise ValueError("generate was given nothing new after the last reply: add what the policy is to answer")
-        return messages[len(self._said) :]
+        if len(messages) == len(self._conversation):
+            raise ValueError("generate got no new message after the last reply; append what the policy should answer")
+        return messages[len(self._conversation) :]

@@ -1,4 +1,4 @@
-"""What an environment of text is to a conversation: a session, opened once and stepped turn by turn."""
+"""TextSession: a text environment's side of one conversation, opened once and stepped turn by turn."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torchrl_rloo.data.templates import Messages, is_conversation
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn of the policy came to.
+    """Result of a policy turn.
 
     Attributes:
-        feedback: what the environment answers, as text (a user's message) or messages; None for nothing, which ends the
-            conversation. The answer to the last turn is shown to nobody.
-        reward: of this turn alone.
+        feedback: the environment's answer, as text (a user message) or messages; None ends the conversation. Feedback
+            on the last turn is discarded.
+        reward: reward of this turn.
         terminated: whether the environment has ended.
-        truncated: whether a limit of its own has ended it.
-        metrics: numbers, truth values and short texts about the conversation so far, for the log.
+        truncated: whether one of the environment's limits has ended it.
+        metrics: numbers, booleans and short strings about the conversation so far, for the log.
     """
 
     feedback: str | Messages | None = None
@@ -29,50 +29,60 @@ class Outcome:
 
 
 class TextSession:
-    """An environment's side of one conversation. Its methods are called one after the other, on the users' loop.
+    """Text environment's side of one conversation.
 
-    What blocks belongs into :func:`~torchrl_rloo.envs.event_loop.call`.
+    Its methods are called one at a time, on the users' loop. Make blocking calls through
+    :func:`~torchrl_rloo.envs.event_loop.call`.
+
+    Example::
+
+        class Echo(TextSession):
+            async def reset(self, row):
+                return "Say something."
+
+            async def step(self, text):
+                return Outcome(feedback=text, reward=1.0)
     """
 
     async def reset(self, row: dict[str, Any]) -> str | Messages | None:
-        """Opens the conversation.
+        """Open the conversation.
 
         Args:
-            row: the dataset's columns, ``"query"`` among them, and ``"env_seed"``: the members of a group have the
-                same, and have to be opened the same.
+            row: the dataset's columns, including ``"query"``, and ``"env_seed"``. The members of a group have the same
+                ``"env_seed"``, and their sessions must return the same prompt.
 
         Returns:
-            The prompt, as text (a user's message) or messages; None leaves it to the row's own query.
+            The prompt, as text (a user message) or messages; None uses the row's query.
         """
         raise NotImplementedError
 
     async def step(self, text: str) -> Outcome:
-        """Takes a turn that the policy has ended.
+        """Process a turn that the policy has ended.
 
         Args:
-            text: what it said.
+            text: the policy's text.
         """
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Frees what the session holds; called once, whether or not the environment has ended."""
+        """Release what the session holds; called once, whether or not the environment has ended."""
 
 
 def as_messages(said: Any, what: str) -> Messages:
-    """Text as a user's message, messages as copies of their own.
+    """Convert text to a user message, and copy messages.
 
     Args:
         said: text or messages.
-        what: whose, for the error.
+        what: name of the value, for the error.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: if ``said`` is neither text nor messages.
     """
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     if is_conversation(said) and all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in said):
         return [dict(message) for message in said]
     raise TypeError(
-        f"{what} must be text or a list of messages with 'role' and 'content', got {said!r:.200}: give observe=, a "
-        "function that makes text of it"
+        f"{what} must be text or a list of messages with 'role' and 'content', got {said!r:.200}; set observe= to a "
+        "function that converts it to text"
     )

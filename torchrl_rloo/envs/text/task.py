@@ -1,4 +1,4 @@
-"""An environment of text as a task: datasets, transforms and environments that belong together."""
+"""TextTask: a text environment as a task, with its dataset of seeds and its transform."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ _FIRST_HELD_OUT = 1_000_000_000  # no run trains on seeds from here on
 
 
 class TextTask(TaskBase):
-    """An environment of text, in any style of :func:`wrap`, as what runs and evaluations ask for.
+    """Task of a text environment, in any style of :func:`wrap`, for runs and evaluations.
 
     Args:
         environment: see :func:`wrap`.
-        name: of the task.
-        num_seeds: distinct games to train on, where there is no dataset.
-        rewards: reward functions beside the environment's own rewards.
+        name: name of the task.
+        num_seeds: number of distinct games to train on if there is no dataset.
+        rewards: reward functions in addition to the environment's rewards.
         system_prompt: see :class:`TextEnvTransform`.
         timeout: see :class:`TextEnvTransform`.
         style: see :func:`wrap`.
         action: see :func:`wrap`.
         observe: see :func:`wrap`.
-        limits: of a conversation, arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
+        limits: limits of a conversation, as arguments of :class:`~torchrl_rloo.envs.ChatEnv`.
+
+    Raises:
+        ValueError: if ``num_seeds`` is out of range, or :func:`wrap` rejects the environment.
 
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer
@@ -62,7 +65,7 @@ class TextTask(TaskBase):
         limits: Mapping[str, Any] = MappingProxyType({}),
     ):
         if not 1 <= num_seeds <= _FIRST_HELD_OUT:
-            raise ValueError(f"num_seeds={num_seeds} must be from 1 to {_FIRST_HELD_OUT}")
+            raise ValueError(f"num_seeds={num_seeds} must be between 1 and {_FIRST_HELD_OUT}")
         self.make_session = wrap(environment, style=style, action=action, observe=observe)
         self.name, self.num_seeds, self.limits = name, num_seeds, limits
         self.rewards, self.settings = list(rewards), {"system_prompt": system_prompt, "timeout": timeout}
@@ -70,37 +73,40 @@ class TextTask(TaskBase):
     def load(
         self, source: Any = None, *, eval_size: int = 256, seed: int = 0, **kwargs: Any
     ) -> tuple[PromptDataset, PromptDataset]:
-        """Games to train on and held-out ones.
+        """Load training and held-out games.
 
         Args:
-            source: None for seeds of games; else rows whose columns go to ``reset``, as
-                :func:`~torchrl_rloo.data.load_prompts` takes them.
+            source: source of rows for :func:`~torchrl_rloo.data.load_prompts`, whose columns are passed to ``reset``.
+                None or ``"embedded"`` uses rows of seeds.
             eval_size: number of held-out games.
-            seed: of the split of the source's rows.
+            seed: seed of the split of the source's rows.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
+
+        Returns:
+            ``(train, held_out)``.
         """
         if source in (None, EMBEDDED):
             return seed_dataset(self.num_seeds), seed_dataset(eval_size, _FIRST_HELD_OUT)
         return split_prompts(load_prompts(source, **({"chat": True} | kwargs)), eval_size, seed)
 
     def make_rewards(self) -> list[RewardFunction]:
-        """The reward functions beside the environment's own rewards."""
+        """Return the reward functions in addition to the environment's rewards."""
         return list(self.rewards)
 
     def make_scorer(self, rewards: Sequence[RewardFunction] | None = None) -> None:
-        """Return None: the return of the environment is what counts."""
+        """Return None: the metric is the return that the environment gives."""
 
     def make_transforms(self) -> list[Transform]:
-        """One new :class:`TextEnvTransform`."""
+        """Return one new :class:`TextEnvTransform`."""
         return [TextEnvTransform(self.make_session, **self.settings)]
 
 
 def seed_dataset(size: int, first: int = 0) -> PromptDataset:
-    """Rows of nothing but an ``"env_seed"``, for an environment that makes its own prompts.
+    """Return rows that have only an ``"env_seed"``, for an environment that makes its prompts itself.
 
     Args:
-        size: how many.
-        first: the first seed; the others follow.
+        size: number of rows.
+        first: first seed; the rows have consecutive seeds.
     """
     return PromptDataset({keys.QUERY: UNOPENED, ENV_SEED: seed} for seed in range(first, first + size))
 
@@ -121,24 +127,22 @@ def text_env(
     transforms: Sequence[Transform] = (),
     **kwargs: Any,
 ) -> DatasetChatEnv:
-    """An environment of text, ready for a collector.
-
-    For an evaluation as well, make a :class:`TextTask`.
+    """Build an environment for a collector from a text environment; use :class:`TextTask` for evaluation as well.
 
     Args:
         environment: see :func:`wrap`.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         prompts_per_batch: games per reset.
-        num_generations: conversations of each game.
-        dataset: rows whose columns go to the environment's ``reset``; None: seeds alone.
-        num_seeds: distinct games, where there is no dataset.
+        num_generations: conversations per game.
+        dataset: rows whose columns are passed to the environment's ``reset``; None uses rows of seeds.
+        num_seeds: number of distinct games if there is no dataset.
         system_prompt: see :class:`TextEnvTransform`.
         timeout: see :class:`TextEnvTransform`.
         style: see :func:`wrap`.
         action: see :func:`wrap`.
         observe: see :func:`wrap`.
-        transforms: that answer turns before the environment sees them (tools, say).
-        **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`: ``rewards``, ``max_turns``, ...
+        transforms: transforms that answer turns before the environment sees them, such as tools.
+        **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`, such as ``rewards``, ``max_turns``.
 
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer

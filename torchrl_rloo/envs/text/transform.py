@@ -1,4 +1,4 @@
-"""TextEnvTransform: the environment's side of conversations, one session for each."""
+"""TextEnvTransform: a text environment's side of conversations, with one session per conversation."""
 
 from __future__ import annotations
 
@@ -29,38 +29,45 @@ UNOPENED: Messages = [{"role": "user", "content": "(unopened)"}]
 
 @dataclass
 class _Held:
-    session: TextSession | None  # None: it could not be opened
+    session: TextSession | None  # None if it could not be opened
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 class TextEnvTransform(TurnTransform):
-    """Lets an environment of text open each conversation, answer its turns, and reward them.
+    """Transform by which a text environment opens each conversation, answers its turns and rewards them.
 
-    At a reset every new row gets a session, whose opening becomes the row's query; all are opened at once. The members
-    of a group have the same ``"env_seed"`` (that column, or one made of the row's columns), and must be opened the
-    same. Each turn that the policy has ended, and no transform before has answered, goes to the session. What the
-    session gives for it is added to the reward of that turn: the return of a trajectory is the sum over its turns. A
-    turn that a limit of tokens cut off is not given to the session; the trajectory ends there.
+    At a reset, all new rows get a session concurrently, and its opening becomes the row's ``"query"``. The members of a
+    group have the same ``"env_seed"``: that column, or a hash of the row's columns. Their sessions must give the same
+    opening. Each turn that the policy has ended, and that no earlier transform answered, goes to the session. A turn
+    that a token limit cut off does not; its trajectory ends there.
 
-    The stop reason is ``"ended"`` where the environment has ended and ``"turns"`` where it was truncated by a limit of
-    its own. A session that raises, takes too long or gives no finite reward ends its conversation as ``"failed"``, with
-    the reward NaN: it abstains, since the policy is not to blame. What environments tell for the log stands in
-    ``("next", "log_extra")`` when the conversation ends.
+    A turn's reward is added to ``("next", "reward")`` ``[1, 1]``; the return of a trajectory is the sum over its turns.
+    The session's feedback extends ``("next", "tokens", "prompt")``. Its metrics are in ``("next", "log_extra")`` when
+    the conversation ends.
+
+    The stop reason is ``"ended"`` if the environment has ended, and ``"turns"`` if one of its limits truncated it. If a
+    session raises, times out or gives a reward that is not finite, its conversation ends as ``"failed"``. The reward is
+    then NaN, so the trajectory abstains: the policy is not at fault.
 
     Args:
-        make_session: makes the session of a conversation, see :func:`~torchrl_rloo.envs.text.wrap`.
-        timeout: seconds that a session may take to open, and for each turn. A sync environment that takes longer is
-            left behind on its thread.
-        system_prompt: put before openings without a system message.
-        max_consecutive_failures: this many failures in a row stop the run at its next reset, since it would learn
-            nothing; None for no limit.
+        make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.wrap`.
+        timeout: time limit of a session's opening, and of each turn, in seconds; None disables it. A sync environment
+            that takes longer is abandoned on its thread.
+        system_prompt: system message of openings that have none; None adds none.
+        max_consecutive_failures: stop the run, which would learn nothing, at the next reset after this many consecutive
+            failures; None disables it.
 
     Attributes:
-        counts: conversations that ``"failed"`` at a turn, sessions with ``"failed_opens"`` and ``"failed_closes"``.
+        counts: ``"failed"`` conversations, at a turn, and sessions with ``"failed_opens"`` and ``"failed_closes"``.
 
     Raises:
         ValueError: at a reset, if the members of a group are opened differently.
-        RuntimeError: at a reset, if no session at all could be opened so far, or too many failed in a row.
+        RuntimeError: at a reset, if no session has opened so far, or too many failed consecutively.
+
+    Example:
+        >>> from torchrl_rloo.envs.text import GuessNumber, wrap
+        >>> TextEnvTransform(wrap(GuessNumber), timeout=5.0).counts["failed"]
+        0
     """
 
     def __init__(
@@ -81,7 +88,10 @@ class TextEnvTransform(TurnTransform):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         if self.max_consecutive_failures is not None and self._failures >= self.max_consecutive_failures:
-            raise RuntimeError(f"the environment failed {self._failures} times in a row; the log has the errors")
+            raise RuntimeError(
+                f"the environment failed {self._failures} times in a row, which reaches max_consecutive_failures="
+                f"{self.max_consecutive_failures}; see the log for the errors"
+            )
         fresh = [row for row in tensordict_reset.unbind(0) if not int(row[keys.NUM_TURNS])]
         rows = [row for row in fresh if int(row[keys.TRAJECTORY_ID]) not in self._held]
         if rows:
@@ -89,12 +99,14 @@ class TextEnvTransform(TurnTransform):
         return tensordict_reset
 
     async def _open_all(self, rows: Sequence[TensorDictBase]) -> None:
+        # Open all sessions; one that fails costs only its conversation, unless none has ever opened
         openings = await asyncio.gather(*map(self._open, rows))
         failures = [opening for opening in openings if isinstance(opening, Exception)]
         if len(failures) == len(rows) and not self._ever_opened:
             await self._release(rows)
             raise RuntimeError(f"none of {len(rows)} sessions could be opened: {failures[0]!r}") from failures[0]
         self._ever_opened = True
+        # Make openings the rows' prompts, after a check that the members of a group agree
         encoded, agreed = self.chat_env.prompt_ids(), {}
         for row, opening in zip(rows, openings, strict=True):
             if isinstance(opening, Exception):
@@ -103,16 +115,16 @@ class TextEnvTransform(TurnTransform):
             if (first := agreed.setdefault(group, opening)) != opening:
                 await self._release(rows)
                 raise ValueError(
-                    f"the members of a group were opened differently, {first!r:.300} and {opening!r:.300}: the same "
-                    f"{ENV_SEED!r} ({self._columns(row)[ENV_SEED]} here) must give the same prompt"
+                    f"the members of a group were opened differently, {first!r:.300} and {opening!r:.300}; the same "
+                    f"{ENV_SEED!r} (here {self._columns(row)[ENV_SEED]}) must give the same prompt"
                 )
             try:
-                self._show(row, first, encoded)
-            except Exception:  # it has no room in the conversation, or the chat template refuses it
+                self._set_prompt(row, first, encoded)
+            except Exception:  # it does not fit into the conversation, or the chat template rejects it
                 await self._fail(row)
 
     async def _open(self, row: TensorDictBase) -> Messages | Exception:
-        """The query of a row, by its session; or why there is none."""
+        """Open a row's session and return its opening, or the error that prevented it."""
         columns = self._columns(row)
         try:
             session = self.make_session()
@@ -120,7 +132,7 @@ class TextEnvTransform(TurnTransform):
             said = await event_loop.call(session.reset, columns, timeout=self.timeout)
             opening = as_messages(columns[keys.QUERY] if said is None else said, "an environment's opening")
             if opening == UNOPENED:
-                raise ValueError("the environment gives no prompt of its own: give a dataset of prompts")
+                raise ValueError("the environment gives no prompt; pass a dataset of prompts")
         except Exception as error:
             await self._fail(row)
             return error
@@ -129,33 +141,35 @@ class TextEnvTransform(TurnTransform):
         return opening
 
     async def _fail(self, row: TensorDictBase) -> None:
-        """Gives up a conversation whose environment did not open, in the handling of what went wrong."""
-        _LOGGER.exception("an environment could not be opened; its conversation ends after a turn")
+        """Mark a conversation whose environment did not open as failed; to be called in an exception handler."""
+        _LOGGER.exception("an environment could not be opened; its conversation ends after one turn")
         self.counts["failed_opens"] += 1
         self._failures += 1
         await self.release(int(row[keys.TRAJECTORY_ID]))
         self._held[int(row[keys.TRAJECTORY_ID])] = _Held(None)
 
-    def _show(self, row: TensorDictBase, opening: Messages, encoded: PromptIds) -> None:
-        """Makes an opening the row's prompt."""
+    def _set_prompt(self, row: TensorDictBase, opening: Messages, encoded: PromptIds) -> None:
+        """Set an opening as the row's prompt."""
         if row[keys.QUERY] != opening:
             opened = self.chat_env._open(row.copy().set(keys.QUERY, NonTensorData(opening)), encoded)
             row.update(opened.exclude(keys.TRAJECTORY_ID))  # other transforms know the row by its id
 
     @staticmethod
     def _columns(row: TensorDictBase) -> dict[str, Any]:
-        """What a session sees of a row: the dataset's columns, and a seed that the same columns always give."""
+        """Return what a session sees of a row: the dataset's columns, and a seed that is a hash of them by default."""
         names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
         columns = {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
         return {ENV_SEED: zlib.crc32(repr(sorted(columns.items())).encode())} | columns
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Gives the turn to the session; see :meth:`TurnTransform.step_row`."""
+        """Pass the turn to the session; see :meth:`TurnTransform.step_row`."""
         if not next_row["done"].any():
-            return  # a transform before has answered it
+            return  # an earlier transform has answered it
         held = self._held.get(int(row[keys.TRAJECTORY_ID]))
         if held is None:
-            raise KeyError(f"trajectory {int(row[keys.TRAJECTORY_ID])} was not reset with this transform")
+            raise KeyError(
+                f"trajectory_id={int(row[keys.TRAJECTORY_ID])} is unknown; reset its row with this transform"
+            )
         if held.session is None:
             _abstain(next_row)
             end_row(next_row, "failed")
@@ -169,7 +183,7 @@ class TextEnvTransform(TurnTransform):
         try:
             outcome = await event_loop.call(held.session.step, said, timeout=self.timeout)
             if not math.isfinite(outcome.reward):
-                raise ValueError(f"the environment's reward {outcome.reward} is no finite number")
+                raise ValueError(f"the environment's reward={outcome.reward} must be finite")
             held.metrics |= outcome.metrics
             next_row.set("reward", next_row["reward"] + outcome.reward)
             self._follow(next_row, outcome)
@@ -188,7 +202,7 @@ class TextEnvTransform(TurnTransform):
             self.chat_env.continue_row(next_row, as_messages(outcome.feedback, "an environment's feedback"))
 
     async def release(self, trajectory_id: int) -> None:
-        """Closes the session of a conversation."""
+        """Close the session of a conversation."""
         held = self._held.pop(trajectory_id, None)
         if held is None or held.session is None:
             return
@@ -205,7 +219,7 @@ class TextEnvTransform(TurnTransform):
         await asyncio.gather(*map(self.release, list(self._held)))
 
     def close(self) -> None:
-        """Closes the sessions that are open."""
+        """Close all open sessions."""
         if self._held:
             event_loop.run(self._release_all())
 

@@ -1,4 +1,4 @@
-"""wrap: anything with text in and text out, as a maker of sessions."""
+"""wrap: a factory of sessions from any environment with text in and text out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_rloo.rewards.protocol import is_async
 
 STYLES = {
     "env": "reset and step, as in Gymnasium, the older Gym or OpenEnv",
-    "openrlhf": "async reset(states) and step(states), as OpenRLHF's agents",
+    "openrlhf": "async reset(states) and step(states), as in OpenRLHF's agents",
     "verifiers": "env_response(messages, state) and is_completed, as in verifiers",
     "rollout": "async def rollout(row, generate) -> float | None",
     "session": "a TextSession",
@@ -30,26 +30,36 @@ def wrap(
     action: Callable[[str], Any] | None = None,
     observe: Callable[[Any], Any] | None = None,
 ) -> Callable[[], TextSession]:
-    """A function that makes a session of its own for each conversation.
+    """Return a function that makes a separate session for each conversation.
 
     Args:
-        environment: a class; a function without arguments (sync or async) that makes an environment; an environment,
-            of which every conversation gets a deep copy (all share one in the style of ``verifiers``, which keeps its
-            state outside); or an async rollout function.
-        style: a name in :data:`STYLES`; None recognises it.
-        action: what ``step`` takes, made of the policy's text (for OpenEnv, an action of its class).
-        observe: text or messages, made of an observation.
+        environment: one of
+
+            - a class of environments,
+            - a sync or async function without arguments that makes an environment,
+            - an environment, of which each conversation gets a deep copy; in the ``verifiers`` style, whose state is
+              kept outside, all share it,
+            - an async rollout function.
+
+        style: name in :data:`STYLES`; None detects the style.
+        action: function from the policy's text to what ``step`` takes, such as an OpenEnv action; None passes the text.
+        observe: function from an observation to text or messages; None uses the observation itself.
+
+    Returns:
+        A function without arguments that makes a :class:`TextSession`.
 
     Raises:
-        ValueError: for an unknown style, or an environment of none, or an option that its style does not have.
+        ValueError: for an unknown style, an environment without a known style, or an option that its style does not
+            have.
 
     Example:
         >>> from torchrl_rloo.envs.text.games import GuessNumber
-        >>> wrap(lambda: GuessNumber(1, 8)), wrap(GuessNumber) and recognise(GuessNumber)
-        (<function wrap.<locals>.make at ...>, 'env')
+        >>> make_session = wrap(lambda: GuessNumber(1, 8))
+        >>> isinstance(make_session(), TextSession)
+        True
     """
     if style is not None and style not in STYLES:
-        raise ValueError(f"style={style!r} is unknown; known are {_listed()}")
+        raise ValueError(f"style={style!r} is unknown; valid: {_list_styles()}")
     options = {name: f for name, f in (("action", action), ("observe", observe)) if f is not None}
     is_factory = _is_factory(environment)
     known = style if style is not None or is_factory else recognise(environment)
@@ -63,16 +73,24 @@ def wrap(
 
 
 def recognise(environment: Any) -> str:
-    """The style of an environment, or of a class of them.
+    """Return the style of an environment, or of a class of environments.
+
+    Args:
+        environment: see :func:`wrap`.
+
+    Returns:
+        A name in :data:`STYLES`.
 
     Raises:
-        ValueError: if it has none; the message lists the styles.
+        ValueError: if no style fits; the message lists the styles.
     """
+    # Styles with a distinctive class or method
     kind = environment if inspect.isclass(environment) else type(environment)
     if issubclass(kind, TextSession):
         return "session"
     if callable(getattr(kind, "env_response", None)):
         return "verifiers"
+    # Styles with a step method; OpenRLHF's takes its states
     step = getattr(kind, "step", None) or getattr(environment, "step", None)
     if callable(step):
         names = list(inspect.signature(step).parameters)[:2]
@@ -83,11 +101,11 @@ def recognise(environment: Any) -> str:
             return "env"
     if inspect.isroutine(environment) and is_async(environment) and _required(environment) == 2:
         return "rollout"
-    raise ValueError(f"{environment!r:.200} is no environment of text that is known here: {_listed()}. Or set style=")
+    raise ValueError(f"environment={environment!r:.200} has no known style; set style= to one of {_list_styles()}")
 
 
 def _is_factory(environment: Any) -> bool:
-    """Whether it is a function that makes an environment."""
+    """Return whether it is a function that makes an environment."""
     if inspect.isclass(environment) or not callable(environment):
         return False
     if any(hasattr(environment, name) for name in ("reset", "step", "env_response")):
@@ -96,23 +114,23 @@ def _is_factory(environment: Any) -> bool:
 
 
 def _required(function: Callable[..., Any]) -> int:
-    """How many arguments a function needs."""
+    """Return the number of required arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def _check_options(style: str, options: dict[str, Any]) -> None:
-    has = {"env": {"action", "observe"}, "openrlhf": {"observe"}}.get(style, set())
-    if unused := sorted(options.keys() - has):
-        raise ValueError(f"{unused} mean nothing for style {style!r}, which is {STYLES[style]}: leave them out")
+    supported = {"env": {"action", "observe"}, "openrlhf": {"observe"}}.get(style, set())
+    if unused := sorted(options.keys() - supported):
+        raise ValueError(f"{unused} cannot be combined with style={style!r} ({STYLES[style]}); omit them")
 
 
-def _listed() -> str:
+def _list_styles() -> str:
     return "; ".join(f"{name!r}: {meaning}" for name, meaning in STYLES.items())
 
 
 class _Wrapped(TextSession):
-    """Makes the environment when the conversation is opened, where its time is limited."""
+    """Session that makes the environment in ``reset``, where the timeout applies."""
 
     def __init__(self, environment: Any, is_factory: bool, style: str | None, options: dict[str, Any]):
         self.environment, self.is_factory, self.style, self.options = environment, is_factory, style, options
@@ -142,7 +160,7 @@ class _Wrapped(TextSession):
         if inspect.isclass(environment):
             if not inspect.iscoroutinefunction(environment.__init__):
                 return await call(lambda: environment())
-            agent = environment.__new__(environment)  # an actor's class, whose constructor is awaited
+            agent = environment.__new__(environment)  # the class of an actor, whose constructor is awaited
             await call(agent.__init__)
             return agent
         if self.style in ("rollout", "verifiers"):
@@ -151,6 +169,6 @@ class _Wrapped(TextSession):
             return await call(copy.deepcopy, environment)
         except Exception as error:
             raise TypeError(
-                f"{type(environment).__name__} cannot be copied for each conversation ({error}): give its class, or a "
+                f"{type(environment).__name__} cannot be copied for each conversation ({error}); pass its class, or a "
                 "function that makes one"
             ) from error

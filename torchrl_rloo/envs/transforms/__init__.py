@@ -1,4 +1,4 @@
-"""Transforms that make a task of a ChatEnv: data, feedback, tools, rewards, KL."""
+"""Transforms that turn a ChatEnv into a task: data, feedback, tools, rewards, KL."""
 
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform

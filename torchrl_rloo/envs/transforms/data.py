@@ -1,6 +1,6 @@
 """DataLoadingPrimer: draws prompts from a dataset at every reset, several copies of each.
 
-Replaces TorchRL's class, whose ``state_dict`` is empty, so that a run cannot be resumed in the middle of an epoch.
+Replaces TorchRL's class, whose empty ``state_dict`` makes it impossible to resume a run in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -27,31 +27,37 @@ _DRAWN: ContextVar[TensorDictBase | None] = ContextVar("rows drawn before the re
 
 
 class DatasetExhaustedError(RuntimeError):
-    """There are no prompts left for another batch."""
+    """Error raised when too few prompts are left for another batch."""
 
 
 class DataLoadingPrimer(Transform):
-    """Fill a reset environment with prompts: ``num_generations`` rows for each draw, under one fresh ``group_id``.
+    """Transform that fills a reset environment with prompts: ``num_generations`` rows per draw, under one ``group_id``.
 
-    ``prompt_id`` is the prompt's index in the dataset, the same in every epoch; ``group_size`` is ``num_generations``.
+    Each row gets the dataset's columns (``"query"`` and others) and three int64 scalars: ``"prompt_id"``, the prompt's
+    index in the dataset; ``"group_id"``, unique per draw; ``"group_size"``, which is ``num_generations``. The
+    ``state_dict`` holds the position in the epoch, so a resumed run draws exactly what it would have drawn.
 
     Args:
         dataset: the prompts.
         num_generations: ``G``, rows per draw. The environment's batch size must be a multiple of it.
-        shuffle: whether each epoch goes through the dataset in a new random order, or always in its own.
-        seed: of the primer's own random stream.
-        first_group_id: groups are numbered from here; primers whose rows meet in one buffer need ranges of their own.
-        epochs: how often to go through the dataset; None for ever. Draws of one batch may come from two epochs. What is
-            left at the end and does not fill a batch is counted in the log and not drawn.
-        sampler: chooses the prompts instead (a :class:`~torchrl_rloo.data.sampling.MixtureSampler` or a
-            :class:`~torchrl_rloo.data.PassRatePool`, say), without end; there are no epochs then. Its state is saved
-            in the primer's.
+        shuffle: whether to draw each epoch in a new random order; False keeps the dataset's order.
+        seed: seed of the primer's random stream.
+        first_group_id: first ``"group_id"``. Primers whose rows share a buffer need disjoint ranges.
+        epochs: passes over the dataset; None repeats forever. The draws of a batch may come from two epochs. Draws that
+            are left at the end but do not fill a batch are logged and skipped.
+        sampler: chooser of the prompts, such as :class:`~torchrl_rloo.data.sampling.MixtureSampler` or
+            :class:`~torchrl_rloo.data.PassRatePool`; None draws epochs. A sampler never ends, and its state is saved
+            with the primer's.
 
     Raises:
-        ValueError: for a number below 1, if the epochs do not fill one batch, or for a sampler beside ``epochs`` or
-            ``shuffle=False``.
+        ValueError: if a number is below 1, the epochs do not fill one batch, or a sampler is combined with ``epochs``
+            or ``shuffle=False``.
 
-    Its ``state_dict`` holds the place in the epoch, so a resumed run draws exactly what it would have drawn.
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> primer = DataLoadingPrimer(load_prompts([{"prompt": "1+1?"}, {"prompt": "2+2?"}]), shuffle=False)
+        >>> [(prompt["query"], group_id) for prompt, group_id in (primer.draw(), primer.draw())]
+        [('1+1?', 0), ('2+2?', 1)]
     """
 
     def __init__(
@@ -70,12 +76,12 @@ class DataLoadingPrimer(Transform):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if sampler is not None and (epochs is not None or not shuffle):
-            raise ValueError(f"epochs={epochs} and shuffle={shuffle} mean nothing beside a sampler: leave them out")
+            raise ValueError(f"epochs={epochs} and shuffle={shuffle} cannot be combined with a sampler; omit them")
         self.dataset, self.num_generations, self.shuffle, self.epochs = dataset, num_generations, shuffle, epochs
         self.generator = torch.Generator().manual_seed(seed)
         self.epoch, self.position, self.next_group_id = 0, 0, first_group_id
         self.first_group_id, self.sampler = first_group_id, sampler
-        self._put_back: deque[tuple[int, int]] = deque()
+        self._requeued: deque[tuple[int, int]] = deque()
         if sampler is None:
             self._start_epoch()
 
@@ -85,65 +91,82 @@ class DataLoadingPrimer(Transform):
         self._order = torch.randperm(n, generator=self.generator).tolist() if self.shuffle else list(range(n))
 
     def remaining(self) -> float:
-        """Draws that are left, those put back included; infinite without a limit on epochs."""
+        """Return the number of draws left, re-queued ones included; infinite if ``epochs`` is None."""
         if self.epochs is None:
             return float("inf")
-        return (self.epochs - self.epoch) * len(self.dataset) - self.position + len(self._put_back)
+        return (self.epochs - self.epoch) * len(self.dataset) - self.position + len(self._requeued)
 
     def draw(self) -> tuple[dict[str, Any], int]:
-        """The next prompt, with its ``prompt_id``, and its ``group_id``.
+        """Draw the next prompt.
+
+        Returns:
+            ``(prompt, group_id)``: the prompt's columns with its ``"prompt_id"``, and the id of the draw's group.
 
         Raises:
             DatasetExhaustedError: after the last epoch.
-            IndexError: if the sampler chooses a prompt that the dataset has not.
+            IndexError: if the sampler chooses an index outside of the dataset.
         """
-        if self._put_back:
-            index, group_id = self._put_back.popleft()
+        if self._requeued:
+            index, group_id = self._requeued.popleft()
         else:
             index, group_id = self._next_index(), self.next_group_id
             self.next_group_id += 1
         return {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}, group_id
 
     def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
-        """Takes draws back whose groups were not delivered: they come first at the next draws, under the same id.
+        """Queue draws again whose groups were not delivered; the next draws return them first, under the same ids.
 
         Args:
-            draws: ``(prompt_id, group_id)`` of each.
+            draws: ``(prompt_id, group_id)`` pairs.
         """
-        self._put_back = deque(sorted((*self._put_back, *draws), key=lambda draw: draw[1]))
+        self._requeued = deque(sorted((*self._requeued, *draws), key=lambda draw: draw[1]))
 
     @contextmanager
     def with_requeued(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """A ``state_dict`` taken meanwhile is one in which these draws are put back."""
-        kept = self._put_back
+        """Let a ``state_dict`` that is taken in this context hold these draws as re-queued.
+
+        Args:
+            draws: ``(prompt_id, group_id)`` pairs.
+        """
+        kept = self._requeued
         self.requeue(draws)
         try:
             yield
         finally:
-            self._put_back = kept
+            self._requeued = kept
 
     def draw_groups(self, groups: int) -> list[TensorDictBase]:
-        """The rows of the next ``groups`` draws, ``[num_generations]`` each, with nothing but what the dataset says.
+        """Draw the next ``groups`` groups, with only the dataset's columns and the ids of prompt and group.
+
+        Args:
+            groups: number of draws.
+
+        Returns:
+            One ``[num_generations]`` TensorDict per draw.
 
         Raises:
             DatasetExhaustedError: if fewer draws are left.
-            ValueError: if the epochs have fewer from the start.
+            ValueError: if the epochs give fewer draws from the start.
         """
         if self.remaining() < groups:
             if self.next_group_id == self.first_group_id:
                 raise ValueError(
                     f"{len(self.dataset)} prompts x {self.epochs} epochs give {int(self.remaining())} draws, fewer "
-                    f"than the {groups} prompts of one batch: add prompts or epochs, or lower the batch size"
+                    f"than the {groups} prompts of one batch; add prompts or epochs, or lower the batch size"
                 )
             if self.remaining():
-                _LOGGER.warning("%d prompts at the end do not fill a batch and are not drawn", int(self.remaining()))
+                _LOGGER.warning("skipping the last %d prompts, which do not fill a batch", int(self.remaining()))
             raise DatasetExhaustedError(f"{int(self.remaining())} draws are left, a batch needs {groups}")
         return [stack_rows(self._copies(*self.draw())) for _ in range(groups)]
 
     @staticmethod
     @contextmanager
-    def giving(rows: TensorDictBase) -> Iterator[None]:
-        """Lets resets of this thread begin with rows of :meth:`draw_groups`, any number of them, instead of draws."""
+    def with_rows(rows: TensorDictBase) -> Iterator[None]:
+        """Let resets in this context use the given rows instead of draws.
+
+        Args:
+            rows: any number of rows of :meth:`draw_groups`.
+        """
         token = _DRAWN.set(rows)
         try:
             yield
@@ -151,14 +174,16 @@ class DataLoadingPrimer(Transform):
             _DRAWN.reset(token)
 
     def _next_index(self) -> int:
+        # A sampler chooses without epochs
         if self.sampler is not None:
             index = self.sampler.draw(self.generator)
             if not 0 <= index < len(self.dataset):
                 raise IndexError(
-                    f"{type(self.sampler).__name__} chose prompt {index}, but the dataset has {len(self.dataset)}: "
-                    "make it of the same size"
+                    f"{type(self.sampler).__name__} chose prompt {index}, but the dataset has {len(self.dataset)} "
+                    "prompts; create the sampler with the dataset's size"
                 )
             return index
+        # Otherwise take the next prompt of the epoch's order
         if self.remaining() < 1:
             raise DatasetExhaustedError(f"all {self.epochs} epochs of {len(self.dataset)} prompts are drawn")
         if self.position == len(self.dataset):
@@ -185,8 +210,8 @@ class DataLoadingPrimer(Transform):
         groups, left = divmod(n, self.num_generations)
         if left:
             raise ValueError(
-                f"{n} rows are reset at once, which is not a multiple of num_generations={self.num_generations}: "
-                "groups are drawn whole"
+                f"{n} rows are reset at once, which must be a multiple of num_generations={self.num_generations}, "
+                "since groups are drawn whole"
             )
         return [row for group in self.draw_groups(groups) for row in group.unbind(0)]
 
@@ -197,7 +222,7 @@ class DataLoadingPrimer(Transform):
         return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Declares what a reset brings along: the query, the dataset's other columns, the prompt's index, the group."""
+        """Add the entries that a reset writes: the dataset's columns, and the ids of prompt and group."""
         shape = self.parent.batch_size
         state = input_spec["full_state_spec"]
         for name in self.dataset.columns:
@@ -207,30 +232,33 @@ class DataLoadingPrimer(Transform):
         return input_spec
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Place in the dataset, for ``state_dict``: plain values and one tensor."""
+        """Return the position in the dataset, for ``state_dict``, as plain values and one tensor."""
         state = {"next_group_id": self.next_group_id, "fingerprint": self.dataset.fingerprint}
-        state["requeue"] = [list(draw) for draw in self._put_back]
+        state["requeue"] = [list(draw) for draw in self._requeued]
         if self.sampler is not None:
             return state | {"generator": self.generator.get_state(), "sampler": self.sampler.state_dict()}
         return state | {"epoch": self.epoch, "position": self.position, "epoch_start": self._epoch_start}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Goes to a place in the dataset, for ``load_state_dict``.
+        """Restore the position in the dataset, for ``load_state_dict``.
 
         Raises:
-            ValueError: if the state is of another dataset, or of a primer with a sampler where this has none or the
-                reverse: the draws would silently be others.
+            ValueError: if the state belongs to another dataset, or only one of the two primers has a sampler. The draws
+                would silently differ.
         """
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
-                f"the state is of a dataset with fingerprint {state['fingerprint']}, this one has "
-                f"{self.dataset.fingerprint}: resume with the same data"
+                f"the state belongs to a dataset with fingerprint={state['fingerprint']}, but this dataset has "
+                f"fingerprint={self.dataset.fingerprint}; resume with the same data"
             )
         if ("sampler" in state) != (self.sampler is not None):
             had, has = ("a", "none") if self.sampler is None else ("no", "one")
-            raise ValueError(f"the state is of a primer with {had} sampler, this one has {has}: resume with the same")
+            raise ValueError(
+                f"the state belongs to a primer with {had} sampler, but this primer has {has}; resume with the same "
+                "sampler settings"
+            )
         self.next_group_id = state["next_group_id"]
-        self._put_back = deque((index, group_id) for index, group_id in state.get("requeue", ()))
+        self._requeued = deque((index, group_id) for index, group_id in state.get("requeue", ()))
         if self.sampler is not None:
             self.generator.set_state(state["generator"])
             self.sampler.load_state_dict(state["sampler"])

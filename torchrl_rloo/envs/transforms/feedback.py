@@ -1,4 +1,4 @@
-"""FeedbackTransform: answers a turn of the policy, and so makes an environment of several turns."""
+"""FeedbackTransform: answers the policy's turns, which makes an environment multi-turn."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from torchrl_rloo.rewards.protocol import is_async
 
 
 class FeedbackTransform(TurnTransform):
-    """Gives feedback (a tool's result, a user's reply) on the turns that the policy ended, until there is none to give.
+    """Transform that answers each finished turn of the policy with feedback, such as a tool's result or a user's reply.
 
-    Only the feedback is encoded; what the policy sampled is kept as it is. Feedback tokens are context: they carry no
-    gradient, KL or log-prob.
+    Only the feedback is encoded; the ids that the policy sampled stay as they are. Feedback tokens are context: the
+    action mask is False on them, so they carry no gradient, KL or log-prob. ``("next", "tokens", "prompt")`` grows by
+    the feedback's ids, and ``("next", "done")`` becomes False.
 
     Args:
-        respond: ``f(conversation, row) -> messages | None``: the messages that answer the last assistant message of the
-            conversation, or None to end it there. ``row`` holds the dataset's columns. In lock-step a plain function is
-            called for one row after the other, an async one for all rows at once.
-        max_turns: the policy's turns at most. A conversation that would go on is truncated. None: as many as the
-            environment allows.
+        respond: ``f(conversation, row) -> messages | None``. It returns the messages that answer the conversation's
+            last assistant message, or None to end the conversation. ``row`` holds the dataset's columns. In lock-step,
+            a sync function is called row by row, an async function for all rows concurrently.
+        max_turns: maximum number of policy turns, at which a conversation is truncated; None leaves it to the
+            environment.
 
     Attributes:
-        counts: conversations that end as truncated: ``"turn_limit"`` at ``max_turns``, ``"token_limit"`` at the
-            environment's ``max_tokens``, ``"time_limit"`` at its ``max_seconds``, and ``"failed"`` if ``respond``
-            raised or its messages could not be rendered (the traceback is in the log).
+        counts: truncated conversations: ``"turn_limit"`` at a limit on turns, ``"token_limit"`` at the environment's
+            ``max_tokens``, ``"time_limit"`` at its ``max_seconds``. ``"failed"`` counts those for which ``respond``
+            raised or its messages could not be rendered; the traceback is logged.
 
     Example:
         >>> def ask_again(conversation, row):
@@ -51,7 +52,7 @@ class FeedbackTransform(TurnTransform):
         self.respond, self.max_turns = respond, max_turns
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Answers the turn if the policy ended it; see :meth:`TurnTransform.step_row`."""
+        """Answer the turn if the policy ended it; see :meth:`TurnTransform.step_row`."""
         if next_row["terminated"].any():
             self._answer(next_row, await self._call(self.conversation(row, next_row), row))
 

@@ -1,4 +1,4 @@
-"""KLRewardTransform: the reference's log-probs, and the reward less the KL to it."""
+"""KLRewardTransform: log-probs under a frozen reference, and a KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -18,21 +18,34 @@ from torchrl_rloo.modules.recording import Scorer
 
 
 class KLRewardTransform(Transform):
-    """Subtracts ``kl_to_ref_coeff`` times the KL of the whole trajectory from its reward, when it ends.
+    """Transform that subtracts ``kl_to_ref_coeff`` times the KL of the whole trajectory from its reward when it ends.
 
     Put it after the :class:`RewardTransform`: the penalty comes after the reward's clip and before any baseline. It
-    also writes ``("next", "ref_log_probs", "full")``. Replaces TorchRL's class, which multiplies the reward by the
-    number of tokens; there ``ref_model`` is ``ref`` and ``coef`` is ``kl_to_ref_coeff``.
+    reads ids, action mask and log-probs ``[T]``, and changes ``("next", "reward")`` ``[1, 1]`` of rows that are done.
+    It writes ``("next", "ref_log_probs", "full")`` float32 ``[T]``.
+
+    Replaces TorchRL's class, which multiplies the reward by the number of tokens. Its ``ref_model`` is ``ref`` here,
+    and its ``coef`` is ``kl_to_ref_coeff``.
 
     Args:
-        ref: scores under the reference; its sampling distribution should be the policy's. A policy with
-            ``generate=False``, or one of :mod:`torchrl_rloo.modules.reference`.
-        kl_to_ref_coeff: the coefficient, a number or an object with ``__float__`` that is read at each use; 0 only
-            records the log-probs.
-        estimator: of the KL at each token, a name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`.
-        mask_truncated_completions: leave the KL out on truncated trajectories, as the loss leaves out their tokens.
-        micro_batch_size: rows scored at once; None for all that end together.
-        max_tokens: tokens scored at once, as the packing of ``ref`` counts them; None for any number.
+        ref: reference policy with ``generate=False``, or one of :mod:`torchrl_rloo.modules.reference`. Its sampling
+            distribution should be the policy's.
+        kl_to_ref_coeff: KL coefficient of at least 0: a number, or an object with ``__float__`` that is read at each
+            use. 0 only records the log-probs.
+        estimator: per-token KL estimator, a name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`.
+        mask_truncated_completions: whether to omit the KL of truncated trajectories, as the loss omits their tokens.
+        micro_batch_size: maximum rows per forward pass of ``ref``; None scores all that end together.
+        max_tokens: maximum tokens per forward pass, as the packing of ``ref`` counts them; None disables it.
+
+    Raises:
+        ValueError: if ``ref`` cannot score or would generate, the coefficient or a limit is out of range, or the
+            estimator is unknown. At a step, if the chat template rewrote a row's past (``on_rewrite="split"``).
+        TypeError: if ``kl_to_ref_coeff`` is not a number.
+
+    Example::
+
+        ref = TransformersWrapper(reference_model, tokenizer=tokenizer, generate=False)
+        env = DatasetChatEnv(..., rewards=accuracy, after_rewards=[KLRewardTransform(ref, 0.05)])
     """
 
     def __init__(
@@ -47,19 +60,19 @@ class KLRewardTransform(Transform):
     ):
         super().__init__()
         if not callable(getattr(ref, "score", None)):
-            raise ValueError(f"ref must have a score(rows) method, {type(ref).__name__} has none")
+            raise ValueError(f"ref must have a score(rows) method; {type(ref).__name__} has none")
         if getattr(ref, "generate", False):
-            raise ValueError("ref generates; pass ref.get_new_version(generate=False)")
+            raise ValueError("ref must have generate=False; pass ref.get_new_version(generate=False)")
         if not hasattr(kl_to_ref_coeff, "__float__"):
             raise TypeError(f"kl_to_ref_coeff={kl_to_ref_coeff!r} must be a number, or an object with __float__")
         if not 0 <= float(kl_to_ref_coeff) < float("inf"):
-            raise ValueError(f"kl_to_ref_coeff={float(kl_to_ref_coeff)} must be a number of at least 0")
+            raise ValueError(f"kl_to_ref_coeff={float(kl_to_ref_coeff)} must be finite and at least 0")
         if estimator not in KL_ESTIMATORS:
-            raise ValueError(f"estimator={estimator!r} is unknown; known are {sorted(KL_ESTIMATORS)}")
+            raise ValueError(f"estimator={estimator!r} is unknown; valid: {sorted(KL_ESTIMATORS)}")
         for name, limit in (("micro_batch_size", micro_batch_size), ("max_tokens", max_tokens)):
             if limit is not None and limit < 1:
-                raise ValueError(f"{name}={limit} must be None or at least 1")
-        self.__dict__["ref"] = ref  # not a submodule: the reference's weights are not the environment's state
+                raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")
+        self.__dict__["ref"] = ref  # not a submodule: the reference's weights do not belong in the state_dict
         self.coeff, self.mask_truncated_completions = kl_to_ref_coeff, mask_truncated_completions
         self.estimator = KL_ESTIMATORS[estimator]
         self.limits = {"size": micro_batch_size, "max_tokens": max_tokens, "packing": getattr(ref, "packing", "none")}
@@ -70,18 +83,20 @@ class KLRewardTransform(Transform):
             refuse_segments(row, type(self).__name__)
         self._clear(next_tensordict)
         if finished:
-            rows = stack_rows([_as_scored(row).set(_INDEX, torch.tensor(i)) for i, row in enumerate(finished)])
+            rows = stack_rows([_as_row(row).set(_INDEX, torch.tensor(i)) for i, row in enumerate(finished)])
             for part in micro_batches(rows, **self.limits):
-                self._penalise([finished[int(row[_INDEX])] for row in part.unbind(0)], part)
+                self._penalize([finished[int(row[_INDEX])] for row in part.unbind(0)], part)
         return next_tensordict
 
     @torch.no_grad()
-    def _penalise(self, finished: list[TensorDictBase], rows: TensorDictBase) -> None:
+    def _penalize(self, finished: list[TensorDictBase], rows: TensorDictBase) -> None:
+        # KL of each trajectory to the reference
         scored = self.ref.score(rows)
-        behaviour = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
-        kl = self.estimator(behaviour, scored.log_probs).cpu()
+        sampled = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
+        kl = self.estimator(sampled, scored.log_probs).cpu()
         if self.mask_truncated_completions:
             kl = kl * torch.stack([~row["truncated"] for row in finished])
+        # Penalized reward and reference log-probs, written back to each row
         rewards = torch.stack([row["reward"].reshape(()) for row in finished])
         rewards = kl_penalized_reward(rewards, kl, float(self.coeff))
         log_probs = spread_actions(scored.log_probs, rows, scored.actions)
@@ -102,7 +117,7 @@ class KLRewardTransform(Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the reference's log-probs."""
+        """Add the reference's log-probs."""
         shape = self.parent.batch_size
         observation_spec["ref_log_probs"] = Composite(
             full=Unbounded(shape=(*shape, -1)), shape=shape, data_cls=LogProbs
@@ -110,13 +125,14 @@ class KLRewardTransform(Transform):
         return observation_spec
 
 
-def _as_scored(row: TensorDictBase) -> TensorDictBase:
-    """What the environment holds of a finished trajectory, under the names of a row."""
-    entries = {k: row[j] for k, j in _SCORED.items()}
-    if row.get(keys.SUPPORT_IDS, None) is not None:  # the reference is then scored over the same tokens as the policy
+def _as_row(row: TensorDictBase) -> TensorDictBase:
+    """Rename a finished trajectory's entries in the environment to those of a row."""
+    entries = {k: row[j] for k, j in _ROW_KEYS.items()}
+    # With a truncated support, the reference is normalized over the same tokens as the policy
+    if row.get(keys.SUPPORT_IDS, None) is not None:
         entries |= {k: row[k] for k in (keys.SUPPORT_IDS, keys.SUPPORT_SIZES)}
     return TensorDict(entries, [])
 
 
 _INDEX = "index"
-_SCORED = {keys.TOKENS: keys.PROMPT_TOKENS, keys.ACTION_MASK: keys.ACTION_MASK, keys.LOG_PROBS: keys.LOG_PROBS}
+_ROW_KEYS = {keys.TOKENS: keys.PROMPT_TOKENS, keys.ACTION_MASK: keys.ACTION_MASK, keys.LOG_PROBS: keys.LOG_PROBS}

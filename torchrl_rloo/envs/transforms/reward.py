@@ -1,4 +1,4 @@
-"""RewardTransform: what finished trajectories earn, by plain reward functions."""
+"""RewardTransform: scores finished trajectories with plain reward functions."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
 
-FIRST_TRAJECTORIES = 64  # of equal reward before a warning
+FIRST_TRAJECTORIES = 64  # number of first trajectories whose equal reward causes a warning
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class RewardTransform(Transform):
-    """Scores each trajectory when it ends, and writes ``("next", "reward")`` and ``("next", "rewards")``.
+    """Transform that scores each trajectory when it ends.
 
-    Put it after the transforms that may continue a conversation. The weighted sum is added to the reward that the
-    environment itself gave for the last turn: 0, unless it is one that rewards. A sample on which a function fails, in
-    whatever way, is one on which it abstains (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). A trajectory has no
-    reward (NaN) if all functions abstain or the environment did. What functions give to ``log_extra`` is added to
-    ``("next", "log_extra")``, one dictionary a row. If the first trajectories all earn the same, the log says so.
+    It writes the return ``("next", "reward")`` ``[1, 1]`` and the scores ``("next", "rewards")`` ``[F]`` of ``F``
+    functions, float32. Rows that are not done keep their reward, and their scores are NaN. Put it after the transforms
+    that may continue a conversation.
+
+    The weighted sum of the scores is added to the environment's reward for the last turn, which is 0 unless the
+    environment rewards. A function that fails on a sample abstains
+    (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). The return is NaN if all functions abstain or the environment
+    did. What functions pass to ``log_extra`` is added to ``("next", "log_extra")``, one dictionary per row. A warning
+    is logged if the first trajectories all earn the same.
 
     Args:
-        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings that
-            :func:`~torchrl_rloo.rewards.load_reward` takes, called for all rows that end together; none where the
-            environment alone rewards.
-        weights: one per function; default 1 each.
-        clip_range: bounds of the weighted sum, applied before any KL penalty; None for none.
-        executor: where functions run (:mod:`torchrl_rloo.rewards.executors`), or a mapping from their names; default:
-            in line, without a time limit.
-        max_consecutive_failures: this many samples in a row that a function fails on stop the run, since it would learn
-            nothing; None for no limit.
-        quarantine: file for the samples that a function failed on, as lines of JSON.
-        deduplicate: whether identical trajectories are scored once; False for functions that draw random numbers.
+        functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings for
+            :func:`~torchrl_rloo.rewards.load_reward`, called once for all rows that end together. Empty if only the
+            environment rewards.
+        weights: one weight per function; None means 1 each.
+        clip_range: ``(low, high)`` bounds of the weighted sum, applied before any KL penalty; None disables clipping.
+        executor: where functions run (:mod:`torchrl_rloo.rewards.executors`), or a mapping from function names; None
+            runs them inline, without a time limit.
+        max_consecutive_failures: stop the run, which would learn nothing, after a function fails on this many
+            consecutive samples; None disables it.
+        quarantine: JSON-lines file for the samples that a function failed on; None writes none.
+        deduplicate: whether to score identical trajectories once; use False for functions that are random.
 
     Attributes:
-        names: of the functions.
+        names: names of the functions.
         counts: see :class:`~torchrl_rloo.rewards.runner.RewardRunner`.
-        trainer_state: what functions see of the run's progress; the training loop sets its fields.
+        trainer_state: progress of the run that functions see; :meth:`report_progress` sets it.
 
     Raises:
-        ValueError: for two functions of one name, another number of weights than of functions, weights that are not
-            finite, an empty clip range, or what the runner refuses.
+        ValueError: if two functions share a name, ``weights`` has another length or a non-finite entry, the clip range
+            is empty, or the runner rejects its settings.
 
     Example:
         >>> from torchrl_rloo.rewards import boxed_accuracy
@@ -92,69 +96,78 @@ class RewardTransform(Transform):
         n = len(self.functions)
         self.weights = [1.0] * n if weights is None else [float(w) for w in weights]
         if len(self.weights) != n:
-            raise ValueError(f"{len(self.weights)} weights {self.weights} for {n} reward functions")
+            raise ValueError(f"weights={self.weights} must have one number for each of {n} reward functions")
         if not all(math.isfinite(w) for w in self.weights):
-            raise ValueError(f"weights={self.weights} must be finite numbers")
+            raise ValueError(f"weights={self.weights} must be finite")
         if clip_range is not None and not clip_range[0] < clip_range[1]:
             raise ValueError(f"clip_range={clip_range} must be (low, high) with low < high")
         self.clip_range = clip_range
         self.trainer_state = TrainerState()
         self._metrics: dict[str, list[float]] = {}
-        self._first: list[tuple[float | None, bool]] | None = []  # reward and truncation of the first trajectories
+        self._first_outcomes: (
+            list[tuple[float | None, bool]] | None
+        ) = []  # reward and truncation of the first trajectories
 
     @property
     def functions(self) -> list[RewardFunction]:
-        """The reward functions."""
+        """Reward functions."""
         return self.runner.functions
 
     @property
     def names(self) -> list[str]:
-        """The names of the reward functions."""
+        """Names of the reward functions."""
         return self.runner.names
 
     @property
     def counts(self) -> Counter[str]:
-        """What went wrong so far."""
+        """Counters of failures so far."""
         return self.runner.counts
 
     @property
     def latency(self) -> dict[str, Histogram]:
-        """How long calls took in this process, ``"<name>/call"`` and ``"<name>/sample"``."""
+        """Seconds per call in this process, as ``"<name>/call"`` and ``"<name>/sample"``."""
         return self.runner.latency
 
     @property
     def executor(self) -> Executor | None:
-        """The one executor given for all functions, even for none; else None."""
+        """Executor that was given for all functions, or None."""
         return self.runner.executor
 
     @property
     def quarantine(self) -> Quarantine:
-        """File of the samples that functions failed on."""
+        """Quarantine file of the samples that functions failed on."""
         return self.runner.quarantine
 
     def report_progress(self, step: int, max_steps: int, epoch: float, num_tokens: int) -> None:
-        """Tell reward functions how far the run is; they see it as ``trainer_state``."""
+        """Report the run's progress to reward functions, which see it as ``trainer_state``.
+
+        Args:
+            step: training steps done.
+            max_steps: training steps of the whole run.
+            epoch: epochs done, as a fraction.
+            num_tokens: tokens seen so far.
+        """
         self.trainer_state.global_step, self.trainer_state.max_steps = step, max_steps
         self.trainer_state.epoch, self.trainer_state.num_input_tokens_seen = epoch, num_tokens
 
     def returns(self, *, raw: bool = False, each: bool = False) -> Returns:
-        """Return a function from rows to the returns that groups are compared by, before any KL.
+        """Return a function from rows to the returns that the baseline compares, before any KL.
 
         Args:
-            raw: take scores as they were before shaping.
-            each: each function's scores, not their weighted sum.
+            raw: whether to use the scores from before shaping.
+            each: whether to return each function's scores instead of their weighted sum.
         """
         if not self.names:
             return final_return
         return EachScore(raw) if each else WeightedScores(self.weights, self.clip_range, raw)
 
     def metrics(self) -> dict[str, float]:
-        """Return means of what functions gave to ``log_metric`` since the last call, as ``logged/<name>``."""
+        """Return the means of what functions passed to ``log_metric`` since the last call, as ``logged/<name>``."""
         taken, self._metrics = self._metrics, {}
         return {f"logged/{name.replace('/', '_')}": sum(v) / len(v) for name, v in list(taken.items())}
 
     def timings(self) -> dict[str, float]:
-        """Return quantiles of the seconds that functions take for a sample, over all their calls so far."""
+        """Return quantiles of the seconds per sample of each function, over all calls so far."""
         latency = {name.removesuffix("/sample"): h for name, h in self.latency.items() if name.endswith("/sample")}
         quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         return {
@@ -162,6 +175,7 @@ class RewardTransform(Transform):
         }
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # Score the rows that are done; the others abstain
         rows, next_rows = tensordict.unbind(0), next_tensordict.unbind(0)
         finished = [i for i, row in enumerate(next_rows) if row["done"].any()]
         scores = torch.full((len(rows), len(self.functions)), torch.nan)
@@ -169,35 +183,36 @@ class RewardTransform(Transform):
         if finished and self.functions:
             scores[finished] = self._score([rows[i] for i in finished], [next_rows[i] for i in finished])
             total[finished] = combine_rewards(scores[finished], self.weights, self.clip_range)
+        # Add the sum to what the environment gave
         for row, reward, each in zip(next_rows, total, scores, strict=True):
             put(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
-        if self._first is not None:
+        if self._first_outcomes is not None:
             self._look_for_signal([next_rows[i] for i in finished])
         return next_tensordict
 
     def _look_for_signal(self, finished: list[TensorDictBase]) -> None:
-        """Warn once if the first trajectories all earn the same, since equal rewards have no gradient."""
+        """Warn once if the first trajectories all earn the same, since equal rewards give no gradient."""
         for row in finished:
             reward = float(row["reward"])
-            self._first.append((None if math.isnan(reward) else reward, bool(row["truncated"])))
-        rewards = {reward for reward, _ in self._first}
+            self._first_outcomes.append((None if math.isnan(reward) else reward, bool(row["truncated"])))
+        rewards = {reward for reward, _ in self._first_outcomes}
         if len(rewards) > 1:
-            self._first = None
-        elif len(self._first) >= FIRST_TRAJECTORIES:
-            reward, truncated = rewards.pop(), sum(truncated for _, truncated in self._first)
+            self._first_outcomes = None
+        elif len(self._first_outcomes) >= FIRST_TRAJECTORIES:
+            reward, truncated = rewards.pop(), sum(truncated for _, truncated in self._first_outcomes)
             _LOGGER.warning(
                 "the first %d trajectories all earned %s, so there is nothing to learn from yet (%d of them were cut "
-                "off at a limit). Read a prompt and a completion as the policy sees them: is the chat template right, "
-                "does the policy know the system prompt and the format, does it have enough tokens, and does the "
-                "reward function find the answer?",
-                len(self._first),
+                "off at a limit). Read a prompt and a completion as the policy sees them: check the chat template, "
+                "the system prompt and the answer format, the token limits, and that the reward function finds the "
+                "answer.",
+                len(self._first_outcomes),
                 "no reward" if reward is None else f"{reward:g}",
                 truncated,
             )
-            self._first = None
+            self._first_outcomes = None
 
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
-        """``[n, F]``."""
+        """Return the scores ``[n, F]`` of finished rows, NaN where a function abstained."""
         batch = RewardBatch(
             prompts=[value_of(r, keys.QUERY) for r in rows],
             completions=[value_of(r, keys.COMPLETION) for r in next_rows],
@@ -206,6 +221,7 @@ class RewardTransform(Transform):
             truncated=[bool(r["truncated"]) for r in next_rows],
             trainer_state=self.trainer_state,
         )
+        # Run the functions, and record what they log
         scored = self.runner(batch)
         for name, value in scored.metrics.items():
             self._metrics.setdefault(name, []).append(value)
@@ -216,24 +232,24 @@ class RewardTransform(Transform):
         return torch.tensor([[math.nan if score is None else score for score in column] for column in scored.scores]).T
 
     def close(self) -> None:
-        """Ends the workers of the executors."""
+        """Stop the workers of the executors."""
         self.runner.close()
 
     def get_extra_state(self) -> dict[str, dict[str, int]]:
-        """The counters, for ``state_dict``."""
+        """Return the counters, for ``state_dict``."""
         return self.runner.state_dict()
 
     def set_extra_state(self, state: dict[str, dict[str, int]]) -> None:
-        """Restores the counters, in place."""
+        """Restore the counters, in place."""
         self.runner.load_state_dict(state)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the scores of each function beside their sum."""
+        """Add the scores of each function."""
         shape = self.parent.batch_size
         reward_spec["rewards"] = Unbounded(shape=(*shape, len(self.functions)))
         return reward_spec
 
 
 def _plain(value: Any) -> Any:
-    """A column's entry as the dataset had it: Python values, numbers for scalar tensors."""
+    """Convert a column's entry back to plain Python values."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

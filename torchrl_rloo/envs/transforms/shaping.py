@@ -1,15 +1,15 @@
-"""Reward shaping: what happens to the scores of reward functions before they become a return.
+"""Reward shaping: transforms of reward functions' scores before these become a return.
 
-Each transform here stands right after the :class:`RewardTransform`, or after another of them, and before those that
+Put each transform directly after the :class:`RewardTransform` or another shaping transform, and before those that
 change the return itself (:class:`TurnRewardTransform`, :class:`KLRewardTransform`)::
 
     rewards = RewardTransform([accuracy, reward_model], weights=[1.0, 0.5])
     shaping = [CalibrateScores(rewards, 2.5, functions=["reward_model"]), NormalizeRewards(rewards)]
     DatasetChatEnv(..., rewards=rewards, after_rewards=[*shaping, KLRewardTransform(ref, 0.05)])
 
-They act on rows that are done and on the functions they are told, and keep the functions apart: ``("next", "rewards")``
-holds the shaped scores ``[F]``, ``("next", "raw_rewards")`` what the functions gave, and ``("next", "reward")`` is
-combined again, with weights and clip. NaN, by which a function abstains, stays NaN.
+They act on the chosen functions of rows that are done, and shape each function separately. ``("next", "rewards")``
+``[F]`` then holds the shaped scores, ``("next", "raw_rewards")`` ``[F]`` the original ones, and ``("next", "reward")``
+``[1, 1]`` is combined again with weights and clip. NaN, by which a function abstains, stays NaN.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchrl_rloo.functional.shaping import (
 
 
 class ScoreSource(Protocol):
-    """Whose scores a transform shapes: a :class:`RewardTransform`, or :class:`ScoreNames`."""
+    """Source of the scores that a transform shapes: a :class:`RewardTransform` or :class:`ScoreNames`."""
 
     names: Sequence[str]
     weights: Sequence[float]
@@ -53,12 +53,12 @@ class ScoreSource(Protocol):
 
 @dataclass(frozen=True)
 class ScoreNames:
-    """What a transform has to know of scores that no :class:`RewardTransform` gives.
+    """Description of scores that do not come from a :class:`RewardTransform`.
 
     Attributes:
-        names: of the ``F`` functions, in the order of ``("next", "rewards")``.
-        weights: one for each.
-        clip_range: bounds of the weighted sum, or None.
+        names: names of the ``F`` functions, in the order of ``("next", "rewards")``.
+        weights: one weight per function.
+        clip_range: ``(low, high)`` bounds of the weighted sum; None disables clipping.
     """
 
     names: Sequence[str]
@@ -67,17 +67,24 @@ class ScoreNames:
 
 
 class ShapingTransform(Transform):
-    """What all shaping has in common; a kind of shaping defines :meth:`shape`.
+    """Base class of score shaping; a subclass implements :meth:`shape`.
 
     Args:
         rewards: the :class:`RewardTransform` whose scores are shaped, or :class:`ScoreNames`.
-        functions: names of the functions that it applies to; None for all.
+        functions: names of the functions to shape; None shapes all.
 
     Attributes:
-        counts: what was done so far.
+        counts: event counters of the subclass.
 
     Raises:
-        ValueError: for a name that is not of ``rewards``; at a step, where another transform has changed the return.
+        ValueError: if a name is not in ``rewards``; at a step, if another transform has changed the return.
+
+    Example:
+        >>> class HalveRewards(ShapingTransform):
+        ...     def shape(self, scores, truncated):
+        ...         return scores / 2
+        >>> HalveRewards(ScoreNames(["accuracy", "format"], [1.0, 0.5]), ["format"]).columns
+        [1]
     """
 
     def __init__(self, rewards: ScoreSource, functions: Sequence[str] | None = None):
@@ -86,26 +93,31 @@ class ShapingTransform(Transform):
         functions = names if functions is None else functions
         if isinstance(functions, str) or not functions or not set(functions) <= set(names):
             raise ValueError(f"functions={functions!r} must be a list of names among {names}, or None for all")
-        self.__dict__["rewards"] = rewards  # not a submodule: its state is saved where it stands itself
+        self.__dict__["rewards"] = rewards  # not a submodule: the environment saves its state already
         self.names = [name for name in names if name in set(functions)]
         self.columns = [names.index(name) for name in self.names]
         self.counts: Counter[str] = Counter()
 
     @abstractmethod
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Shaped scores of the chosen functions.
+        """Return shaped scores of the chosen functions.
 
         Args:
-            scores: ``[n, len(names)]`` of rows that are done, NaN where a function abstained.
-            truncated: bool ``[n]``.
+            scores: ``[n, len(self.names)]`` scores of rows that are done, NaN where a function abstained.
+            truncated: bool ``[n]``, True for rows that a limit cut off.
+
+        Returns:
+            ``[n, len(self.names)]``.
         """
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # Keep the original scores; only the first shaping transform sees them
         rows = next_tensordict.unbind(0)
         for row in rows:
             if "raw_rewards" not in row.keys():
                 row.set("raw_rewards", row["rewards"])
         finished = [row for row in rows if row["done"].any()]
+        # Shape the rows that are done, and combine their scores again
         if finished:
             scores = torch.stack([row["rewards"] for row in finished])
             self._check_order(scores, torch.stack([row["reward"].reshape(()) for row in finished]))
@@ -120,53 +132,57 @@ class ShapingTransform(Transform):
         expected = combine_rewards(scores, self.rewards.weights, self.rewards.clip_range)
         if not torch.allclose(returns, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError(
-                f"{type(self).__name__} combines scores to returns anew, but a transform before it has changed the "
-                "return (a KL or rewards of turns, say), which would be lost: put shaping right after the "
-                "RewardTransform"
+                f"{type(self).__name__} would overwrite a return that a transform before it has changed (such as a KL "
+                "penalty or turn rewards); put shaping right after the RewardTransform"
             )
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The counters, for ``state_dict``."""
+        """Return the counters, for ``state_dict``."""
         return {"counts": dict(self.counts)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores the counters, in place."""
+        """Restore the counters, in place."""
         self.counts.clear()
         self.counts.update(state["counts"])
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the scores as the functions gave them."""
+        """Add the scores from before shaping."""
         shape = self.parent.batch_size
         reward_spec["raw_rewards"] = Unbounded(shape=(*shape, len(self.rewards.names)))
         return reward_spec
 
 
 class NormalizeRewards(ShapingTransform):
-    """Divides each function's scores by the running standard deviation of that function's scores.
+    """Shaping that divides each function's scores by their running standard deviation.
 
-    It makes weights mean the same for functions of unlike scale, and the learning rate for a reward model of any. The
-    statistics are those of all scores that came before the environment's last reset: scores enter after they were
-    normalised, so that no row is judged by a scale that it has set itself. All rows between two resets, so all members
-    of a group, are on one scale, whatever the order or number of steps in which they end, and so are the statistics
-    after them, up to rounding in float64. The moments are merged exactly (Chan et al. 1979).
+    Weights then mean the same for functions of different scale, and the learning rate for reward models of any scale.
+    A function whose scores have all been equal is not divided.
+
+    The statistics cover all scores before the environment's last reset, so no row is scaled by its own score. All rows
+    between two resets, which include whole groups, share one scale. Neither that scale nor the later statistics depend
+    on the order or the number of steps in which rows end, up to rounding in float64. Moments are merged exactly
+    (Chan et al. 1979).
 
     Args:
         rewards: see :class:`ShapingTransform`.
         functions: see :class:`ShapingTransform`.
-        center: whether to subtract the mean as well. Under leave-one-out, or any baseline that is a mean over the
-            group, this changes nothing: the same number is subtracted from every member of a group and cancels. It does
-            matter where there is no such baseline (REINFORCE, a critic), where a function abstains on some members of
-            a group, and to ``clip_range``.
-        decay: at each reset, what earlier scores weigh relative to before; 1 forgets none, 0.99 has a memory of about
-            100 resets. Unlike the merge it depends on where resets fall.
-        min_count: how many scores statistics have to be of; until then scores stay as they are and are counted.
-        epsilon: added to the standard deviation.
-
-    A function whose scores have all been equal has no scale and is not divided.
+        center: whether to subtract the mean. Under leave-one-out, or any baseline that is a mean over the group, this
+            constant cancels. It matters without such a baseline (REINFORCE, a critic), where a function abstains on
+            some members of a group, and for ``clip_range``.
+        decay: factor in (0, 1] on the weight of earlier scores at each reset. 1 forgets none; 0.99 remembers about 100
+            resets. Unlike the merge, it depends on when resets happen.
+        min_count: minimum number of scores, at least 2, in the statistics. Until then, scores are left unchanged and
+            counted.
+        epsilon: positive number added to the standard deviation.
 
     Attributes:
-        moments: of the chosen functions' scores up to the last reset.
-        counts: ``"<function>/unnormalised"``: scores left as they were for want of ``min_count``.
+        moments: moments of the chosen functions' scores up to the last reset.
+        counts: ``"<function>/unnormalised"``, the number of scores left unchanged because of ``min_count``.
+
+    Example:
+        >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
+        >>> normalize.names
+        ['reward_model']
     """
 
     def __init__(
@@ -181,16 +197,16 @@ class NormalizeRewards(ShapingTransform):
     ):
         super().__init__(rewards, functions)
         if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} must be above 0 and at most 1")
+            raise ValueError(f"decay={decay} must be in (0, 1]; use 1 to forget nothing")
         if min_count < 2:
-            raise ValueError(f"min_count={min_count} must be at least 2: one score has no spread")
+            raise ValueError(f"min_count={min_count} must be at least 2; one score has no standard deviation")
         if not epsilon > 0:
-            raise ValueError(f"epsilon={epsilon} must be a positive number")
+            raise ValueError(f"epsilon={epsilon} must be positive")
         self.center, self.decay, self.min_count, self.epsilon = center, decay, min_count, epsilon
         self.moments, self._since_reset = Moments.zeros(len(self.names)), Moments.zeros(len(self.names))
 
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Scores over the standard deviation up to the last reset; they enter at the next one."""
+        """Return scores divided by the standard deviation up to the last reset; see :class:`ShapingTransform`."""
         new = column_moments(scores)
         self._since_reset = merge_moments(self._since_reset, new)
         for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
@@ -207,58 +223,71 @@ class NormalizeRewards(ShapingTransform):
         return tensordict_reset
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Counters and statistics."""
+        """Return counters and statistics, for ``state_dict``."""
         moments = {"names": list(self.names), "moments": list(self.moments), "since_reset": list(self._since_reset)}
         return super().get_extra_state() | moments
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restores counters and statistics.
+        """Restore counters and statistics, in place.
 
         Raises:
-            ValueError: if they are of other functions.
+            ValueError: if the statistics belong to other functions.
         """
         if state["names"] != self.names:
-            raise ValueError(f"the state has statistics of {state['names']}, this transform is of {self.names}")
+            raise ValueError(
+                f"the state has statistics of {state['names']}, but this transform has functions={self.names}; resume "
+                "with the same functions"
+            )
         super().set_extra_state(state)
         self.moments, self._since_reset = (Moments(*state[k]) for k in ("moments", "since_reset"))
 
 
 class ClipRewards(ShapingTransform):
-    """Bounds each function's score, before scores are combined.
+    """Shaping that clips each function's scores before they are combined.
 
     Args:
         rewards: see :class:`ShapingTransform`.
-        low: the smallest score; ``-inf`` for no bound.
-        high: the largest; ``inf`` for no bound.
+        low: lower bound; ``-inf`` disables it.
+        high: upper bound; ``inf`` disables it.
         functions: see :class:`ShapingTransform`.
 
     Attributes:
-        counts: ``"<function>/clipped"``: scores that were outside.
+        counts: ``"<function>/clipped"``, the number of scores outside of the bounds.
+
+    Example:
+        >>> clip = ClipRewards(ScoreNames(["reward_model"], [1.0]), -5.0, 5.0)
+        >>> clip.shape(torch.tensor([[7.0], [1.0]]), torch.tensor([False, False])).tolist()
+        [[5.0], [1.0]]
     """
 
     def __init__(self, rewards: ScoreSource, low: float, high: float, functions: Sequence[str] | None = None):
         super().__init__(rewards, functions)
         if not low < high:
-            raise ValueError(f"low={low} must be less than high={high}")
+            raise ValueError(f"low={low} must be below high={high}")
         self.low, self.high = float(low), float(high)
 
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Scores between the bounds."""
+        """Return scores clipped to the bounds; see :class:`ShapingTransform`."""
         for name, outside in zip(self.names, ((scores < self.low) | (scores > self.high)).sum(0).tolist(), strict=True):
             self.counts[f"{name}/clipped"] += outside
         return scores.clamp(self.low, self.high)
 
 
 class CalibrateScores(ShapingTransform):
-    """A reward model's logits, divided by the temperature at which it is calibrated.
+    """Shaping that divides a reward model's logits by the temperature at which it is calibrated.
 
     Args:
         rewards: see :class:`ShapingTransform`.
-        temperature: a positive number, or the path of a ``calibration.json`` that has it under ``"temperature"``, as
-            the training of a reward model writes it.
-        bias: added to the quotient. Without ``sigmoid`` it cancels in a group, as any constant does.
-        sigmoid: whether the score becomes a probability.
+        temperature: positive temperature, or the path of a ``calibration.json`` that holds it under ``"temperature"``,
+            as reward-model training writes it.
+        bias: constant added to the quotient. Without ``sigmoid`` it cancels within a group.
+        sigmoid: whether to convert the score to a probability.
         functions: see :class:`ShapingTransform`.
+
+    Example:
+        >>> calibrate = CalibrateScores(ScoreNames(["reward_model"], [1.0]), 2.0)
+        >>> calibrate.shape(torch.tensor([[3.0]]), torch.tensor([False])).tolist()
+        [[1.5]]
     """
 
     def __init__(
@@ -274,11 +303,11 @@ class CalibrateScores(ShapingTransform):
         if isinstance(temperature, str | os.PathLike):
             temperature = _read_temperature(Path(temperature))
         if not (math.isfinite(temperature) and temperature > 0 and math.isfinite(bias)):
-            raise ValueError(f"temperature={temperature} must be a positive number and bias={bias} a finite one")
+            raise ValueError(f"temperature={temperature} must be finite and positive, and bias={bias} finite")
         self.temperature, self.bias, self.sigmoid = float(temperature), float(bias), sigmoid
 
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Calibrated scores."""
+        """Return calibrated scores; see :class:`ShapingTransform`."""
         return calibrate_scores(scores, self.temperature, self.bias, self.sigmoid)
 
 
@@ -286,35 +315,41 @@ def _read_temperature(path: Path) -> float:
     found = json.loads(path.read_text())
     value = found.get("temperature") if isinstance(found, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{path} must hold a number under 'temperature', it holds {found!r:.200}")
+        raise ValueError(f"{path} must hold a number under 'temperature', but holds {found!r:.200}")
     return value
 
 
 class TruncationPolicy(ShapingTransform):
-    r"""What becomes of the return of rows that a token, turn or time limit cut off.
+    r"""Shaping that changes the return of rows that a token, turn or time limit cut off.
 
     ===============  =================================================================================================
-    ``"keep"``       nothing
-    ``"scale"``      it is multiplied by ``value``, in [0, 1]. A negative return gets better by that
-    ``"replace"``    it becomes ``value``
-    ``"penalty"``    ``value`` is added to it, at most 0
-    ``"abstain"``    the row abstains: it is left out of the baseline and has advantage 0
+    ``"keep"``       leave the return unchanged
+    ``"scale"``      multiply it by ``value``, in [0, 1]; this raises a negative return
+    ``"replace"``    set it to ``value``
+    ``"penalty"``    add ``value``, at most 0
+    ``"abstain"``    abstain: the row is left out of the baseline and has advantage 0
     ===============  =================================================================================================
 
-    ``"scale"`` and ``"replace"`` with a negative value are the two forms of ProRL v2's stop-properly penalty. The
-    return meant is what the chosen functions contribute, :math:`\sum_k w_k r_k`; scores change so that it comes out
-    (:func:`~torchrl_rloo.functional.shaping.truncated_scores`), and ``clip_range`` comes after. ``"abstain"`` for some
-    of the functions leaves the row what the others gave. To leave out the tokens of truncated rows, but not their
-    return, use the loss's ``mask_truncated_completions``.
+    ``"scale"``, and ``"replace"`` with a negative value, are the two forms of ProRL v2's stop-properly penalty.
+
+    The return meant here is the contribution of the chosen functions, :math:`\sum_k w_k r_k`. Their scores are changed
+    to give it (:func:`~torchrl_rloo.functional.shaping.truncated_scores`); ``clip_range`` applies afterwards.
+    ``"abstain"`` on some of the functions keeps the scores of the others. To mask the tokens of truncated rows but keep
+    their return, use the loss's ``mask_truncated_completions``.
 
     Args:
         rewards: see :class:`ShapingTransform`.
-        mode: one of the above.
-        value: see above; not for ``"keep"`` and ``"abstain"``.
+        mode: one of the modes above.
+        value: see above; None for ``"keep"`` and ``"abstain"``.
         functions: see :class:`ShapingTransform`.
 
     Attributes:
-        counts: ``"shaped_truncated_rows"``: rows whose return was changed so.
+        counts: ``"shaped_truncated_rows"``, the number of rows whose return was changed.
+
+    Example:
+        >>> policy = TruncationPolicy(ScoreNames(["accuracy"], [1.0]), "replace", -1.0)
+        >>> policy.shape(torch.tensor([[1.0], [1.0]]), torch.tensor([True, False])).tolist()
+        [[-1.0], [1.0]]
     """
 
     def __init__(
@@ -326,6 +361,7 @@ class TruncationPolicy(ShapingTransform):
         functions: Sequence[str] | None = None,
     ):
         super().__init__(rewards, functions)
+        # Check that the value fits the mode
         if mode not in TRUNCATION_MODES:
             raise ValueError(f"mode={mode!r} must be one of {TRUNCATION_MODES}")
         allowed = {"scale": "in [0, 1]", "replace": "a finite number", "penalty": "a finite number of at most 0"}
@@ -337,16 +373,17 @@ class TruncationPolicy(ShapingTransform):
         if mode in allowed and (value is None or not fits[mode](value)):
             raise ValueError(f"value={value} must be {allowed[mode]} for mode={mode!r}")
         if mode not in allowed and value is not None:
-            raise ValueError(f"value={value} means nothing for mode={mode!r}")
+            raise ValueError(f"value={value} cannot be combined with mode={mode!r}; omit it")
+        # Some modes divide the value among the functions, which requires positive weights
         if mode in ("replace", "penalty") and any(rewards.weights[k] <= 0 for k in self.columns):
             raise ValueError(
-                f"mode={mode!r} shares the value out by weight, so the weights of {self.names} must be positive, got "
-                f"{[rewards.weights[k] for k in self.columns]}: leave the others out of functions"
+                f"mode={mode!r} divides the value by weight, so the weights of {self.names} must be positive, got "
+                f"{[rewards.weights[k] for k in self.columns]}; set functions= to those with positive weights"
             )
         self.mode, self.value = mode, 0.0 if value is None else float(value)
 
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Scores of which truncated rows have the return they should."""
+        """Return scores that give truncated rows the return of the mode; see :class:`ShapingTransform`."""
         if self.mode != "keep":
             self.counts["shaped_truncated_rows"] += int(truncated.sum())
         weights = torch.tensor([float(self.rewards.weights[k]) for k in self.columns])

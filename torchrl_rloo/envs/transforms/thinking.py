@@ -14,22 +14,22 @@ from torchrl_rloo.envs.turn_transform import TurnTransform
 
 
 class AddThinkingPrompt(TurnTransform):
-    """Answers the policy's answer with a request to think again.
+    """Transform that answers a turn of the policy with a user message that asks it to think again.
 
-    TorchRL's transform of the same name looks at the reward and edits the answer; this one is told when, and leaves
-    what the policy said as it is.
+    TorchRL's transform of the same name looks at the reward and edits the policy's answer. This one asks on a
+    condition, and leaves the policy's tokens unchanged: ``("next", "tokens", "prompt")`` only grows.
 
     Args:
-        prompt: what the user then says.
-        condition: ``f(conversation, row) -> bool``, sync or async: whether to ask. None asks always. ``row`` holds the
-            dataset's columns.
-        max_times: how often to ask in one conversation.
+        prompt: the user message.
+        condition: ``f(conversation, row) -> bool``, sync or async, returns whether to ask; None always asks. ``row``
+            holds the dataset's columns.
+        max_times: maximum number of requests in one conversation.
 
     Attributes:
-        counts: ``"asked_again"``.
+        counts: ``"asked_again"``, the number of requests made.
 
     Raises:
-        ValueError: for an empty prompt, or ``max_times`` below 1.
+        ValueError: if ``prompt`` is empty or ``max_times`` is below 1.
 
     Example:
         >>> def has_no_box(conversation, row):
@@ -47,13 +47,13 @@ class AddThinkingPrompt(TurnTransform):
     ):
         super().__init__()
         if not prompt:
-            raise ValueError("prompt must not be empty")
+            raise ValueError(f"prompt={prompt!r} must not be empty")
         if max_times < 1:
             raise ValueError(f"max_times={max_times} must be at least 1")
         self.message, self.condition, self.max_times = {"role": "user", "content": prompt}, condition, max_times
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Answers a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
+        """Answer a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
         asked = sum(message == self.message for message in next_row[keys.COMPLETION])
         if stop_reason(next_row) != "answered" or asked >= self.max_times:
             return

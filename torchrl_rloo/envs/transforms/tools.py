@@ -1,4 +1,4 @@
-"""ToolTransform: makes the calls that the policy's turns ask for, and answers with what came of them."""
+"""ToolTransform: runs the tool calls of the policy's turns, and answers with their results."""
 
 from __future__ import annotations
 
@@ -27,41 +27,42 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ToolTransform(TurnTransform):
-    """Makes the tool calls of each turn that the policy ended, and answers the turn with their results.
+    """Transform that runs the tool calls of each finished turn of the policy, and answers it with their results.
 
-    The calls of a turn run together, results come in the order of the calls. Whatever goes wrong with a call is told to
-    the policy as its result, starting with ``Error:``. A turn without calls is left as it is: an answer. A turn that a
-    limit cut off makes no calls, and neither does one after which the environment allows no other.
+    The calls of a turn run concurrently; results keep the order of the calls. The policy sees a failed call's error as
+    its result, starting with ``Error:``. A turn without calls counts as the final answer. Calls are not run for a turn
+    that a limit cut off, or after which the environment allows no other turn.
+
+    Each row gets ``"num_tool_calls"``, int64 ``[]``, and with ``show_schemas`` also ``"tools"``, the schemas.
+    ``("next", "tokens", "prompt")`` grows by the ids of the results.
 
     Args:
-        tools: each a :class:`~torchrl_rloo.envs.tools.Tool` or a function to make one of; or a registry.
-        parser: how calls are written: a name in :data:`~torchrl_rloo.envs.tools.parsers.PARSERS`, or a function of a
-            turn's text (special tokens included, but for the one that ends the turn) to its calls.
-        timeout: seconds that a call may take. Its tool may have a shorter limit; what is left of the environment's
-            ``max_seconds`` is another.
-        max_calls_per_turn: calls beyond are refused.
-        max_calls: of a trajectory, whatever comes of them. The calls beyond are refused; a turn that has only such ends
-            the conversation as truncated, with the stop reason ``"tool_calls"``. None for no limit.
-        max_parallel: calls of a turn that are made at a time.
-        max_output_chars: of a result that the policy is shown.
-        as_role: ``"tool"`` answers with a message of that role for each result, with its ``name`` and a
-            ``tool_call_id`` of nine characters; ``"user"``, for templates without tools, with one message of the user
-            that has each result between ``<tool_response>`` tags.
-        show_schemas: whether the chat template is given the tools' schemas, by the rows' ``"tools"``; off for tasks
-            whose prompts describe their tools themselves.
-        tools_column: the dataset's column with the names of the tools that a row has (a list, or one name), or None for
-            all; every row has all of them by default.
-        ignore_thinking: whether calls between ``<think>`` and ``</think>`` are none.
+        tools: :class:`~torchrl_rloo.envs.tools.Tool` objects, functions to make them from, or a registry.
+        parser: parser of calls: a name in :data:`~torchrl_rloo.envs.tools.parsers.PARSERS`, or a function from a turn's
+            text to its calls. The text includes special tokens, except for the one that ends the turn.
+        timeout: time limit of a call in seconds. The tool's own limit and the rest of the environment's
+            ``max_seconds`` also apply.
+        max_calls_per_turn: maximum calls of a turn; further calls are refused.
+        max_calls: maximum calls of a trajectory, failed ones included; further calls are refused. A turn with only
+            refused calls truncates the conversation with the stop reason ``"tool_calls"``. None disables the limit.
+        max_parallel: maximum concurrent calls of a turn.
+        max_output_chars: maximum characters of a result that the policy sees.
+        as_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a ``tool_call_id``
+            of nine characters. ``"user"``, for templates without tools, answers with one user message that has each
+            result between ``<tool_response>`` tags.
+        show_schemas: whether to pass the tools' schemas to the chat template; use False if prompts describe the tools.
+        tools_column: dataset column with a row's tool names (a list, one name, or None for all tools); None gives every
+            row all tools.
+        ignore_thinking: whether to ignore calls between ``<think>`` and ``</think>``.
 
     Attributes:
-        counts: ``"tools/NAME/calls"`` made of a tool, and of those ``"tools/NAME/failed"`` that raised,
-            ``"tools/NAME/invalid"`` whose arguments did not fit, and ``"tools/NAME/timed_out"``; ``"tools/unknown"``
-            calls of tools that are not there, ``"tools/malformed"`` that could not be read, ``"tools/refused"`` beyond
-            a limit.
+        counts: per tool ``"tools/NAME/calls"``, and of those ``"tools/NAME/failed"`` (raised), ``"tools/NAME/invalid"``
+            (arguments did not fit) and ``"tools/NAME/timed_out"``. Over all tools ``"tools/unknown"`` (tool does not
+            exist), ``"tools/malformed"`` (could not be parsed) and ``"tools/refused"`` (beyond a limit).
 
     Raises:
-        ValueError: for an unknown parser or role, a limit that is not above 0, or tools that do not fit together; at
-            ``reset`` for a name in ``tools_column`` that no tool has.
+        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset``, if
+            ``tools_column`` names an unknown tool.
 
     Example:
         >>> from torchrl_rloo.envs.tools.calculator import calculator
@@ -102,14 +103,15 @@ class ToolTransform(TurnTransform):
         self._choices: dict[tuple[str, ...] | None, tuple[ToolRegistry, list]] = {}
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Makes the calls of a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
+        """Run the calls of a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
         before = int(row[keys.NUM_TOOL_CALLS])
         next_row.set(keys.NUM_TOOL_CALLS, torch.tensor(before))
         if stop_reason(next_row) != "answered":
             return
-        calls = self.parser(self._said(row, next_row))
+        calls = self.parser(self._turn_text(row, next_row))
         if not calls:
             return
+        # End the conversation where no further turn, or no further call, is allowed
         limit = self.chat_env.limit_reached(next_row)
         if limit is None and self.max_calls is not None and before >= self.max_calls:
             limit = "tool_calls"
@@ -117,15 +119,16 @@ class ToolTransform(TurnTransform):
         if limit is not None:
             end_row(next_row, limit)
             return
-        most = self.max_calls_per_turn
+        # Run the calls that the limits allow; the policy is told about the refused ones
+        allowed = self.max_calls_per_turn
         if self.max_calls is not None:
-            most = min(most, self.max_calls - before)
-        results = await self._make(calls[:most], row, next_row)
+            allowed = min(allowed, self.max_calls - before)
+        results = await self._run(calls[:allowed], row, next_row)
         next_row.set(keys.NUM_TOOL_CALLS, torch.tensor(before + len(results)))
         self.chat_env.continue_row(next_row, self._messages(calls, results, before))
 
-    def _said(self, row: TensorDictBase, next_row: TensorDictBase) -> str:
-        """The text of the turn, with its special tokens but for the one that ends it."""
+    def _turn_text(self, row: TensorDictBase, next_row: TensorDictBase) -> str:
+        """Return the turn's text with its special tokens, except for the one that ends it."""
         tokenizer = self.chat_env.tokenizer
         ids = next_row[keys.PROMPT_TOKENS][len(row[keys.PROMPT_TOKENS]) :].tolist()
         if not tokenizer.decode(ids[-1:], skip_special_tokens=True):
@@ -133,19 +136,20 @@ class ToolTransform(TurnTransform):
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return without_thinking(text) if self.ignore_thinking else text
 
-    async def _make(
+    async def _run(
         self, calls: list[ToolCall | MalformedCall], row: TensorDictBase, next_row: TensorDictBase
     ) -> list[ToolResult]:
-        """Makes calls, as many at a time as may be, and counts what came of them."""
+        """Run calls, at most ``max_parallel`` at a time, and count their outcomes."""
         session, free = self._session(row), asyncio.Semaphore(self.max_parallel)
         seconds = self.chat_env.max_seconds
         deadline = float("inf") if seconds is None else float(next_row[keys.STARTED]) + seconds
 
-        async def make(call: ToolCall | MalformedCall) -> ToolResult:
+        async def run_one(call: ToolCall | MalformedCall) -> ToolResult:
             async with free:
                 return await session.call(call, deadline=deadline)
 
-        results = await asyncio.gather(*map(make, calls))
+        results = await asyncio.gather(*map(run_one, calls))
+        # Count outcomes, and log only the first failure of a tool
         for result in results:
             if result.outcome in ("unknown", "malformed"):
                 self.counts[f"tools/{result.outcome}"] += 1
@@ -155,7 +159,9 @@ class ToolTransform(TurnTransform):
                 name = f"tools/{result.name}/{result.outcome}"
                 self.counts[name] += 1
                 if self.counts[name] == 1 and result.outcome in ("failed", "timed_out"):
-                    _LOGGER.warning("a call of tool %s went wrong; more are only counted: %s", result.name, result.text)
+                    _LOGGER.warning(
+                        "a call of tool %s failed; further failures are only counted: %s", result.name, result.text
+                    )
         return results
 
     def _session(self, row: TensorDictBase) -> ToolSession:
@@ -186,17 +192,17 @@ class ToolTransform(TurnTransform):
                 "content": result.text,
                 "tool_call_id": getattr(call, "id", None) or f"call{(before + k) % 100_000:05d}",
             }
-            for k, (call, result) in enumerate(zip(calls, results))  # noqa: B905  (one result for all that are refused)
+            for k, (call, result) in enumerate(zip(calls, results))  # noqa: B905  (refused calls share one result)
         ]
 
     async def release(self, trajectory_id: int) -> None:
-        """Closes the states of a conversation's tools."""
+        """Close the tool states of a conversation."""
         session = self._sessions.pop(trajectory_id, None)
         if session is not None:
             await session.close()
 
     def close(self) -> None:
-        """Closes all states."""
+        """Close the tool states of all conversations."""
         if self._sessions:
             event_loop.run(self._release_all())
 
@@ -204,14 +210,14 @@ class ToolTransform(TurnTransform):
         await asyncio.gather(*map(self.release, list(self._sessions)))
 
     def _choice(self, row: TensorDictBase) -> tuple[ToolRegistry, list[dict[str, Any]]]:
-        """The tools of a row and their schemas, which are one and the same object for all rows that have the same."""
+        """Return the tools of a row and their schemas; rows with the same tools share both objects."""
         names = None if self.tools_column is None else _plain(row[self.tools_column])
         chosen = names if names is None else (names,) if isinstance(names, str) else tuple(names)
         if chosen not in self._choices:
             try:
                 tools = self.tools if chosen is None else self.tools.only(chosen)
             except ValueError as error:
-                raise ValueError(f"column {self.tools_column!r}: {error}") from None
+                raise ValueError(f"tools_column={self.tools_column!r}: {error}") from None
             self._choices[chosen] = tools, tools.schemas()
         return self._choices[chosen]
 
@@ -229,7 +235,7 @@ class ToolTransform(TurnTransform):
         for row, restarted in zip(tensordict_reset.unbind(0), fresh, strict=True):
             if self.show_schemas and row.get(keys.TOOLS, None) is None:
                 raise RuntimeError(
-                    "the rows came without the tools' schemas: put the ToolTransform after the DataLoadingPrimer in a "
+                    "the rows have no tool schemas; put the ToolTransform after the DataLoadingPrimer in a "
                     "DatasetChatEnv, or set show_schemas=False"
                 )
             if restarted:
@@ -237,7 +243,7 @@ class ToolTransform(TurnTransform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the number of calls, and the schemas that are shown."""
+        """Add the number of calls, and the schemas if the chat template shows them."""
         shape = self.parent.batch_size
         observation_spec[keys.NUM_TOOL_CALLS] = Unbounded(shape=shape, dtype=torch.int64)
         if self.show_schemas:
@@ -247,5 +253,5 @@ class ToolTransform(TurnTransform):
 
 
 def _plain(value: Any) -> Any:
-    """A column's entry as the dataset had it."""
+    """Convert a column's entry back to plain Python values."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""TurnRewardTransform: what each turn of a conversation earns, kept apart until the advantage."""
+"""TurnRewardTransform: rewards of single turns, kept separate until the advantage."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _NAME = keys.TOKEN_REWARDS[1]
 
 
 class TurnRewardTransform(Transform):
-    """Keeps what every turn of the policy earned, in ``("next", "token_rewards", "full")``, for credit by turn.
+    """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
-    A turn's reward stands at its last action token. It is what the environment gave for the turn, and a function, if
-    there is one; the last turn's is also what the :class:`RewardTransform` gave the whole. ``("next", "reward")`` of a
-    step is that turn's reward alone. Collectors add them up, and the sum is what ``MCAdvantage`` compares by default;
-    with ``credit="turn"`` it compares turn by turn.
+    The entry is float32 ``[T]``, with a turn's reward at its last action token. That reward is the environment's, plus
+    the function's, plus for the last turn the :class:`RewardTransform`'s. ``("next", "reward")`` ``[1, 1]`` of a step
+    is the reward of that turn only. Collectors sum it over turns. ``MCAdvantage`` compares the sums by default, and
+    the turns with ``credit="turn"``.
 
-    Put it after the transforms that give feedback and the :class:`RewardTransform`, and before a KL in the reward.
+    Put it after feedback transforms and the :class:`RewardTransform`, and before a :class:`KLRewardTransform`.
 
     Args:
-        function: ``f(conversation, row) -> float``: the reward of the conversation's last message, which is the
-            policy's turn; ``row`` holds the dataset's columns. It must not be async, nor take long: other conversations
-            wait for it. None: what the environment gives is all.
+        function: ``f(conversation, row) -> float``, the reward of the conversation's last message, which is the
+            policy's turn. ``row`` holds the dataset's columns. It must be sync and fast, since it blocks the other
+            conversations. None adds nothing to the environment's rewards.
 
     Attributes:
-        counts: ``"failed_turns"`` for which the function raised or gave no finite number; their conversation abstains.
+        counts: ``"failed_turns"``, for which the function raised or returned no finite number; their conversations
+            abstain.
 
     Raises:
-        ValueError: if ``function`` is no plain function; at a step, if it is to judge an answer to plain text, which
-            has no turns, or if the template has rewritten the past (``on_rewrite="split"``).
+        ValueError: if ``function`` is not a sync function. At a step, if it would score an answer to plain text, which
+            has no turns, or the template has rewritten the past (``on_rewrite="split"``).
 
     Example:
         >>> def brief(conversation, row):
@@ -61,24 +62,28 @@ class TurnRewardTransform(Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
             refuse_segments(next_row, type(self).__name__)
+            # Add the function's reward where the policy took a turn in this step
             if self.function is not None and int(next_row[keys.NUM_TURNS]) > int(row[keys.NUM_TURNS]):
                 next_row.set("reward", next_row["reward"] + self._score(row, next_row))
-            mask, earlier = next_row[keys.ACTION_MASK], row.get((_NAME, "full"), None)
+            # Extend the rewards of previous turns, and credit the last action token with this one
+            mask, previous = next_row[keys.ACTION_MASK], row.get((_NAME, "full"), None)
             rewards = torch.zeros(len(mask))
-            if earlier is not None:
-                rewards[: len(earlier)] = earlier
+            if previous is not None:
+                rewards[: len(previous)] = previous
             if mask.any():
                 rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(())
             self._set(next_row, rewards)
         return next_tensordict
 
     def _score(self, row: TensorDictBase, next_row: TensorDictBase) -> float:
-        """The reward of the turn just taken; NaN if there is none to be had."""
+        """Return the reward of the turn just taken; NaN if the function failed."""
         if not is_conversation(row[keys.QUERY]):
-            raise ValueError(f"turns are rewarded in queries that are chat messages, got {row[keys.QUERY]!r:.100}")
+            raise ValueError(f"rewards of turns require queries that are chat messages, got {row[keys.QUERY]!r:.100}")
+        # Drop feedback on the turn: the function sees the conversation up to the turn
         conversation = join_conversation(row[keys.QUERY], next_row[keys.COMPLETION])
-        while conversation[-1]["role"] != "assistant":  # feedback on the turn has been given already
+        while conversation[-1]["role"] != "assistant":
             conversation = conversation[:-1]
+        # A failure makes the conversation abstain
         try:
             value = float(self.function(conversation, row))
         except Exception:
@@ -95,21 +100,21 @@ class TurnRewardTransform(Transform):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         for row in tensordict_reset.unbind(0):
-            if not int(row[keys.NUM_TURNS]):  # others go on
+            if not int(row[keys.NUM_TURNS]):  # the other rows continue
                 self._set(row, torch.zeros(len(row[keys.PROMPT_TOKENS])))
         return tensordict_reset
 
     def get_extra_state(self) -> dict[str, int]:
-        """The counter, for ``state_dict``."""
+        """Return the counters, for ``state_dict``."""
         return dict(self.counts)
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restores the counter, in place."""
+        """Restore the counters, in place."""
         self.counts.clear()
         self.counts.update(state)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the rewards of the turns so far."""
+        """Add the rewards of the turns so far."""
         shape = self.parent.batch_size
         observation_spec[_NAME] = Composite(full=Unbounded(shape=(*shape, -1)), shape=shape)
         return observation_spec

@@ -1,4 +1,4 @@
-"""UserSimulator: another policy in the role of the user, so that conversations of several turns need no people."""
+"""UserSimulator: a second policy that plays the user of multi-turn conversations."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ Speaker = Callable[[Messages, int], str | Awaitable[str]]
 
 
 class UserSimulator(TurnTransform):
-    """Answers the policy's turns as a user would, by another policy that plays one.
+    """Transform that answers the policy's turns with another policy that plays the user.
 
-    The simulator sees the conversation from the other side: what the policy said are its user's messages, what it said
-    itself are the assistant's. It sees neither the policy's system prompt nor its thinking (``<think>``), and no turn
-    that something else answered, such as a transform before this one that runs tools. What it says is feedback: its
-    tokens carry no gradient.
+    The simulator sees the conversation with swapped roles: the policy's messages as the user's, its own as the
+    assistant's. It sees neither the policy's system prompt nor its thinking (``<think>``). It also sees no turn that
+    another transform answered, such as one that runs tools. Its replies are feedback, so their tokens carry no
+    gradient: ``("next", "tokens", "prompt")`` grows by their ids.
 
-    The conversation ends when the simulator says ``stop_text``, or nothing; what it says beside it is not passed on,
-    and neither is its own thinking.
+    The conversation ends when the simulator's reply contains ``stop_text`` or is empty; the policy never sees that
+    reply. The simulator's thinking is removed from every reply.
 
     Args:
-        speaker: an engine, which samples a message from the simulator's prompt; or ``f(messages, seed) -> str``, sync
-            or async, such as a request to another service. A sync function has a thread for each message. A synchronous
-            engine gets all messages that wait for it in one call.
-        system_prompt: the simulator's own. Names in braces are the dataset's columns: ``"You want {goal}."``
-        tokenizer: of the engine's model, with a chat template; for an engine only.
-        generate_kwargs: how an engine samples, see :class:`~torchrl_rloo.engines.generation.GenerationConfig`.
-        stop_text: what the simulator says to end the conversation. Tell it so in ``system_prompt``.
-        max_replies: its messages at most; a conversation that would go on is truncated. None: no limit but the
-            environment's.
-        greeting: what the assistant is taken to have said before the user's first message. Many chat templates want a
-            user's message first.
-        timeout: seconds a message may take; a conversation that waits longer ends as failed.
-        seed: of the simulator. A message's own seed also depends on the row's ``"seed"`` or else its group and
-            trajectory, and on the turn, so that a run says the same again.
+        speaker: engine that samples replies, or ``f(messages, seed) -> str``, sync or async, such as a request to a
+            service. A sync function runs on a thread per reply. A synchronous engine gets all pending requests in one
+            call.
+        system_prompt: the simulator's system prompt. Names in braces are dataset columns, as in ``"You want {goal}."``
+        tokenizer: tokenizer of the engine's model, with a chat template; for an engine only.
+        generate_kwargs: sampling settings of an engine, see
+            :class:`~torchrl_rloo.engines.generation.GenerationConfig`; None uses its defaults.
+        stop_text: text by which the simulator ends the conversation; ``system_prompt`` should say so.
+        max_replies: maximum number of replies, at which the conversation is truncated; None leaves it to the
+            environment.
+        greeting: message that the policy is assumed to have sent before the user's first one; many chat templates
+            require a user message first.
+        timeout: time limit of a reply in seconds; a conversation that waits longer ends as failed.
+        seed: seed of the simulator; a rerun gives the same replies. A reply's seed also depends on the turn and on the
+            row's ``"seed"``, or its group and trajectory if it has none.
 
     Attributes:
-        counts: ``"user_replies"`` given, ``"user_ended"`` conversations that the simulator ended, ``"user_limit"``
-            those at ``max_replies``; ``"failed"`` if it raised or took too long.
+        counts: ``"user_replies"``; ``"user_ended"`` conversations, which the simulator ended; ``"user_limit"``
+            conversations, which reached ``max_replies``; and ``"failed"`` ones, where it raised or timed out.
 
     Raises:
-        ValueError: for a number out of range, an empty ``stop_text``, or an engine without a tokenizer or the reverse.
+        ValueError: for a number out of range, an empty ``stop_text``, an engine without a tokenizer, or a tokenizer
+            without an engine.
         KeyError: at ``reset``, if the rows lack a column that ``system_prompt`` names.
 
     Example:
@@ -79,51 +81,59 @@ class UserSimulator(TurnTransform):
         seed: int = 0,
     ):
         super().__init__()
+        # Check settings
         if isinstance(speaker, Engine) != (tokenizer is not None):
-            raise ValueError(f"tokenizer={tokenizer!r:.60}: an engine needs its model's, and nothing else has a use")
+            raise ValueError(
+                f"tokenizer={tokenizer!r:.60} does not fit speaker={speaker!r:.60}: an engine needs its model's "
+                "tokenizer, and a function requires tokenizer=None"
+            )
         if generate_kwargs is not None and tokenizer is None:
-            raise ValueError(f"generate_kwargs={dict(generate_kwargs)} are for an engine, not a {type(speaker)}")
+            raise ValueError(f"generate_kwargs={dict(generate_kwargs)} requires an engine, got a {type(speaker)}")
         if not stop_text.strip():
-            raise ValueError(f"stop_text={stop_text!r} must not be empty: anything would contain it")
+            raise ValueError(f"stop_text={stop_text!r} must not be empty, since every reply would contain it")
         if max_replies is not None and max_replies < 1:
             raise ValueError(f"max_replies={max_replies} must be at least 1, or None for no limit")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
         fields = {name for _, name, _, _ in Formatter().parse(system_prompt) if name is not None}
         if bad := sorted(name for name in fields if not name.isidentifier()):
-            raise ValueError(f"system_prompt has {bad} in braces, where the names of columns belong; {{{{}}}} is text")
+            raise ValueError(
+                f"system_prompt has {bad} in braces, which must be names of columns; double literal braces"
+            )
+        # Set up the speaker
         self.system_prompt, self.stop_text, self.max_replies = system_prompt, stop_text, max_replies
         self.greeting, self.timeout, self.seed = greeting, timeout, seed
         self.columns = sorted(fields)
         if isinstance(speaker, Engine):
             speaker = _EngineSpeaker(speaker, tokenizer, GenerationConfig.from_kwargs(generate_kwargs))
         self._speaker = speaker
-        self._own: dict[int, list[int]] = {}  # by trajectory, the places of the simulator's messages in the completion
+        self._own_messages: dict[int, list[int]] = {}  # indices of the simulator's messages, by trajectory
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
-        """Answers the turn if the policy ended it and nothing else did; see :meth:`TurnTransform.step_row`."""
+        """Answer the turn if the policy ended it and nothing else answered; see :meth:`TurnTransform.step_row`."""
         if stop_reason(next_row) != "answered":
             return
-        own = self._own.setdefault(int(next_row[keys.TRAJECTORY_ID]), [])
+        own = self._own_messages.setdefault(int(next_row[keys.TRAJECTORY_ID]), [])
         if self.max_replies is not None and len(own) >= self.max_replies:
             self.counts["user_limit"] += 1
             end_row(next_row, "turns")
             return
-        place = len(next_row[keys.COMPLETION])
-        said = without_thinking(await self._reply(self.messages(row, next_row), self._seed(row, next_row)))
-        if not said.strip() or self.stop_text in said:
+        # Sample a reply, and end the conversation or pass the reply to the policy
+        index = len(next_row[keys.COMPLETION])
+        reply = without_thinking(await self._reply(self.messages(row, next_row), self._seed(row, next_row)))
+        if not reply.strip() or self.stop_text in reply:
             self.counts["user_ended"] += 1
             end_row(next_row, "ended")
-        elif self.chat_env.continue_row(next_row, [{"role": "user", "content": said.strip()}]):
-            own.append(place)
+        elif self.chat_env.continue_row(next_row, [{"role": "user", "content": reply.strip()}]):
+            own.append(index)
             self.counts["user_replies"] += 1
 
     async def release(self, trajectory_id: int) -> None:
-        """Forgets which messages were the simulator's."""
-        self._own.pop(trajectory_id, None)
+        """Forget which messages were the simulator's."""
+        self._own_messages.pop(trajectory_id, None)
 
     def messages(self, row: TensorDictBase, next_row: TensorDictBase) -> Messages:
-        """The conversation as the simulator sees it, its own system prompt first.
+        """Return the conversation as the simulator sees it, with its system prompt first.
 
         Args:
             row: the turn, with the dataset's columns.
@@ -131,17 +141,18 @@ class UserSimulator(TurnTransform):
         """
         prompt = self.system_prompt.format_map({name: _plain(row[name]) for name in self.columns})
         query, completion = row[keys.QUERY], next_row[keys.COMPLETION]
-        own = {*self._own.get(int(next_row[keys.TRAJECTORY_ID]), ()), len(completion)}  # the next will be, too
-        aloud = [message for k, message in enumerate(completion) if k in own or k + 1 in own]
-        return [{"role": "system", "content": prompt}, *_swapped(join_conversation(query, aloud), self.greeting)]
+        # Keep the simulator's messages and the policy's turns that they answer; the next message will be its own
+        own = {*self._own_messages.get(int(next_row[keys.TRAJECTORY_ID]), ()), len(completion)}
+        visible = [message for k, message in enumerate(completion) if k in own or k + 1 in own]
+        return [{"role": "system", "content": prompt}, *_swap_roles(join_conversation(query, visible), self.greeting)]
 
     async def _reply(self, messages: Messages, seed: int) -> str:
         if isinstance(self._speaker, _EngineSpeaker):
             return await asyncio.wait_for(self._speaker(messages, seed), self.timeout)
-        said = await event_loop.call(self._speaker, messages, seed, timeout=self.timeout)
-        if not isinstance(said, str):
-            raise TypeError(f"the speaker must return a string, got {said!r:.100} ({type(said).__name__})")
-        return said
+        reply = await event_loop.call(self._speaker, messages, seed, timeout=self.timeout)
+        if not isinstance(reply, str):
+            raise TypeError(f"the speaker must return a string, got {reply!r:.100} ({type(reply).__name__})")
+        return reply
 
     def _seed(self, row: TensorDictBase, next_row: TensorDictBase) -> int:
         names = [keys.SEED] if row.get(keys.SEED, None) is not None else [keys.GROUP_ID, keys.TRAJECTORY_ID]
@@ -152,14 +163,14 @@ class UserSimulator(TurnTransform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         if missing := [name for name in self.columns if name not in tensordict_reset.keys()]:
             raise KeyError(
-                f"system_prompt names the columns {missing}, which the rows have not; they have "
-                f"{sorted(set(map(str, tensordict_reset.keys())) - keys.RESERVED)}. Braces that are text are doubled"
+                f"system_prompt names the columns {missing}, which the rows do not have; they have "
+                f"{sorted(set(map(str, tensordict_reset.keys())) - keys.RESERVED)}. Double literal braces"
             )
         return tensordict_reset
 
 
 class _EngineSpeaker:
-    """Messages sampled by an engine. Calls come from the conversations' loop alone."""
+    """Speaker that samples from an engine; called only on the conversations' loop."""
 
     def __init__(self, engine: Engine, tokenizer: Any, config: GenerationConfig):
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
@@ -174,14 +185,15 @@ class _EngineSpeaker:
         if self.engine.context_length is not None:
             limit = min(limit, self.engine.context_length - len(prompt))
         if limit < 1:
-            raise EngineError(f"{len(prompt)} tokens fill the simulator's context of {self.engine.context_length}")
+            raise EngineError(f"{len(prompt)} tokens fill the simulator's context_length={self.engine.context_length}")
+        # Retry a sample that a pause cut off; the next attempt waits until the engine resumes
         request = Request(prompt, limit, seed, self.config.distribution, self.stop_ids, self.config.stop_strings)
         while (sample := await self._sample(request)).finish == "abort":
-            pass  # cut off by a pause; the next attempt waits for the engine to go on
-        said = decode_response(self.tokenizer, sample.tokens)
-        if sample.finish == "length" and not without_thinking(said).strip():
-            raise EngineError(f"the simulator's {limit} tokens ended before it said anything: raise its max_new_tokens")
-        return said
+            pass
+        reply = decode_response(self.tokenizer, sample.tokens)
+        if sample.finish == "length" and not without_thinking(reply).strip():
+            raise EngineError(f"the simulator used its {limit} tokens without a reply; raise its max_new_tokens")
+        return reply
 
     async def _sample(self, request: Request) -> Sample:
         if isinstance(self.engine, AsyncEngine):
@@ -193,7 +205,7 @@ class _EngineSpeaker:
         return await result
 
     async def _serve(self) -> None:
-        """Samples all that wait, again and again until nothing does. Each call is a batch; others join the next one."""
+        """Sample pending requests, one batch per engine call, until none is left; new ones join the next batch."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             await self._settle([(request, result) for request, result in batch if not result.done()])
@@ -205,7 +217,7 @@ class _EngineSpeaker:
             if len(batch) == 1:
                 _settle(batch[0][1], error)
             else:
-                for one in batch:  # it may be the fault of one of them
+                for one in batch:  # a single request may have caused the error
                     await self._settle([one])
         else:
             for (_, result), sample in zip(batch, samples, strict=True):
@@ -213,31 +225,33 @@ class _EngineSpeaker:
 
 
 def _settle(result: asyncio.Future[Sample], outcome: Sample | Exception) -> None:
-    if not result.done():  # whoever waited may have given up
+    if not result.done():  # the conversation may have been cancelled
         (result.set_exception if isinstance(outcome, Exception) else result.set_result)(outcome)
 
 
-def _swapped(conversation: Messages, greeting: str) -> Messages:
-    """A conversation as the user sees it: roles change places, and alternate, the other side's coming first."""
-    heard: Messages = []
+def _swap_roles(conversation: Messages, greeting: str) -> Messages:
+    """Swap the roles of a conversation, and make them alternate, starting with ``"user"``."""
+    swapped: Messages = []
     for message in conversation:
-        if message["role"] not in _SWAPPED:
+        if message["role"] not in _SWAPPED_ROLES:
             continue
-        role, content = _SWAPPED[message["role"]], message["content"]
+        role, content = _SWAPPED_ROLES[message["role"]], message["content"]
         if role == "user":
             content = without_thinking(content).strip()
-        if not heard and role == "assistant":
-            heard.append({"role": "user", "content": greeting})
-        if heard and heard[-1]["role"] == role:
-            heard[-1] = {"role": role, "content": f"{heard[-1]['content']}\n\n{content}"}
+        # Chat templates require a user message first
+        if not swapped and role == "assistant":
+            swapped.append({"role": "user", "content": greeting})
+        # Join consecutive messages of one role
+        if swapped and swapped[-1]["role"] == role:
+            swapped[-1] = {"role": role, "content": f"{swapped[-1]['content']}\n\n{content}"}
         else:
-            heard.append({"role": role, "content": content})
-    return heard
+            swapped.append({"role": role, "content": content})
+    return swapped
 
 
-_SWAPPED = {"user": "assistant", "assistant": "user"}
+_SWAPPED_ROLES = {"user": "assistant", "assistant": "user"}
 
 
 def _plain(value: Any) -> Any:
-    """A column's entry as the dataset had it."""
+    """Convert a column's entry back to plain Python values."""
     return value.tolist() if hasattr(value, "tolist") else value
