@@ -62,7 +62,7 @@ def test_table_and_flipped_prompts_read_well():
     assert flipped[0]["change"] == 1.0 and flipped[-1]["change"] == -1.0
     assert flipped[0]["first"].endswith("None 0.0") and flipped[0]["second"].endswith("None 1.0")
     assert found.flipped("sampled")[0]["second"].split()[1] == "0"
-    with pytest.raises(KeyError, match="metric='speed' is not one of"):
+    with pytest.raises(KeyError, match="metric='speed' must be one of"):
         found.flipped("speed")
     assert json.loads(json.dumps(found.to_dict()))["metrics"]["greedy"]["p_value"] == greedy.test.p_value
 
@@ -96,10 +96,10 @@ def test_means_of_three_samples_that_are_equally_far_apart_tie():
 
 def test_other_prompts_are_refused():
     first = evaluated(0.5)
-    with pytest.raises(ValueError, match="40 and 39 prompts; 1 are in one alone, prompt 39 first"):
+    with pytest.raises(ValueError, match="40 and 39 prompts, and only one has 1 of them, e.g. prompt_id=39"):
         compare(first, evaluated(0.5, prompts=39))
     other = EvaluationResult([replace(s, prompt=s.prompt + "!" * (s.prompt_id == 7)) for s in first.samples], SETTINGS)
-    with pytest.raises(ValueError, match="prompt 7 is 'prompt 7' in the first evaluation and 'prompt 7!'"):
+    with pytest.raises(ValueError, match="prompt_id=7 is 'prompt 7' in the first evaluation and 'prompt 7!'"):
         compare(first, other)
 
 

@@ -171,7 +171,7 @@ def test_any_environment(prompts, bpe, random_model):
     assert [s.completion for s in again.samples] == [s.completion for s in result.samples]
 
     wrong = Evaluation(policy, prompts, odd, make_env=lambda part: DatasetChatEnv(part, bpe, prompts_per_batch=2))
-    with pytest.raises(ValueError, match="gave 2 rows of 2 prompts for a part of 4"):
+    with pytest.raises(ValueError, match="with 2 rows of 2 prompts, but the part has 4 prompts"):
         wrong()
 
 
@@ -282,7 +282,7 @@ def test_a_parquet_table_is_one_of_plain_columns(tmp_path):
 
 
 def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no evaluation.json"):
+    with pytest.raises(FileNotFoundError, match="has no evaluation.json"):
         EvaluationResult.load(tmp_path)
     _, evaluate = make(odd, size=2)
     with pytest.raises(ValueError, match="format='csv' must be one of"):
@@ -295,11 +295,17 @@ def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_samples": -1}, "num_samples=-1 must be at least 0"),
         ({"num_samples": 0, "greedy": False}, "num_samples=0 must be at least 1"),
-        ({"num_samples": 4, "ks": (1, 8)}, r"\[8\] are not between 1 and num_samples=4"),
-        ({"num_samples": 2, "generate_kwargs": {"temperature": 0}}, "temperature=0 gives num_samples=2 times the same"),
-        ({"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}}, "env_kwargs are of the environment"),
+        ({"num_samples": 4, "ks": (1, 8)}, r"must be between 1 and num_samples=4, got \[8\]"),
+        (
+            {"num_samples": 2, "generate_kwargs": {"temperature": 0}},
+            "temperature=0 cannot be combined with num_samples=2",
+        ),
+        (
+            {"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}},
+            "env_kwargs cannot be combined with make_env",
+        ),
         ({"scorers": {}}, "scorers is empty"),
-        ({"scorers": {"a/b": odd}}, r"names of scorers \['a/b'\]"),
+        ({"scorers": {"a/b": odd}}, r"scorer names \['a/b'\] clash"),
         ({"scorers": "numeric_matchh"}, "did you mean 'numeric_match'"),
         (
             {"scorers": {"a": odd, "b": "boxed_accuracy"}, "rows": [{"prompt": "Hi", "gold": "1"}]},

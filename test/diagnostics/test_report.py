@@ -61,7 +61,7 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     for history in ([], [{"step": 1}], [{"step": 1, "reward": math.nan}]):
         with pytest.raises(ValueError, match="history has no metric"):
             plot_curves(history, tmp_path / "curves.png")
-    with pytest.raises(ValueError, match=r"panels asks for \['loss'\].*'reward'"):
+    with pytest.raises(ValueError, match=r"panels requires \['loss'\].*'reward'"):
         plot_curves(_history(), tmp_path / "curves.png", panels=[["reward"], ["loss"]])
 
 

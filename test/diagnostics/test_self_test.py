@@ -96,7 +96,7 @@ def test_the_order_of_pushes_is_present_changed_present():
 def test_one_tensor_that_is_not_sent_is_noticed(name: str):
     model, engine = copies()
     kept = {name, "lm_head.weight"} if "embed" in name else {name}
-    with pytest.raises(WeightSyncError, match="changed weights did not arrive, though the push said so"):
+    with pytest.raises(WeightSyncError, match="changed weights did not arrive, although the push succeeded"):
         self_test(Copy(model, engine, lambda n: n not in kept), model, TOKENIZER, engine)
 
 
@@ -124,7 +124,7 @@ def test_two_tensors_that_change_places_are_noticed():
                 attention.k_proj.weight.data,
             )
 
-    with pytest.raises(WeightSyncError, match="differ with the present weights"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights"):
         self_test(Swapping(model, engine), model, TOKENIZER, engine)
 
 
@@ -137,7 +137,7 @@ def test_weights_that_do_not_come_back_are_noticed():
                 self.sends = lambda name: "layers.1" not in name
             super().push_weights(version)
 
-    with pytest.raises(WeightSyncError, match="present weights did not come back"):
+    with pytest.raises(WeightSyncError, match="current weights did not return"):
         self_test(Twice(model, engine), model, TOKENIZER, engine)
 
 
@@ -166,7 +166,7 @@ def test_a_push_that_fails_leaves_the_model_as_it_was(number: int):
                 raise EngineError("the line is dead")
             super().push_weights(version)
 
-    what = ["the present weights", "changed weights", "the present weights again"][number]
+    what = ["the current weights", "changed weights", "the current weights again"][number]
     with pytest.raises(WeightSyncError, match=f"pushing {what} failed: EngineError: the line is dead"):
         self_test(Failing(model, engine), model, TOKENIZER, engine)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
@@ -177,7 +177,7 @@ def test_an_engine_in_half_precision_passes_by_its_own_gap():
     model, engine = copies(torch.bfloat16)
     found = self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, engine)
     assert 1e-3 < found.gap_before < 0.2 and found.movement > 1
-    with pytest.raises(WeightSyncError, match="differ with the present weights"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights"):
         self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, engine, tolerance=1e-3)
     with pytest.raises(WeightSyncError, match="the changed weights did not arrive"):
         self_test(Copy(model, engine, lambda name: False), model, TOKENIZER, engine)
@@ -223,7 +223,7 @@ def test_vllm_passes(engine: Engine):
 def test_vllm_with_a_stale_prefix_cache_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     model = build_model(TOKENIZER, 1)
     monkeypatch.setattr(engine, "_reset_cache", lambda: None)
-    with pytest.raises(WeightSyncError, match="differ with the present weights|did not arrive"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights|did not arrive"):
         self_test(EngineUpdater(model, engine), model, TOKENIZER, engine)
     monkeypatch.undo()
     engine._reset_cache()
@@ -239,7 +239,7 @@ def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
     def convert(found: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(found, first if found == name and not tensor.is_meta else tensor)]
 
-    with pytest.raises(WeightSyncError, match="a part of the changed weights did not arrive"):
+    with pytest.raises(WeightSyncError, match="part of the changed weights did not arrive"):
         self_test(EngineUpdater(WeightSource(model, convert=convert), engine), model, TOKENIZER, engine)
 
 

@@ -92,7 +92,7 @@ def test_tells_of_a_token_under_the_pointer_and_in_focus(browser, page):
     browser.mouse("#transcript .token.action", "mouseMoved")
     browser.wait("!document.getElementById('tip').hidden")
     text = browser.js("document.getElementById('tip').textContent")
-    for fact in ("sampled by the policy", "advantage\u22120.1", "policy version7", "log-ratio to it+0.5"):
+    for fact in ("sampled by the policy", "advantage\u22120.1", "policy version7", "log-ratio to reference+0.5"):
         assert fact in text
     place, tokens = browser.js("rows[4].parts[0].mask[1][0]"), browser.js("rows[4].tokens")
     facts = dict(browser.js(f"tokenFacts(rows[4], rows[4].parts[0], {place})"))
@@ -173,11 +173,11 @@ def test_group_side_by_side(browser, page):
     assert browser.complaints() == []
 
 
-def test_colours(browser, page):
+def test_colors(browser, page):
     browser.open(page, "#row=0")
     backgrounds = "new Set([...document.querySelectorAll('.{}')].map((t) => getComputedStyle(t).backgroundColor)).size"
     assert browser.js(backgrounds.format("token:not(.special)")) >= 3
-    browser.js("colour.value = 'mask', colour.dispatchEvent(new Event('change'))")
+    browser.js("color.value = 'mask', color.dispatchEvent(new Event('change'))")
     assert browser.js(backgrounds.format("token:not(.special)")) == 2  # sampled or not
     assert browser.complaints() == []
 
@@ -188,15 +188,15 @@ def test_text_can_be_read_in_both_schemes(browser, page, dark):
     browser.open(page, "#row=0", dark=dark)
     worst = browser.js(CONTRAST)
     assert worst > 4.5
-    browser.js("colour.value = 'advantage', colour.dispatchEvent(new Event('change'))")
+    browser.js("color.value = 'advantage', color.dispatchEvent(new Event('change'))")
     assert browser.js(CONTRAST) > 4.5
 
 
 CONTRAST = """(() => {
   const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  const paint = (...colours) => {
-    for (const colour of colours) (context.fillStyle = colour), context.fillRect(0, 0, 1, 1);
+  const paint = (...colors) => {
+    for (const color of colors) (context.fillStyle = color), context.fillRect(0, 0, 1, 1);
     return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((c) => {
       const s = c / 255;
       return s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;

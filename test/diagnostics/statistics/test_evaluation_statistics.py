@@ -128,7 +128,7 @@ def test_k_beyond_the_samples_is_refused(k):
             call()
     with pytest.raises(ValueError, match="must be between 0 and"):
         pass_at_k(torch.tensor([5]), 3, 1)
-    with pytest.raises(ValueError, match="one entry a sample, got 2 and 1"):
+    with pytest.raises(ValueError, match="equal lengths, got 2 and 1"):
         maj_at_k(["a", "b"], [1.0], 1)
 
 

@@ -86,5 +86,5 @@ def test_paired_test_of_other_values_has_a_t_interval():
 
 def test_other_shapes_are_refused():
     for first, second in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
-        with pytest.raises(ValueError, match="one value for each of the same prompts"):
+        with pytest.raises(ValueError, match="must have equal shapes"):
             paired_test(first, second)
