@@ -1,4 +1,4 @@
-"""Evaluation: own scorers, own random numbers, every prompt as often as asked, in any environment."""
+"""Evaluation: separate scorers and random numbers, N samples of every prompt, any environment."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def make(scorers, size=7, rows=None, **kwargs):
 
 
 def first_id(prompts, completions, completion_ids, **columns):
-    """Tells random completions apart."""
+    """Score a completion by its first id, to distinguish random completions."""
     return [float(ids[0]) for ids in completion_ids]
 
 
 def odd(prompts, completions, completion_ids, **columns):
-    """Right about half of the time."""
+    """Score 1 for about half of the completions."""
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
@@ -66,7 +66,7 @@ def test_abstentions_count_as_wrong():
     _, evaluate = make(scorer)
     metrics, table = evaluate()
     assert abs(metrics["eval/greedy"] - 6 / 7) < 1e-6 and metrics["eval/failed"] == 0
-    assert table[0]["reward"] != table[0]["reward"]  # NaN: it has none
+    assert table[0]["reward"] != table[0]["reward"]  # NaN: it has no return
 
 
 def test_touches_no_random_stream_and_repeats_itself():
@@ -145,7 +145,7 @@ def test_tasks_of_a_mixture_have_metrics_of_their_own():
 
 
 def test_any_environment(prompts, bpe, random_model):
-    """Conversations of several turns, in an order of the environment's own, judged by what it gives and by a scorer."""
+    """Scores of an environment with several turns and another row order: its return and a scorer."""
     policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 64, "seed": 0})
 
     def feedback(conversation, row):

@@ -1,4 +1,4 @@
-"""The gap between sampler and trainer on real rows of real models, and what is advised."""
+"""Gap between sampler and trainer on real rows of real models, and the advice."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NAMES = {"parity/mean", "parity/max", "parity/k3", "parity/ess", "parity/outside
 
 @pytest.fixture(scope="module")
 def sharp(make_model, tokenizer):
-    """A model with preferences: its temperature matters."""
+    """Model with a peaked distribution, so that temperature matters."""
     return make_model(tokenizer, scale=4.0)
 
 
 @pytest.fixture(scope="module")
 def stale(sharp):
-    """The same, some optimizer steps before."""
+    """Same model some optimizer steps earlier."""
     other = copy.deepcopy(sharp)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def wrappers(tokenizer):
 
 @pytest.fixture
 def rows(wrappers, sharp, stale, prompt_rows) -> TensorDictBase:
-    """Sampled by the stale weights and scored with the new ones."""
+    """Rows sampled with the stale weights and scored with the new ones."""
     policy, scorer = wrappers(stale, sharp, {"max_new_tokens": 6, "seed": 0})
     return record_log_probs(scorer, policy(prompt_rows(*PROMPTS)))
 
@@ -112,7 +112,7 @@ def test_equal_weights_pass(settings, wrappers, sharp, prompt_rows):
     stream = policy.sampler_state()["generator"]
     gap, steps = ParityProbe(policy, scorer, prompts, max_new_tokens=8, sampler_dtype=F32, trainer_dtype=F32)()
     assert gap.max < 2e-5 and gap.row_ess > 1 - 1e-6 and 3 <= gap.tokens <= 24 and steps == []
-    assert torch.equal(policy.sampler_state()["generator"], stream)  # the run's own stream is where it was
+    assert torch.equal(policy.sampler_state()["generator"], stream)  # the run's random stream is unchanged
     assert set(prompts.keys(True, True)) == {keys.PROMPT_TOKENS}
 
 
@@ -154,7 +154,7 @@ def test_the_turns_of_one_prompt_differ(wrappers, sharp, prompt_rows):
 
 
 class PlainLogProbs:
-    """A sampler that reports the log-probs of the plain softmax, whatever it samples from."""
+    """Sampler that reports log-probs of the plain softmax, whatever distribution it samples from."""
 
     def __init__(self, policy: TransformersWrapper):
         self.policy, self.plain = policy, policy.get_new_version(generate=False, generate_kwargs={})

@@ -1,4 +1,4 @@
-"""The plan of a run: its arithmetic, and what it refuses."""
+"""Plan of a run: its arithmetic and its errors."""
 
 from __future__ import annotations
 

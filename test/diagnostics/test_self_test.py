@@ -22,7 +22,7 @@ TOKENIZER = build_tokenizer()
 
 
 def untied(seed: int) -> nn.Module:
-    """With a head of its own, equal to the embedding: what a tied head looks like once its copy is stale."""
+    """Give a model an untied head equal to the embedding, as a stale copy of a tied head."""
     model = build_model(TOKENIZER, seed)
     model.config.tie_word_embeddings = False
     model.lm_head = nn.Linear(64, len(TOKENIZER), bias=False)
@@ -31,7 +31,7 @@ def untied(seed: int) -> nn.Module:
 
 
 class Copy(WeightUpdater):
-    """Copies the tensors it is told of into an engine's model."""
+    """Updater that copies given tensors into an engine's model."""
 
     def __init__(self, source: nn.Module, engine: TransformersEngine, sends: Callable[[str], bool] = lambda name: True):
         self.source, self.target, self.sends, self.engine = source, engine.model, sends, engine
@@ -54,7 +54,7 @@ def copies(dtype: torch.dtype | None = None) -> tuple[nn.Module, TransformersEng
 
 def test_a_working_updater_passes_and_everything_is_as_before():
     model = untied(0).train()
-    engine = TransformersEngine(untied(3).eval())  # of another run: the first push is what brings the weights
+    engine = TransformersEngine(untied(3).eval())  # weights of another run, until the first push
     model.model.norm.requires_grad_(False)
     model.model.norm.eval()
     ids = torch.arange(12)[None]
@@ -89,7 +89,7 @@ def test_the_order_of_pushes_is_present_changed_present():
     self_test(Watching(model, engine), model, TOKENIZER, engine)
     present, changed, again = seen
     assert all(torch.equal(p, q) for p, q in zip(present, again, strict=True))
-    assert not any(torch.equal(p, q) for p, q in zip(present, changed, strict=True))  # zero biases too
+    assert not any(torch.equal(p, q) for p, q in zip(present, changed, strict=True))  # including zero biases
 
 
 @pytest.mark.parametrize("name", [n for n, _ in build_model(TOKENIZER, 0).named_parameters()])
@@ -231,7 +231,7 @@ def test_vllm_with_a_stale_prefix_cache_is_noticed(engine: Engine, monkeypatch: 
 
 
 def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
-    """The manifest is complete, but one tensor always comes with its first values."""
+    """A tensor that always arrives with its first values fails the test, although the manifest is complete."""
     model = build_model(TOKENIZER, 1)
     name = "model.layers.0.mlp.down_proj.weight"
     first = model.get_parameter(name).detach().clone()
@@ -250,7 +250,7 @@ def test_vllm_with_an_adapter(engine: Engine, case: str):
 
     EngineUpdater(build_model(TOKENIZER, 0), engine).push_weights(engine.version)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are 0
+    model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are zeros
     before = copy.deepcopy(model)
     if case == "frozen copy":
         model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The page of transcripts in a real browser: what is seen, clicked and typed, and that completions stay text."""
+"""Page of transcripts in a real browser: display, clicks and keys, and completions as inert text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTACKS = [
 
 
 def conversation(tokenizer, asked: str, turns: list[tuple[str, str | None]], place: int, group: int, reward: float):
-    """A finished row: each turn is what the policy said and what a tool answered, with made-up numbers."""
+    """Build a finished row from turns of policy text and tool result, with synthetic numbers."""
     query = [{"role": "user", "content": asked}]
     ids, mask, completion = encode_prompt(tokenizer, query), [], []
     mask += [False] * len(ids)
@@ -184,7 +184,7 @@ def test_colors(browser, page):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_can_be_read_in_both_schemes(browser, page, dark):
-    """Contrast of text on its ground of at least 4.5, for tokens of every shade."""
+    """Text has a contrast of at least 4.5 on its background, for tokens of every shade."""
     browser.open(page, "#row=0", dark=dark)
     worst = browser.js(CONTRAST)
     assert worst > 4.5
@@ -273,7 +273,7 @@ def test_completions_stay_text(browser, tmp_path):
 
 
 def test_the_page_itself_would_be_stopped(browser, page):
-    """The policy that guards the page works: markup and code cannot be added even by the page's own script."""
+    """The content security policy stops the page's own script from adding markup and code."""
     browser.open(page)
     assert (
         browser.js("(() => { try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; } })()")

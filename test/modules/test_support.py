@@ -295,16 +295,16 @@ def test_supports_that_do_not_fit_are_refused(make_policy: Callable, prompt_rows
         return stack_rows([first, *others])
 
     sizes, own = rows[0][keys.SUPPORT_SIZES], rows[0][keys.SUPPORT_IDS]
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(sizes=sizes[:-1]))
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(ids=own[:-1]))
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(ids=own[5:], sizes=sizes - torch.eye(len(sizes), dtype=torch.int32)[0] * 5))
     with pytest.raises(ValueError, match="not in its recorded support"):
         scorer.score(with_first(ids=torch.full_like(own, 383)))
     bare = stack_rows([rows[0].exclude("support"), *rows.unbind(0)[1:]])
-    with pytest.raises(ValueError, match=r"rows \[0\] carry no"):
+    with pytest.raises(ValueError, match=r"rows \[0\] have no"):
         scorer.score(bare)
 
 
@@ -313,7 +313,7 @@ def test_supports_that_do_not_fit_are_refused(make_policy: Callable, prompt_rows
 
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.5}, {"temperature": 0, "top_k": 3}], ids=str)
 def test_a_distribution_that_truncates_nothing_is_refused(kwargs: dict, make_policy: Callable) -> None:
-    with pytest.raises(ValueError, match="record_support=True needs a distribution that truncates"):
+    with pytest.raises(ValueError, match="record_support=True requires a distribution that truncates"):
         make_policy(**kwargs)
 
 
