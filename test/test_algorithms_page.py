@@ -1,4 +1,4 @@
-"""tutorials/algorithms.md is true: its tables are those of the code."""
+"""The tables of tutorials/algorithms.md agree with the code."""
 
 from __future__ import annotations
 

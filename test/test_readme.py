@@ -1,4 +1,4 @@
-"""README.md is true: its loop is the tutorial's, its commands have settings that exist, and what it names exists."""
+"""README.md agrees with the code: its loop is the tutorial's, and its commands, settings and names exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_paths_and_targets_that_the_readme_names_exist():
         assert target in targets, target
 
 
-# Commands of the README write down their arguments instead of running.
+# Commands of the README record their arguments instead of running
 STUBS = "".join(
     f"{name}() {{ printf '%s\\0' {name} \"$@\" >> commands; printf '\\n' >> commands; }}\n"
     for name in ("torchrl-rloo", "python", "pip", "make")
@@ -40,7 +40,7 @@ STUBS = "".join(
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> list[list[str]]:
-    """The commands of the README's shell blocks, as a shell reads them."""
+    """Commands of the README's shell blocks, as parsed by a shell."""
     folder = tmp_path_factory.mktemp("shell")
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(), re.DOTALL)
     script = STUBS + "set -eu\n" + "".join(blocks)
@@ -49,7 +49,7 @@ def commands(tmp_path_factory) -> list[list[str]]:
 
 
 def test_commands_of_the_readme_have_settings_that_exist(commands, monkeypatch):
-    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # the user's files, or of earlier runs
+    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # files of the user or of earlier runs
     checked = 0
     for program, *arguments in commands:
         if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "evaluate"):
@@ -61,6 +61,6 @@ def test_commands_of_the_readme_have_settings_that_exist(commands, monkeypatch):
             recipe, given = "rloo", shlex.split(arguments[1].removeprefix("ARGS="))
         else:
             continue
-        settings(recipe, *given)  # raises what is wrong
+        settings(recipe, *given)  # raises on invalid settings
         checked += 1
     assert checked > 10

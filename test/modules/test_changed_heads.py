@@ -1,4 +1,4 @@
-"""A wrapper made before its model changed scores and samples with the model's present head."""
+"""A wrapper uses the current head of its model, also after the head changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a model: wrong names in one line, and a chat template of the user's own."""
+"""Loading of models: one-line errors for wrong names, and custom chat templates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monke
 
 
 def test_a_saved_adapter_is_not_trained_on_unseen(checkpoint: Path, tmp_path: Path) -> None:
-    """Another adapter would replace it, and by itself it has nothing that trains."""
+    """A new adapter would replace a saved one, which has no trained parameters by itself."""
     pytest.importorskip("peft")
     model, tokenizer = load_model(checkpoint)
     assert count_trained(model) == model.num_parameters()

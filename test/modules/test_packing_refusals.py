@@ -1,4 +1,4 @@
-"""Refusals of packing, and the state in which it leaves a model."""
+"""Errors of packing, and the state of the model afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_rloo.modules.packing import PACKED, action_hidden, supports_packing
 
 
 class _Convolution(nn.Module):
-    """A causal convolution over time in front of an MLP."""
+    """Causal convolution over time before an MLP."""
 
     def __init__(self, mlp: nn.Module, width: int):
         super().__init__()

@@ -112,7 +112,7 @@ class ParityProbe:
     Example::
 
         report = ParityProbe(policy, scorer, prompts, sampler_dtype=torch.bfloat16)()
-        print(report.gap.mean, *report.advice, sep="\n")
+        print(report.gap.mean, *report.advice)
     """
 
     def __init__(

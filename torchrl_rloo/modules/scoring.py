@@ -74,7 +74,7 @@ def extend_support(row: TensorDictBase, actions_before: int, support: Support) -
 
 
 def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None:
-    """Return the supports of all action tokens in row order, on the device of ``actions``; None if absent.
+    """Return the supports of all action tokens in row order, on the device of ``actions``, or None.
 
     Raises:
         ValueError: if only some rows have supports, or a sampled token is not in its support.
@@ -95,7 +95,7 @@ def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None
     if not bool((found > 0).all()):
         at = int((found == 0).nonzero()[0])
         raise ValueError(
-            f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support; record it again"
+            f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support"
         )
     return Support(ids, sizes)
 

@@ -99,7 +99,7 @@ def test_maj_at_k_knows_neither_order_nor_names(samples, data):
 
 
 def test_maj_at_k_of_one_is_the_mean_of_those_that_vote():
-    assert maj_at_k(["a", None, "b", "a"], [1.0, 1.0, 0.0, 1.0], 1) == pytest.approx(2 / 4)  # samples without an answer score 0
+    assert maj_at_k(["a", None, "b", "a"], [1.0, 1.0, 0.0, 1.0], 1) == pytest.approx(2 / 4)  # no answer, no score
 
 
 def test_maj_at_k_of_all_is_the_plain_majority():
