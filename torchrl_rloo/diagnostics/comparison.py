@@ -172,6 +172,7 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
         raise ValueError(
             f"the evaluations differ in {shown}; evaluate both with the same settings, or pass same_settings=False"
         )
+    # Test each shared metric over the prompts, in the order of the first evaluation
     metrics = {}
     for name in [name for name in first.values if name in second.values]:
         ids = list(first.values[name])

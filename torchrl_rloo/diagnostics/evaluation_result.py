@@ -233,12 +233,14 @@ class EvaluationResult:
         """Return all metrics of one scorer; the means of the headline have short names."""
         settings, found = self.settings, {}
         headline, n = scorer == settings.scorers[0], settings.num_samples
+        # Means of the greedy completions and of the samples
         if settings.greedy:
             found["greedy" if headline else f"{scorer}/greedy"] = self._greedy_scores(scorer)
         if not n:
             return found
         scores = {i: [s.score(scorer) for s in group] for i, group in self._groups.items()}
         found["sampled" if headline else f"{scorer}/avg@{n}"] = {i: math.fsum(g) / n for i, g in scores.items()}
+        # pass@k and maj@k over subsets of the samples
         stacked = torch.tensor(list(scores.values()), dtype=torch.float64)
         for k in settings.ks:
             found[f"{scorer}/pass@{k}"] = dict(zip(scores, best_at_k(stacked, k).tolist(), strict=True))

@@ -57,6 +57,7 @@ def find_blocks(
     blocks: list[Block] = []
     start = turn = 0
     opened = False  # the context before the turn ended with the opening of that turn
+    # Walk over runs of action tokens, each one turn, and of context tokens
     for is_action, run in groupby(actions):
         end = start + len(list(run))
         if is_action:

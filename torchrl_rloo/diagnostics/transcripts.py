@@ -113,6 +113,7 @@ def write_evaluation_transcripts(
         for place, (sample, row) in enumerate(pairs[:max_rows])
     ]
     evaluation = {name: value for name, value in vars(result.settings).items() if name != "scorers"}
+    # Show metrics and settings of the evaluation with the given settings
     metrics = {name: f"{mean:.4g} [{low:.4g}, {high:.4g}]" for name, (mean, low, high) in result.intervals.items()}
     shown = {**(settings or {}), "metrics": metrics, "evaluation": evaluation}
     title = title or f"Evaluation {result.settings.label}".strip()

@@ -90,6 +90,7 @@ class AttentionPlan:
     @cached_property
     def blocks(self) -> tuple[list[_Block], torch.Tensor]:
         """Attention calls, and the index ``[N]`` of each token in their concatenated padded outputs."""
+        # Group segments with prefixes of equal length and similar lengths, longest first
         order = sorted(self.segments, key=lambda s: (s.prefix_length, -s.length))
         members: list[list[Segment]] = []
         for s in order:
@@ -99,6 +100,7 @@ class AttentionPlan:
             else:
                 members.append([s])
         blocks = [_Block(m, self.device) for m in members]
+        # Map each token to its place among the padded outputs
         real = torch.cat([b.real for b in blocks]).nonzero()[:, 0]
         tokens = torch.cat([torch.arange(s.start, s.start + s.length) for m in members for s in m])
         return blocks, real[tokens.argsort()].to(self.device)
@@ -146,6 +148,7 @@ def _packed_attention(
         raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(extra)}")
     if dropout:
         raise NotImplementedError(f"attention dropout {dropout} cannot be packed; set it to 0, or {REMEDY}")
+    # Attend within the segments, and record the window for the probe of packing
     plan.windows.append(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _attend_ragged if _has_ragged_kernel(query) else _attend_blocks

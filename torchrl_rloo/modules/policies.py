@@ -258,6 +258,7 @@ class TransformersWrapper(TurnPolicy):
         rows = self._ensure_actions(as_lazy(rows))
         actions = action_tokens(rows, self.tokenizer.pad_token_id or 0)
         actions = ActionTokens(*(t.to(self.model.device) for t in actions))
+        # Apply the head only to the states that predict action tokens
         head = self._current_head()
         states, router = self._hidden_states(head, rows, actions, router_loss)
         scored = score_positions(

@@ -98,6 +98,7 @@ def load_reward_model(
         raise ValueError(
             f"{name} is a classifier of {config.num_labels} labels, but a reward model has one; use another model"
         )
+    # A new head and pad token are for language models only: a classifier stays unchanged
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, dtype=torch_dtype, num_labels=1, output_loading_info=True, **kwargs

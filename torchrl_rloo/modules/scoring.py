@@ -94,9 +94,7 @@ def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None
     found = torch.zeros_like(sampled).index_add_(0, token_index, (ids == sampled[token_index]).to(sampled.dtype))
     if not bool((found > 0).all()):
         at = int((found == 0).nonzero()[0])
-        raise ValueError(
-            f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support"
-        )
+        raise ValueError(f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support")
     return Support(ids, sizes)
 
 

@@ -150,10 +150,12 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LE
         return _wilson(mean, n, z)
     if n == 1:
         return Interval(mean, math.nan, math.nan)
+    # Values outside of [0, 1] have no binomial model: use a t interval
     t = student_quantile(0.5 + level / 2, n - 1)
     if float(values.min()) < 0 or float(values.max()) > 1:
         half = t * math.sqrt(variance / n)
         return Interval(mean, mean - half, mean + half)
+    # Wilson's interval at the number of Bernoulli trials that have the observed variance
     limit = max(draws, 1.0) * n
     trials = min(limit, mean * (1 - mean) * n / variance) if variance > 0 else limit
     return _wilson(mean, trials * (z / t) ** 2, z)

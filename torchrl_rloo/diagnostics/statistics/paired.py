@@ -119,10 +119,12 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
     m = len(size)
     if not m:
         return 1.0, 0.0
+    # Count sums that equal the observed one up to rounding as equally extreme
     observed = abs(float(difference.double().sum())) - _TOLERANCE * float(size.sum())
     if m <= _ENUMERATED:
         patterns = torch.arange(2**m)[:, None] >> torch.arange(m) & 1
         return float(((2.0 * patterns.double() - 1) @ size).abs().ge(observed).double().mean()), 0.0
+    # Draw patterns in chunks of bounded memory
     generator, hits, chunk = torch.Generator().manual_seed(seed), 0, max(1, 2_000_000 // m)
     for start in range(0, _DRAWN, chunk):
         rows = min(chunk, _DRAWN - start)
