@@ -1,11 +1,11 @@
-"""Tiny real models and tokenizers for all tests, and what keeps tests to themselves."""
+"""Tiny real models and tokenizers for all tests, and isolation of tests."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-# One thread per process: the workers of xdist and the OpenMP pool of each would contend for the same cores.
+# One thread per process: OpenMP pools of several xdist workers would contend for the same cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
@@ -66,7 +66,7 @@ TEMPLATES = {
         "{{ '<s>' }}{% for m in messages %}" + _ALTERNATE + "{% if m['role'] == 'user' %}"
         "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ ' ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
     ),
-    "llama2": (  # its assistant's turn has a space between the content and the end of turn
+    "llama2": (  # the assistant turn has a space before the end of turn
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<s>[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
         "{{ ' ' + m['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"
     ),
@@ -78,7 +78,7 @@ TEMPLATES = {
         + _CHATML_OPEN
     ),
 }
-END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # of the others: <|im_end|>
+END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # other templates: <|im_end|>
 
 
 WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enough to earn some rewards
@@ -86,7 +86,7 @@ WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enoug
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for one worker: those that share engines, else those of a file; slow groups come first."""
+    """Group tests per worker, by shared engines or by file, with slow groups first."""
     slow = set()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Close the shared engine in this process before tests that may start their own."""
+    """Close the shared engine in this process before tests that may start another."""
     if _group(item) != GROUP:
         VLLMEngines.close()
 
@@ -110,7 +110,7 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of this session that all xdist workers share."""
+    """Folder of this session that all xdist workers share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -119,14 +119,14 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def hermetic(shared_folder: Path) -> None:
-    """Keep the network and the user's caches out."""
+    """Isolate tests from the network and the user's caches."""
     refuse_remote_connections()
     os.environ["TORCHRL_RLOO_CACHE"] = str(shared_folder / "cache")
 
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Starts scripts in processes that need not import anything."""
+    """Server that runs scripts in processes with imports already done."""
     server = ForkServer(tmp_path_factory.mktemp("processes"))
     yield server
     server.close()
@@ -134,7 +134,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 @pytest.fixture(scope="session")
 def warm_model() -> Callable[[str], Path]:
-    """``warm_model(task="addition")``: the folder of a short warm start, built once for all workers."""
+    """``warm_model(task="addition")``: folder of a short warm start, built once for all workers."""
     return lambda task="addition": warm_start(seed=0, task=task, steps=WARM_START_STEPS[task])
 
 
@@ -142,25 +142,25 @@ def warm_model() -> Callable[[str], Path]:
 def checkpoint(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of ``model`` and ``tokenizer`` in Hugging Face format. Not to be changed."""
+    """Folder of ``model`` and ``tokenizer`` in Hugging Face format. Do not change it."""
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), model, tokenizer)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The embedded default's."""
+    """Tokenizer of the embedded default model."""
     return build_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The embedded default's, with random weights. Not to be changed."""
+    """Embedded default model with random weights. Do not change it."""
     return build_model(tokenizer, seed=0).eval()
 
 
 @pytest.fixture(scope="session")
 def ambiguous_core() -> Tokenizer:
-    """A byte-level BPE of very many merges of three letters: nearly all sampled ids spell what encodes otherwise."""
+    """Byte-level BPE with many merges of three letters, so that most sampled ids are not canonical."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abc", k=12)) for _ in range(2000)]
     core = Tokenizer(tokenizer_models.BPE())
@@ -177,7 +177,7 @@ def ambiguous_core() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def make_tokenizer(ambiguous_core: Tokenizer) -> Callable[..., PreTrainedTokenizerFast]:
-    """``make_tokenizer(template="chatml", pad_is_eos=False)``: the ambiguous BPE with a chat template."""
+    """``make_tokenizer(template="chatml", pad_is_eos=False)``: ambiguous BPE with a chat template."""
 
     def make(template: str = "chatml", pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
         end = END_OF_TURN.get(template, "<|im_end|>")
@@ -196,9 +196,9 @@ def make_tokenizer(ambiguous_core: Tokenizer) -> Callable[..., PreTrainedTokeniz
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., PreTrainedModel]:
-    """``make_model(tokenizer, seed=0, end_bias=0.0, scale=3.0)``: a random Qwen2 with a biased head of its own.
+    """``make_model(tokenizer, seed=0, end_bias=0.0, scale=3.0)``: random Qwen2 with a biased, untied head.
 
-    ``scale`` makes the distribution less flat than that of fresh weights. At ``end_bias=8`` a turn of a plain softmax
+    ``scale`` makes the distribution more peaked than with initial weights. At ``end_bias=8`` a turn of a plain softmax
     ends after about four tokens, at 14 nearly always at once.
     """
 
@@ -224,7 +224,7 @@ def user() -> Callable[[str], list[dict[str, str]]]:
 
 @pytest.fixture(scope="session")
 def prompt_rows() -> Callable[..., TensorDictBase]:
-    """``prompt_rows(*ids, **columns)``: rows to generate from, with one entry of each column per row."""
+    """``prompt_rows(*ids, **columns)``: rows to continue, with one entry of each column per row."""
 
     def make(*prompts: list[int], **columns: list) -> TensorDictBase:
         rows = [TensorDict({keys.PROMPT_TOKENS: torch.tensor(p, dtype=torch.long)}, []) for p in prompts]
@@ -244,18 +244,18 @@ def query_rows() -> Callable[..., TensorDictBase]:
 
 @pytest.fixture(scope="session")
 def prompts(user: Callable[[str], list[dict[str, str]]]):
-    """Four chat prompts of unequal lengths, with a column ``answer`` and a column ``turns``: how many to take."""
+    """Four chat prompts of unequal lengths, with columns ``answer`` and ``turns``, the number of turns."""
     texts = {"a": 1, "abc abc": 2, "say bcab or cab": 3, "what of abcabcabcab, c?": 2}
     return load_prompts([{"query": user(t), "answer": t[-1], "turns": n} for t, n in texts.items()])
 
 
 @pytest.fixture(scope="session")
 def bpe(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
-    """An ambiguous tokenizer whose padding is its end of turn."""
+    """Ambiguous tokenizer whose pad token is its end of turn."""
     return make_tokenizer(pad_is_eos=True)
 
 
 @pytest.fixture(scope="module")
 def random_model(make_model: Callable[..., PreTrainedModel], bpe: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Turns of it end after about six tokens."""
+    """Random model whose turns end after about six tokens."""
     return make_model(bpe, end_bias=7.0)

@@ -1,4 +1,4 @@
-"""Exits of the interpreter in the middle of work: at once, without an abort, and with no thread left inside torch.
+"""Exits of the interpreter during work: immediate, without an abort or threads left inside torch.
 
 One interpreter imports everything and forks a child for each case, so that each child ends as a script does.
 """
@@ -72,7 +72,7 @@ for case in (collector, collective, engine):
 
 @pytest.fixture(scope="module")
 def exits() -> dict[str, tuple[int, str]]:
-    """Exit code and output of each child."""
+    """Exit codes and output of each child."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -89,5 +89,5 @@ def test_a_script_ends_in_the_middle_of(case: str, printed: str, exits: dict[str
 
 
 def test_an_exit_leaves_no_thread_of_a_collector(exits: dict[str, tuple[int, str]]) -> None:
-    """Python kills threads at its exit, and a thread that it kills inside torch aborts the process."""
+    """A collector stops its threads: a thread killed inside torch at exit aborts the process."""
     assert exits["collector"][1].splitlines()[-1] == "['MainThread']"

@@ -1,4 +1,4 @@
-"""Processes of the fork server behave as those of a new interpreter."""
+"""Processes of the fork server behave as new interpreters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(params=["source", "file"])
 def make(request, tmp_path):
-    """``make(code)``: a script as the fork server takes it, and as an interpreter does."""
+    """``make(code)``: script for the fork server and for an interpreter."""
 
     def make(code: str):
         if request.param == "source":

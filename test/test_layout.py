@@ -1,4 +1,4 @@
-"""The architecture, enforced: arrows point down, files stay small, imports have no side effects."""
+"""Architecture rules: imports point down, files stay small, imports have no side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = ROOT / "torchrl_rloo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 400
 
-# Top to bottom: a folder imports only from those after it.
+# Top to bottom: a folder imports only from later ones
 FOLDERS = (
     "cli",
     "embedded",
@@ -38,12 +38,12 @@ FOLDERS = (
 
 
 def below(folder: str) -> set[str]:
-    """The folders that ``folder`` may import from, itself aside."""
+    """Return the folders that ``folder`` may import from, except itself."""
     return set() if folder == "run" else set(FOLDERS[FOLDERS.index(folder) + 1 :])
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all that a file imports, wherever in it; relative ones keep their dots."""
+    """Return the dotted names of all imports of a file; relative ones keep their dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -80,7 +80,7 @@ def style_faults(tree: ast.AST) -> list[str]:
 
 
 def is_swallow(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler catches every exception and does nothing about it."""
+    """Return whether a handler catches every exception and ignores it."""
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     broad = any(c is None or isinstance(c, ast.Name) and c.id in ("Exception", "BaseException") for c in caught)
     idle = (ast.Pass, ast.Continue)
@@ -90,7 +90,7 @@ def is_swallow(handler: ast.ExceptHandler) -> bool:
 
 
 def init_faults(tree: ast.Module) -> list[str]:
-    """What an ``__init__.py`` holds besides a docstring, imports, ``__all__`` and ``__version__``."""
+    """Return statements of an ``__init__.py`` other than docstring, imports, ``__all__`` and ``__version__``."""
 
     def allowed(node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign):
@@ -225,7 +225,7 @@ def run_in_fresh_interpreter(code: str, path: Path) -> subprocess.CompletedProce
 
 
 def test_import_is_light_and_has_no_side_effects(tmp_path: Path):
-    (tmp_path / "vllm").mkdir()  # a stand-in, so that the test needs no vLLM and costs no import of it
+    (tmp_path / "vllm").mkdir()  # a placeholder, so that the test does not import vLLM
     (tmp_path / "vllm" / "__init__.py").touch()
     for module, name in (
         ("outputs", "RequestOutput"),

@@ -1,4 +1,4 @@
-"""docs/methods.md is true: its tables are those of the code."""
+"""The tables of docs/methods.md agree with the code."""
 
 from __future__ import annotations
 

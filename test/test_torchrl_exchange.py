@@ -1,4 +1,4 @@
-"""Exchange with TorchRL: a test for each row of docs/coming-from/torchrl.md, which works or is refused with a reason."""
+"""Exchange with TorchRL: each row of docs/coming-from/torchrl.md works, or raises with a reason."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def parts(tokenizer) -> Parts:
 
 
 class Row(NamedTuple):
-    """A row of the table: a check that works, or an error that refuses."""
+    """Row of the table: a check that passes, or an expected error."""
 
     check: Callable[[Parts], None]
     error: type[Exception] | None = None
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {}
 
 
 def works(*names: str) -> Callable:
-    """Register the check of rows that work; one of several names is passed to it."""
+    """Register the check of rows that work; it receives each of several names."""
 
     def register(check: Callable) -> Callable:
         ROWS.update({name: Row(partial(check, name=name) if len(names) > 1 else check) for name in names})
@@ -109,7 +109,7 @@ def works(*names: str) -> Callable:
 
 
 def refused(name: str, error: type[Exception], message: str) -> Callable:
-    """Register the check of a row that is refused with an error."""
+    """Register the check of a row that raises an error."""
 
     def register(check: Callable) -> Callable:
         ROWS[name] = Row(check, error, message)

@@ -1,4 +1,4 @@
-"""The tutorials run, and the loops learn: with shorter warm starts, fewer steps and rewards that are easier to earn."""
+"""The tutorials run and their loops learn, with shorter warm starts, fewer steps and easier rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ README = TUTORIALS.parent / "README.md"
 
 
 def edited(name: str, **changes: str) -> str:
-    """Return a tutorial's source after changes ``(old, new)``, each of which must change something."""
+    """Return a tutorial's source after replacements ``(old, new)``, each of which must match."""
     source = (TUTORIALS / name).read_text()
     for old, new in changes.values():
         assert old in source, old
@@ -22,7 +22,7 @@ def edited(name: str, **changes: str) -> str:
 
 @pytest.fixture
 def run(fork_server, warm_model, tmp_path):
-    """``run(source, task="addition")``: what a script prints; its warm start is the session's."""
+    """``run(source, task="addition")``: output of a script, which uses the session's warm start."""
 
     def run(source: str, task: str = "addition") -> str:
         source, number = re.subn(r"warm_start\(.*?\)", repr(str(warm_model(task))), source)
@@ -48,7 +48,7 @@ def boxes(completions, **columns):
 
 
 def test_the_loop_in_a_page_learns(run):
-    """To put the answer in a box, which the model does in two of five answers."""
+    """It learns to box the answer, which the model does in two of five completions at first."""
     source = edited(
         "rloo_in_a_page.py",
         steps=("== 25", "== 5"),
@@ -92,14 +92,14 @@ def test_preferences_run(run):
             evaluation=("size=256", "size=16"),
         )
     )
-    assert "step 1: loss 0.693, preferred the clean answer" in stdout  # log 2: as the reference
+    assert "step 1: loss 0.693, preferred the clean answer" in stdout  # log 2: equal to the reference
     assert len(re.findall(r"held-out accuracy: 0\.\d+ before, 0\.\d+ after", stdout)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_the_loop_runs_with_vllm(run):
-    """With the lines of the README's section on vLLM in place of the tutorial's policy and collector."""
+    """It runs with the policy and collector of the README's section on vLLM."""
     pytest.importorskip("vllm")
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (lines,) = [block for block in blocks if "VLLMEngine(" in block]

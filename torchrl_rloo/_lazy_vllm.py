@@ -1,7 +1,7 @@
-"""Deferred import of vLLM by TorchRL, which costs 6 s of CPU time.
+"""Deferred import of vLLM in TorchRL, which takes 6 s of CPU time.
 
-``torchrl.envs`` imports TorchRL's ``vLLMWrapper``, and with it vLLM. ``torchrl_rloo`` places one import finder before
-that happens. The finder makes TorchRL import ``vLLMWrapper`` at its first use, then removes itself.
+``torchrl.envs`` imports TorchRL's ``vLLMWrapper``, and with it vLLM. ``torchrl_rloo`` installs an import finder before
+that. The finder makes TorchRL import ``vLLMWrapper`` on first use, then removes itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = "vLLMWrapper"
 
 
 class _Placeholder(ModuleType):
-    """Stand in for TorchRL's ``vllm_wrapper`` while one thread runs the packages that import it."""
+    """Placeholder for TorchRL's ``vllm_wrapper`` while one thread runs the packages that import it."""
 
     def __init__(self) -> None:
         super().__init__(_WRAPPER)
@@ -31,12 +31,12 @@ class _Placeholder(ModuleType):
             if name == _NAME:
                 return None
             raise AttributeError(name)
-        importlib.import_module(_LLM)  # other threads wait here for its import lock
+        importlib.import_module(_LLM)  # other threads wait here for the import lock
         return getattr(importlib.import_module(_WRAPPER), name)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Load ``torchrl.modules.llm`` without vLLM."""
+    """Loader of ``torchrl.modules.llm`` without vLLM."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[_WRAPPER] = _Placeholder()
@@ -51,7 +51,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Give ``torchrl.modules.llm`` the loader above."""
+    """Finder that loads ``torchrl.modules.llm`` with :class:`_Loader`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name != _LLM:
@@ -63,7 +63,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _import_on_first_use(package: ModuleType) -> None:
-    """Replace ``vLLMWrapper`` of a package by a lookup that imports it."""
+    """Replace ``vLLMWrapper`` in a package by a module ``__getattr__`` that imports it."""
     others = vars(package).get("__getattr__")
 
     def lookup(name: str) -> object:

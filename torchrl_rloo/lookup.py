@@ -1,4 +1,4 @@
-"""Names in a configuration: near matches for misspelled ones, objects for dotted paths. Imports nothing heavy."""
+"""Names in a configuration: near matches of misspelled names, and objects at dotted paths, without slow imports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the names close to ``name``, or ``""``.
+    """Return ``" (did you mean 'x'?)"`` with the names close to ``name``, or ``""``.
 
-    >>> did_you_mean("gsm8", ["gsm8k", "math"])
-    " (did you mean 'gsm8k'?)"
+    Example:
+        >>> did_you_mean("gsm8", ["gsm8k", "math"])
+        " (did you mean 'gsm8k'?)"
     """
     names = list(names)
     spelled = {known.lower(): known for known in names}
@@ -25,15 +26,22 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def import_object(path: str, what: str) -> Any:
-    """Return what a dotted path names.
+    """Import the object at a dotted path.
 
     Args:
         path: ``"package.module.name"``.
         what: kind of object, for messages (``"reward"``).
 
+    Returns:
+        The object.
+
     Raises:
-        ValueError: if there is no such module, or nothing of that name in it.
-        Exception: whatever the module raises on import.
+        ValueError: if the path has no dot, the module does not exist, or it has no such name.
+        Exception: if the module raises on import.
+
+    Example:
+        >>> import_object("math.pi", "constant")
+        3.141592653589793
     """
     module, _, name = path.rpartition(".")
     if not module:
@@ -42,7 +50,7 @@ def import_object(path: str, what: str) -> Any:
         found = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
+            raise  # the module exists, but one of its imports does not
         raise ValueError(f"{what} {path!r}: there is no module {error.name!r}") from error
     if not hasattr(found, name):
         raise ValueError(f"{what} {path!r}: module {module!r} has no {name!r}{did_you_mean(name, dir(found))}")
@@ -50,14 +58,14 @@ def import_object(path: str, what: str) -> Any:
 
 
 def check_path(what: str, name: str | os.PathLike) -> None:
-    """Refuse a path to a missing file or directory; a name that may be a hub id passes.
+    """Raise if a path has no file or directory; a name that may be a hub id passes.
 
     Args:
-        what: setting or argument, for messages.
+        what: name of the setting or argument, for messages.
         name: path or hub id.
 
     Raises:
-        FileNotFoundError: if the name can only be a path, and nothing is there.
+        FileNotFoundError: if the name cannot be a hub id, and the path does not exist.
 
     Example:
         >>> check_path("source", "openai/gsm8k")

@@ -1,4 +1,4 @@
-"""A headless browser for tests that look at pages."""
+"""Headless browser for tests of HTML pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-PATIENCE = 120.0  # seconds; for machines that do much else
+PATIENCE = 120.0  # seconds, ample for a busy machine
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell")
 WATCH = """
 window.violations = [];
@@ -25,7 +25,7 @@ addEventListener("securitypolicyviolation", (event) => violations.push(event.vio
 
 
 class Browser:
-    """A page in a headless browser, driven over the DevTools protocol."""
+    """Page in a headless browser, driven over the DevTools protocol."""
 
     def __init__(self, program: str, profile: Path):
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
@@ -67,7 +67,7 @@ class Browser:
             self.events.append(message)
 
     def open(self, page: Path, address: str = "", *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Loads a page afresh."""
+        """Load a page from scratch."""
         self.events.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])
@@ -77,13 +77,13 @@ class Browser:
         self.wait("location.protocol === 'file:' && document.querySelector('#transcript .token')")
 
     def js(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until a condition holds in the page."""
+        """Wait until a condition holds in the page."""
         deadline = time.monotonic() + PATIENCE
         while not self.js(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"{condition} did not come true"
@@ -112,7 +112,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self("Page.captureScreenshot")["data"]))
 
     def complaints(self) -> list[Any]:
-        """What went wrong since the page was opened: exceptions, console, violations, requests."""
+        """Return errors since the page was opened: exceptions, console messages, violations, requests."""
         bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [event for event in self.events if event["method"] in bad]
         requests = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
@@ -131,7 +131,7 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """The browser that CHROME names, or the first of BROWSERS that is installed."""
+    """Browser that CHROME names, or the first of BROWSERS that is installed."""
     program = os.environ.get("CHROME") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and CHROME names none")

@@ -12,7 +12,7 @@ from torchrl_rloo.diagnostics.report import write_report
 
 @pytest.fixture
 def margins() -> torch.Tensor:
-    """Of a model that is three times too sure."""
+    """Margins of a model whose scores are three times too large."""
     g = torch.Generator().manual_seed(0)
     logits = 1.5 * torch.randn(3000, generator=g)
     return torch.where(torch.rand(3000, generator=g) < logits.sigmoid(), logits, -logits) * 3

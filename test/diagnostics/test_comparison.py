@@ -19,7 +19,7 @@ SETTINGS = EvaluationSettings(("right", "short"), num_samples=4, ks=(4,), genera
 
 
 def evaluated(skill: float, seed: int = 0, prompts: int = 40, **changes) -> EvaluationResult:
-    """What a policy with that chance of a right answer might have got."""
+    """Return an evaluation of a policy with the given probability of a correct answer."""
     rng, samples = random.Random(seed), []
     for prompt in range(prompts):
         for sample in (None, 0, 1, 2, 3):
@@ -40,7 +40,7 @@ def test_each_metric_is_tested_prompt_by_prompt():
     assert greedy.test.p_value == mcnemar_test(len(greedy.gained), len(greedy.lost)) < 0.01
     assert greedy.test.difference == pytest.approx(greedy.second.mean - greedy.first.mean)
     assert found.metrics["short/avg@4"].test.low < 0 < found.metrics["short/avg@4"].test.high
-    assert found.metrics["sampled"].test.low > 0.2  # four samples a prompt say more than one
+    assert found.metrics["sampled"].test.low > 0.2  # four samples per prompt give a narrower interval than one
     back = compare(second, first).metrics["greedy"]
     assert (back.gained, back.lost) == (greedy.lost, greedy.gained) and back.test.p_value == greedy.test.p_value
 
@@ -62,7 +62,7 @@ def test_table_and_flipped_prompts_read_well():
     assert flipped[0]["change"] == 1.0 and flipped[-1]["change"] == -1.0
     assert flipped[0]["first"].endswith("None 0.0") and flipped[0]["second"].endswith("None 1.0")
     assert found.flipped("sampled")[0]["second"].split()[1] == "0"
-    with pytest.raises(KeyError, match="metric='speed' is not one of"):
+    with pytest.raises(KeyError, match="metric='speed' must be one of"):
         found.flipped("speed")
     assert json.loads(json.dumps(found.to_dict()))["metrics"]["greedy"]["p_value"] == greedy.test.p_value
 
@@ -71,20 +71,20 @@ def test_saved_results_can_be_compared(tmp_path):
     first, second = evaluated(0.3), evaluated(0.8, seed=1)
     loaded = [EvaluationResult.load(r.save(tmp_path / str(i))) for i, r in enumerate((first, second))]
     assert compare(*loaded).table() == compare(first, second).table()
-    stops = {"generate_kwargs": {"stop_token_ids": (1, 2)}}  # a tuple, which a file gives back as a list
+    stops = {"generate_kwargs": {"stop_token_ids": (1, 2)}}  # a tuple, which a file returns as a list
     first = evaluated(0.3, **stops)
     assert not compare(EvaluationResult.load(first.save(tmp_path / "again")), evaluated(0.3, **stops)).differing
 
 
 def test_means_of_three_samples_that_are_equally_far_apart_tie():
-    """Thirds in float32 break ties of sign patterns: p-values came out too small."""
+    """Thirds in float32 would break ties of sign patterns and make p-values too small."""
 
     def thirds(*right: int) -> EvaluationResult:
         scores = [(i, k, {"right": float(k < n)}) for i, n in enumerate(right) for k in range(3)]
         samples = [EvaluatedSample(i, k, f"prompt {i}", "", scores) for i, k, scores in scores]
         return EvaluationResult(samples, EvaluationSettings(("right",), num_samples=3, greedy=False))
 
-    prompts = itertools.product(range(3), repeat=2)  # what a prompt's samples got in the two evaluations
+    prompts = itertools.product(range(3), repeat=2)  # scores of a prompt's samples in the two evaluations
     for pairs in itertools.combinations_with_replacement(prompts, 3):  # the order of prompts does not matter
         first, second = zip(*pairs, strict=True)
         found = compare(thirds(*first), thirds(*second)).metrics["sampled"].test
@@ -96,10 +96,10 @@ def test_means_of_three_samples_that_are_equally_far_apart_tie():
 
 def test_other_prompts_are_refused():
     first = evaluated(0.5)
-    with pytest.raises(ValueError, match="40 and 39 prompts; 1 are in one alone, prompt 39 first"):
+    with pytest.raises(ValueError, match="40 and 39 prompts, and only one has 1 of them, e.g. prompt_id=39"):
         compare(first, evaluated(0.5, prompts=39))
     other = EvaluationResult([replace(s, prompt=s.prompt + "!" * (s.prompt_id == 7)) for s in first.samples], SETTINGS)
-    with pytest.raises(ValueError, match="prompt 7 is 'prompt 7' in the first evaluation and 'prompt 7!'"):
+    with pytest.raises(ValueError, match="prompt_id=7 is 'prompt 7' in the first evaluation and 'prompt 7!'"):
         compare(first, other)
 
 
@@ -110,7 +110,7 @@ def test_other_settings_are_refused_unless_asked_for():
     found = compare(first, hot, same_settings=False)
     assert "note: generate_kwargs differs" in found.table().splitlines()[-1]
     more = evaluated(0.6, seed=1, ks=(2, 4))
-    assert set(compare(first, more).metrics) == set(first.values)  # only what both have
+    assert set(compare(first, more).metrics) == set(first.values)  # only shared metrics
 
 
 def test_figure_shows_what_is_asked_for(tmp_path):

@@ -1,4 +1,4 @@
-"""Evaluation: own scorers, own random numbers, every prompt as often as asked, in any environment."""
+"""Evaluation: separate scorers and random numbers, N samples of every prompt, any environment."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def make(scorers, size=7, rows=None, **kwargs):
 
 
 def first_id(prompts, completions, completion_ids, **columns):
-    """Tells random completions apart."""
+    """Score a completion by its first id, to distinguish random completions."""
     return [float(ids[0]) for ids in completion_ids]
 
 
 def odd(prompts, completions, completion_ids, **columns):
-    """Right about half of the time."""
+    """Score 1 for about half of the completions."""
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
@@ -66,7 +66,7 @@ def test_abstentions_count_as_wrong():
     _, evaluate = make(scorer)
     metrics, table = evaluate()
     assert abs(metrics["eval/greedy"] - 6 / 7) < 1e-6 and metrics["eval/failed"] == 0
-    assert table[0]["reward"] != table[0]["reward"]  # NaN: it has none
+    assert table[0]["reward"] != table[0]["reward"]  # NaN: it has no return
 
 
 def test_touches_no_random_stream_and_repeats_itself():
@@ -145,7 +145,7 @@ def test_tasks_of_a_mixture_have_metrics_of_their_own():
 
 
 def test_any_environment(prompts, bpe, random_model):
-    """Conversations of several turns, in an order of the environment's own, judged by what it gives and by a scorer."""
+    """Scores of an environment with several turns and another row order: its return and a scorer."""
     policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 64, "seed": 0})
 
     def feedback(conversation, row):
@@ -171,7 +171,7 @@ def test_any_environment(prompts, bpe, random_model):
     assert [s.completion for s in again.samples] == [s.completion for s in result.samples]
 
     wrong = Evaluation(policy, prompts, odd, make_env=lambda part: DatasetChatEnv(part, bpe, prompts_per_batch=2))
-    with pytest.raises(ValueError, match="gave 2 rows of 2 prompts for a part of 4"):
+    with pytest.raises(ValueError, match="with 2 rows of 2 prompts, but the part has 4 prompts"):
         wrong()
 
 
@@ -282,7 +282,7 @@ def test_a_parquet_table_is_one_of_plain_columns(tmp_path):
 
 
 def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no evaluation.json"):
+    with pytest.raises(FileNotFoundError, match="has no evaluation.json"):
         EvaluationResult.load(tmp_path)
     _, evaluate = make(odd, size=2)
     with pytest.raises(ValueError, match="format='csv' must be one of"):
@@ -295,11 +295,17 @@ def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"num_samples": -1}, "num_samples=-1 must be at least 0"),
         ({"num_samples": 0, "greedy": False}, "num_samples=0 must be at least 1"),
-        ({"num_samples": 4, "ks": (1, 8)}, r"\[8\] are not between 1 and num_samples=4"),
-        ({"num_samples": 2, "generate_kwargs": {"temperature": 0}}, "temperature=0 gives num_samples=2 times the same"),
-        ({"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}}, "env_kwargs are of the environment"),
+        ({"num_samples": 4, "ks": (1, 8)}, r"must be between 1 and num_samples=4, got \[8\]"),
+        (
+            {"num_samples": 2, "generate_kwargs": {"temperature": 0}},
+            "temperature=0 cannot be combined with num_samples=2",
+        ),
+        (
+            {"make_env": lambda part: None, "env_kwargs": {"max_tokens": 3}},
+            "env_kwargs cannot be combined with make_env",
+        ),
         ({"scorers": {}}, "scorers is empty"),
-        ({"scorers": {"a/b": odd}}, r"names of scorers \['a/b'\]"),
+        ({"scorers": {"a/b": odd}}, r"scorer names \['a/b'\] clash"),
         ({"scorers": "numeric_matchh"}, "did you mean 'numeric_match'"),
         (
             {"scorers": {"a": odd, "b": "boxed_accuracy"}, "rows": [{"prompt": "Hi", "gold": "1"}]},

@@ -1,4 +1,4 @@
-"""Metrics of rows, against plain loops and against what TRL recorded."""
+"""Metrics of rows, against plain loops and values recorded by TRL."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torchrl_rloo.diagnostics import DEFINITIONS, completion_metrics
 
 CASES = json.loads((Path(__file__).parents[1] / "conformance" / "trl_cases.json").read_text())["cases"]
 ADVANTAGE_CASES = [case for case in CASES if case["kind"] == "advantage"]
-# TRL takes this after the KL penalty, which hides groups that teach nothing; ours comes before it
+# TRL computes this after the KL penalty, which hides groups without signal; ours is before it
 DIFFERENT = {"frac_reward_zero_std"}
 
 
 def rows_of(inputs: dict):
-    """The rows that a recorded case describes; prompts of two tokens."""
+    """Build the rows of a recorded case, with prompts of two tokens."""
     scores = torch.tensor([[math.nan if r is None else r for r in f] for f in inputs["rewards_per_function"]]).T
     n, size = len(scores), inputs["num_generations"]
     lengths = inputs.get("completion_lengths", [3] * n)
@@ -67,7 +67,7 @@ def test_dead_groups_are_counted_before_kl_and_whatever_the_order():
 
 
 def test_entropy_is_of_all_rows_whatever_their_rewards():
-    """The loss may be given the rows with a signal alone; the sampler's estimate is of every action token."""
+    """The sampler's estimate covers every action token, even if the loss reads only rows with a signal."""
     rows = {"rewards_per_function": [[1.0, 1.0]], "num_generations": 2, "completion_lengths": [2, 1]}
     rows["old"] = [[-0.5, -1.5], [-4.0]]
     assert completion_metrics(rows_of(rows), ["f"], [1.0])["entropy"] == pytest.approx((0.5 + 1.5 + 4.0) / 3)

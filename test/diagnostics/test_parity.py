@@ -1,4 +1,4 @@
-"""The gap between sampler and trainer on real rows of real models, and what is advised."""
+"""Gap between sampler and trainer on real rows of real models, and the advice."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NAMES = {"parity/mean", "parity/max", "parity/k3", "parity/ess", "parity/outside
 
 @pytest.fixture(scope="module")
 def sharp(make_model, tokenizer):
-    """A model with preferences: its temperature matters."""
+    """Model with a peaked distribution, so that temperature matters."""
     return make_model(tokenizer, scale=4.0)
 
 
 @pytest.fixture(scope="module")
 def stale(sharp):
-    """The same, some optimizer steps before."""
+    """Same model some optimizer steps earlier."""
     other = copy.deepcopy(sharp)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def wrappers(tokenizer):
 
 @pytest.fixture
 def rows(wrappers, sharp, stale, prompt_rows) -> TensorDictBase:
-    """Sampled by the stale weights and scored with the new ones."""
+    """Rows sampled with the stale weights and scored with the new ones."""
     policy, scorer = wrappers(stale, sharp, {"max_new_tokens": 6, "seed": 0})
     return record_log_probs(scorer, policy(prompt_rows(*PROMPTS)))
 
@@ -112,7 +112,7 @@ def test_equal_weights_pass(settings, wrappers, sharp, prompt_rows):
     stream = policy.sampler_state()["generator"]
     gap, steps = ParityProbe(policy, scorer, prompts, max_new_tokens=8, sampler_dtype=F32, trainer_dtype=F32)()
     assert gap.max < 2e-5 and gap.row_ess > 1 - 1e-6 and 3 <= gap.tokens <= 24 and steps == []
-    assert torch.equal(policy.sampler_state()["generator"], stream)  # the run's own stream is where it was
+    assert torch.equal(policy.sampler_state()["generator"], stream)  # the run's random stream is unchanged
     assert set(prompts.keys(True, True)) == {keys.PROMPT_TOKENS}
 
 
@@ -154,7 +154,7 @@ def test_the_turns_of_one_prompt_differ(wrappers, sharp, prompt_rows):
 
 
 class PlainLogProbs:
-    """A sampler that reports the log-probs of the plain softmax, whatever it samples from."""
+    """Sampler that reports log-probs of the plain softmax, whatever distribution it samples from."""
 
     def __init__(self, policy: TransformersWrapper):
         self.policy, self.plain = policy, policy.get_new_version(generate=False, generate_kwargs={})
@@ -206,15 +206,35 @@ def gap_of(mean: float, largest: float, outside=0.0, row_ess=1.0, surprisal=1.0,
         (gap_of(1e-5, 5e-5), (None, None), []),
         (gap_of(1e-5, 5e-3), ("float32", "float32"), ["push", "temperature"]),
         (gap_of(1e-3, 5e-3), ("float32", "float32"), ["push", "temperature"]),
-        (gap_of(0.08, 0.33), ("bfloat16", "bfloat16"), ["bfloat16", "both ends", "head_dtype", "BATCH_INVARIANT"]),
-        (gap_of(0.02, 0.1), ("float32", "bfloat16"), ["bfloat16", "both ends"]),
-        (gap_of(0.02, 0.1), (None, None), ["bfloat16", "both ends", "head_dtype", "BATCH_INVARIANT"]),
-        (gap_of(0.02, 0.1, outside=0.1), ("float32", "bfloat16"), ["bfloat16", "both ends", "10.0%"]),
-        (gap_of(0.02, 0.1, row_ess=0.42), ("float32", "bfloat16"), ["bfloat16", "both ends", "42%"]),
-        (gap_of(0.3, 0.9, outside=0.9), ("bfloat16", "bfloat16"), ["push", "temperature", "float32 at both ends"]),
-        (gap_of(0.02, 0.4, surprisal=0.1), (None, None), ["push", "temperature", "float32 at both ends"]),
+        (
+            gap_of(0.08, 0.33),
+            ("bfloat16", "bfloat16"),
+            ["bfloat16", "float32 in sampler and trainer", "head_dtype", "BATCH_INVARIANT"],
+        ),
+        (gap_of(0.02, 0.1), ("float32", "bfloat16"), ["bfloat16", "float32 in sampler and trainer"]),
+        (
+            gap_of(0.02, 0.1),
+            (None, None),
+            ["bfloat16", "float32 in sampler and trainer", "head_dtype", "BATCH_INVARIANT"],
+        ),
+        (
+            gap_of(0.02, 0.1, outside=0.1),
+            ("float32", "bfloat16"),
+            ["bfloat16", "float32 in sampler and trainer", "10.0%"],
+        ),
+        (
+            gap_of(0.02, 0.1, row_ess=0.42),
+            ("float32", "bfloat16"),
+            ["bfloat16", "float32 in sampler and trainer", "42%"],
+        ),
+        (
+            gap_of(0.3, 0.9, outside=0.9),
+            ("bfloat16", "bfloat16"),
+            ["push", "temperature", "float32 in sampler and trainer"],
+        ),
+        (gap_of(0.02, 0.4, surprisal=0.1), (None, None), ["push", "temperature", "float32 in sampler and trainer"]),
         (gap_of(1e-5, 5e-5, surprisal=0.0), (None, None), []),
-        (gap_of(0.05, 11.0), ("bfloat16", "bfloat16"), ["push", "temperature", "float32 at both ends"]),
+        (gap_of(0.05, 11.0), ("bfloat16", "bfloat16"), ["push", "temperature", "float32 in sampler and trainer"]),
         (gap_of(math.nan, math.nan), ("float32", "float32"), ["NaN"]),
         (gap_of(math.inf, math.inf), ("bfloat16", "bfloat16"), ["infinite"]),
         (gap_of(math.nan, math.nan, tokens=0), ("float32", "float32"), ["no action token"]),

@@ -1,4 +1,4 @@
-"""The plan of a run: its arithmetic, and what it refuses."""
+"""Plan of a run: its arithmetic and its errors."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_arithmetic():
     ("change", "message"),
     [
         (dict(steps=0), "steps=0 must be at least 1"),
-        (dict(minibatches=5), "6 prompts x 4 completions = 24 rows a step, which minibatches=5 does not divide"),
+        (dict(minibatches=5), "minibatches=5 must divide the rows per step, 6 prompts x 4 completions = 24"),
         (dict(num_generations=0), "num_generations=0 must be at least 1"),
         (dict(micro_batch_size=0), "micro_batch_size=0 must be null or at least 1"),
-        (dict(train_prompts=5), "the training set has 5 prompts, fewer than the 6 of a step"),
-        (dict(max_turns=3), "20 tokens and the policy may add 48: 68 in all, more than the model's context of 64"),
+        (dict(train_prompts=5), "prompts_per_step=6 exceeds the 5 training prompts"),
+        (dict(max_turns=3), "20 tokens and the policy may add 48; the sum of 68 exceeds the model's context of 64"),
     ],
 )
 def test_refusals(change, message):

@@ -1,4 +1,4 @@
-"""Curves and the report page."""
+"""Training curves and the report page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _history(steps: int = 30) -> list[dict[str, float]]:
 
 
 class _Page(HTMLParser):
-    """Collects what a browser would see."""
+    """Parser that collects tags, links and text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def test_panels_are_those_that_the_history_has(tmp_path: Path) -> None:
     wide = imread(plot_curves(_history(), tmp_path / "new" / "three.png"))
     narrow = imread(plot_curves(_history(), tmp_path / "one.png", panels=[["reward", "eval/*"]]))
     assert wide.shape[1] == 3 * narrow.shape[1] and wide.shape[0] == narrow.shape[0]
-    assert wide[..., :3].std() > 0.05  # not a blank sheet
+    assert wide[..., :3].std() > 0.05  # not blank
 
 
 def test_other_metrics_are_drawn_when_there_are_no_usual_ones(tmp_path: Path) -> None:
@@ -61,12 +61,12 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     for history in ([], [{"step": 1}], [{"step": 1, "reward": math.nan}]):
         with pytest.raises(ValueError, match="history has no metric"):
             plot_curves(history, tmp_path / "curves.png")
-    with pytest.raises(ValueError, match=r"panels asks for \['loss'\].*'reward'"):
+    with pytest.raises(ValueError, match=r"panels requires \['loss'\].*'reward'"):
         plot_curves(_history(), tmp_path / "curves.png", panels=[["reward"], ["loss"]])
 
 
 def test_plotting_needs_no_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
     fresh = runpy.run_path(report.__file__)
     assert fresh["plot_curves"](_history(), tmp_path / "a.png").is_file()
 

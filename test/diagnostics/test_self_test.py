@@ -22,7 +22,7 @@ TOKENIZER = build_tokenizer()
 
 
 def untied(seed: int) -> nn.Module:
-    """With a head of its own, equal to the embedding: what a tied head looks like once its copy is stale."""
+    """Give a model an untied head equal to the embedding, as a stale copy of a tied head."""
     model = build_model(TOKENIZER, seed)
     model.config.tie_word_embeddings = False
     model.lm_head = nn.Linear(64, len(TOKENIZER), bias=False)
@@ -31,7 +31,7 @@ def untied(seed: int) -> nn.Module:
 
 
 class Copy(WeightUpdater):
-    """Copies the tensors it is told of into an engine's model."""
+    """Updater that copies given tensors into an engine's model."""
 
     def __init__(self, source: nn.Module, engine: TransformersEngine, sends: Callable[[str], bool] = lambda name: True):
         self.source, self.target, self.sends, self.engine = source, engine.model, sends, engine
@@ -54,7 +54,7 @@ def copies(dtype: torch.dtype | None = None) -> tuple[nn.Module, TransformersEng
 
 def test_a_working_updater_passes_and_everything_is_as_before():
     model = untied(0).train()
-    engine = TransformersEngine(untied(3).eval())  # of another run: the first push is what brings the weights
+    engine = TransformersEngine(untied(3).eval())  # weights of another run, until the first push
     model.model.norm.requires_grad_(False)
     model.model.norm.eval()
     ids = torch.arange(12)[None]
@@ -89,14 +89,14 @@ def test_the_order_of_pushes_is_present_changed_present():
     self_test(Watching(model, engine), model, TOKENIZER, engine)
     present, changed, again = seen
     assert all(torch.equal(p, q) for p, q in zip(present, again, strict=True))
-    assert not any(torch.equal(p, q) for p, q in zip(present, changed, strict=True))  # zero biases too
+    assert not any(torch.equal(p, q) for p, q in zip(present, changed, strict=True))  # including zero biases
 
 
 @pytest.mark.parametrize("name", [n for n, _ in build_model(TOKENIZER, 0).named_parameters()])
 def test_one_tensor_that_is_not_sent_is_noticed(name: str):
     model, engine = copies()
     kept = {name, "lm_head.weight"} if "embed" in name else {name}
-    with pytest.raises(WeightSyncError, match="changed weights did not arrive, though the push said so"):
+    with pytest.raises(WeightSyncError, match="changed weights did not arrive, although the push succeeded"):
         self_test(Copy(model, engine, lambda n: n not in kept), model, TOKENIZER, engine)
 
 
@@ -124,7 +124,7 @@ def test_two_tensors_that_change_places_are_noticed():
                 attention.k_proj.weight.data,
             )
 
-    with pytest.raises(WeightSyncError, match="differ with the present weights"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights"):
         self_test(Swapping(model, engine), model, TOKENIZER, engine)
 
 
@@ -137,7 +137,7 @@ def test_weights_that_do_not_come_back_are_noticed():
                 self.sends = lambda name: "layers.1" not in name
             super().push_weights(version)
 
-    with pytest.raises(WeightSyncError, match="present weights did not come back"):
+    with pytest.raises(WeightSyncError, match="current weights did not return"):
         self_test(Twice(model, engine), model, TOKENIZER, engine)
 
 
@@ -166,7 +166,7 @@ def test_a_push_that_fails_leaves_the_model_as_it_was(number: int):
                 raise EngineError("the line is dead")
             super().push_weights(version)
 
-    what = ["the present weights", "changed weights", "the present weights again"][number]
+    what = ["the current weights", "changed weights", "the current weights again"][number]
     with pytest.raises(WeightSyncError, match=f"pushing {what} failed: EngineError: the line is dead"):
         self_test(Failing(model, engine), model, TOKENIZER, engine)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
@@ -177,7 +177,7 @@ def test_an_engine_in_half_precision_passes_by_its_own_gap():
     model, engine = copies(torch.bfloat16)
     found = self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, engine)
     assert 1e-3 < found.gap_before < 0.2 and found.movement > 1
-    with pytest.raises(WeightSyncError, match="differ with the present weights"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights"):
         self_test(InProcessWeightUpdater(model, engine.model), model, TOKENIZER, engine, tolerance=1e-3)
     with pytest.raises(WeightSyncError, match="the changed weights did not arrive"):
         self_test(Copy(model, engine, lambda name: False), model, TOKENIZER, engine)
@@ -223,7 +223,7 @@ def test_vllm_passes(engine: Engine):
 def test_vllm_with_a_stale_prefix_cache_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     model = build_model(TOKENIZER, 1)
     monkeypatch.setattr(engine, "_reset_cache", lambda: None)
-    with pytest.raises(WeightSyncError, match="differ with the present weights|did not arrive"):
+    with pytest.raises(WeightSyncError, match="differ with the current weights|did not arrive"):
         self_test(EngineUpdater(model, engine), model, TOKENIZER, engine)
     monkeypatch.undo()
     engine._reset_cache()
@@ -231,7 +231,7 @@ def test_vllm_with_a_stale_prefix_cache_is_noticed(engine: Engine, monkeypatch: 
 
 
 def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
-    """The manifest is complete, but one tensor always comes with its first values."""
+    """A tensor that always arrives with its first values fails the test, although the manifest is complete."""
     model = build_model(TOKENIZER, 1)
     name = "model.layers.0.mlp.down_proj.weight"
     first = model.get_parameter(name).detach().clone()
@@ -239,7 +239,7 @@ def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
     def convert(found: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(found, first if found == name and not tensor.is_meta else tensor)]
 
-    with pytest.raises(WeightSyncError, match="a part of the changed weights did not arrive"):
+    with pytest.raises(WeightSyncError, match="part of the changed weights did not arrive"):
         self_test(EngineUpdater(WeightSource(model, convert=convert), engine), model, TOKENIZER, engine)
 
 
@@ -250,7 +250,7 @@ def test_vllm_with_an_adapter(engine: Engine, case: str):
 
     EngineUpdater(build_model(TOKENIZER, 0), engine).push_weights(engine.version)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are 0
+    model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are zeros
     before = copy.deepcopy(model)
     if case == "frozen copy":
         model.requires_grad_(False)

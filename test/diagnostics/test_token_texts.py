@@ -1,4 +1,4 @@
-"""The text of each token: joined it is the decoded text, whatever the tokenizer and whatever the ids."""
+"""Token texts join to the decoded text, for any tokenizer and ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = ["the answer is one", "don't answer the other", "\u00e9t\u00e9, na\u00ef
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """As Llama 2's: pieces begin with a space, unknown characters are bytes, the text's first space goes."""
+    """Build a tokenizer like Llama 2's: leading spaces, bytes for unknown characters, first space stripped."""
     core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -26,7 +26,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT's: decoding puts spaces between words and takes some away before punctuation."""
+    """Build a tokenizer like BERT's: decoding adds spaces between words and removes some before punctuation."""
     core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
@@ -73,7 +73,7 @@ def test_bytes_wait_for_the_one_that_makes_them_a_character():
         "\U0001f600",
         "!",
     ]
-    first = tokenizer.convert_tokens_to_ids("\u00f0")  # how byte-level pieces write the byte 0xf0
+    first = tokenizer.convert_tokens_to_ids("\u00f0")  # byte-level spelling of the byte 0xf0
     assert texts.own_text(first) is None and texts.own_bytes(first) == b"\xf0"
     assert texts([first, tokenizer.convert_tokens_to_ids("A")]) == ["\ufffd", "A"]
 

@@ -1,4 +1,4 @@
-"""The page of transcripts: what it holds, that it holds all of it, and nothing that could get out."""
+"""Page of transcripts: complete content, without requests or active markup."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASKED = [{"role": "tool", "content": "Error: <b>no</b>", "name": "calculator", "
 
 
 class Page(HTMLParser):
-    """The page's scripts, styles and policy, as a browser would tell them apart."""
+    """Scripts, styles and content security policy of the page, parsed as in a browser."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -67,7 +67,7 @@ def unpack(text: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def collect(turns: int = 2) -> tuple[TensorDict, Any]:
-    """Rows of a random model, which a tool answers with an error."""
+    """Collect rows of a random model, to which a tool responds with an error."""
     tokenizer = build_tokenizer()
     env = DatasetChatEnv(
         load_prompts(addition_prompts("test", size=4)),
@@ -163,7 +163,7 @@ def test_samples_that_the_template_rewrote_are_parts(tmp_path):
     begun = TensorDict({keys.PROMPT_TOKENS: row[keys.TOKENS][:n], keys.ACTION_MASK: row[keys.ACTION_MASK][:n]})
     begun.set(keys.LOG_PROBS, row[keys.LOG_PROBS][:n])
     stash_segment(begun)
-    for _ in range(2):  # where the policy said nothing
+    for _ in range(2):  # positions without action tokens
         begun.set(keys.ACTION_MASK, torch.zeros(n, dtype=torch.bool))
         stash_segment(begun)
     row.set(keys.PREVIOUS_SEGMENTS, begun[keys.PREVIOUS_SEGMENTS]).set(
@@ -242,12 +242,12 @@ def test_an_evaluation_is_one_call(tmp_path):
 
 
 def pieces(text: str) -> tuple[list[str], list[bool]]:
-    """A text as characters, with special tokens between < and > as one token each."""
+    """Split a text into characters and special tokens between < and >."""
     texts = re.findall(r"<[^<>]*>|.", text, re.DOTALL)
     return texts, [len(t) > 1 for t in texts]
 
 
-TEMPLATES = {  # how a turn begins and ends
+TEMPLATES = {  # opening and end of a turn
     "chatml": ("<start>{role}\n", "<end>\n"),
     "llama": ("<head>{role}</head>\n\n", "<eot>"),
     "gemma": ("<turn>{role}\n", "<end>\n"),
@@ -260,7 +260,7 @@ def test_blocks_begin_where_messages_do(template):
     query = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "  hello there "}]
     completion = [
         {"role": "assistant", "content": "call"},
-        {"role": "tool", "content": "be kind", "name": "echo"},  # as another message says
+        {"role": "tool", "content": "be kind", "name": "echo"},  # repeated in another message
         {"role": "tool", "content": "Error: no"},
         {"role": "assistant", "content": "bye"},
     ]

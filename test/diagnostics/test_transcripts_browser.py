@@ -1,4 +1,4 @@
-"""The page of transcripts in a real browser: what is seen, clicked and typed, and that completions stay text."""
+"""Page of transcripts in a real browser: display, clicks and keys, and completions as inert text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTACKS = [
 
 
 def conversation(tokenizer, asked: str, turns: list[tuple[str, str | None]], place: int, group: int, reward: float):
-    """A finished row: each turn is what the policy said and what a tool answered, with made-up numbers."""
+    """Build a finished row from turns of policy text and tool result, with synthetic numbers."""
     query = [{"role": "user", "content": asked}]
     ids, mask, completion = encode_prompt(tokenizer, query), [], []
     mask += [False] * len(ids)
@@ -92,7 +92,7 @@ def test_tells_of_a_token_under_the_pointer_and_in_focus(browser, page):
     browser.mouse("#transcript .token.action", "mouseMoved")
     browser.wait("!document.getElementById('tip').hidden")
     text = browser.js("document.getElementById('tip').textContent")
-    for fact in ("sampled by the policy", "advantage\u22120.1", "policy version7", "log-ratio to it+0.5"):
+    for fact in ("sampled by the policy", "advantage\u22120.1", "policy version7", "log-ratio to reference+0.5"):
         assert fact in text
     place, tokens = browser.js("rows[4].parts[0].mask[1][0]"), browser.js("rows[4].tokens")
     facts = dict(browser.js(f"tokenFacts(rows[4], rows[4].parts[0], {place})"))
@@ -173,30 +173,30 @@ def test_group_side_by_side(browser, page):
     assert browser.complaints() == []
 
 
-def test_colours(browser, page):
+def test_colors(browser, page):
     browser.open(page, "#row=0")
     backgrounds = "new Set([...document.querySelectorAll('.{}')].map((t) => getComputedStyle(t).backgroundColor)).size"
     assert browser.js(backgrounds.format("token:not(.special)")) >= 3
-    browser.js("colour.value = 'mask', colour.dispatchEvent(new Event('change'))")
+    browser.js("color.value = 'mask', color.dispatchEvent(new Event('change'))")
     assert browser.js(backgrounds.format("token:not(.special)")) == 2  # sampled or not
     assert browser.complaints() == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_can_be_read_in_both_schemes(browser, page, dark):
-    """Contrast of text on its ground of at least 4.5, for tokens of every shade."""
+    """Text has a contrast of at least 4.5 on its background, for tokens of every shade."""
     browser.open(page, "#row=0", dark=dark)
     worst = browser.js(CONTRAST)
     assert worst > 4.5
-    browser.js("colour.value = 'advantage', colour.dispatchEvent(new Event('change'))")
+    browser.js("color.value = 'advantage', color.dispatchEvent(new Event('change'))")
     assert browser.js(CONTRAST) > 4.5
 
 
 CONTRAST = """(() => {
   const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  const paint = (...colours) => {
-    for (const colour of colours) (context.fillStyle = colour), context.fillRect(0, 0, 1, 1);
+  const paint = (...colors) => {
+    for (const color of colors) (context.fillStyle = color), context.fillRect(0, 0, 1, 1);
     return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3).map((c) => {
       const s = c / 255;
       return s <= 0.04045 ? s / 12.92 : ((s + 0.055) / 1.055) ** 2.4;
@@ -273,7 +273,7 @@ def test_completions_stay_text(browser, tmp_path):
 
 
 def test_the_page_itself_would_be_stopped(browser, page):
-    """The policy that guards the page works: markup and code cannot be added even by the page's own script."""
+    """The content security policy stops the page's own script from adding markup and code."""
     browser.open(page)
     assert (
         browser.js("(() => { try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; } })()")

@@ -1,4 +1,4 @@
-"""A wrapper made before its model changed scores and samples with the model's present head."""
+"""A wrapper uses the current head of its model, also after the head changed."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def test_packing_is_refused_once_the_head_is_no_longer_found(tokenizer, rows) ->
     model = build_model(tokenizer, seed=0).eval()
     scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False, packing="packed")
     get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], use_dora=True))
-    with pytest.raises(NotImplementedError, match="packing='packed' needs a model whose output head is found"):
+    with pytest.raises(NotImplementedError, match="packing='packed' requires a model whose output head"):
         scorer.score(rows)

@@ -29,7 +29,7 @@ def rows() -> TensorDictBase:
 
 @pytest.fixture
 def load(tokenizer, tmp_path) -> Callable[..., PreTrainedModel]:
-    """The same small model from disk, with settings of ``load_model``."""
+    """Loader of a small saved model with settings of ``load_model``."""
     build_model(tokenizer, seed=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     return lambda **settings: load_model(tmp_path, **settings)[0]

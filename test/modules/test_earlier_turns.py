@@ -1,4 +1,4 @@
-"""Masks and log-probs of earlier turns: kept where they fit the ids, refused where they do not."""
+"""Masks and log-probs of earlier turns: kept if they fit the ids, else an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def policy(model, tokenizer) -> TransformersWrapper:
 
 @pytest.fixture
 def second_turn(policy, prompt_rows) -> TensorDictBase:
-    """A row after its first turn, with feedback ids appended to everything."""
+    """Row after its first turn, with feedback ids appended to every key."""
     rows = policy(prompt_rows([5, 6, 7]))
     for row in rows.unbind(0):
         row.set(keys.PROMPT_TOKENS, torch.cat([row[keys.TOKENS], torch.tensor([8, 9])]))

@@ -1,4 +1,4 @@
-"""Loading a model: wrong names in one line, and a chat template of the user's own."""
+"""Loading of models: one-line errors for wrong names, and custom chat templates."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monke
 
 
 def test_a_saved_adapter_is_not_trained_on_unseen(checkpoint: Path, tmp_path: Path) -> None:
-    """Another adapter would replace it, and by itself it has nothing that trains."""
+    """A new adapter would replace a saved one, which has no trained parameters by itself."""
     pytest.importorskip("peft")
     model, tokenizer = load_model(checkpoint)
     assert count_trained(model) == model.num_parameters()
     save_model(add_adapter(model, {"r": 2, "target_modules": "all-linear"}), tokenizer, tmp_path)
     loaded, _ = load_model(tmp_path)
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(ValueError, match="already has an adapter"):
         add_adapter(loaded, {"r": 2})
     with pytest.raises(ValueError, match="no trained parameters"):
         count_trained(loaded)

@@ -1,4 +1,4 @@
-"""Packed and prefix-shared forward: hidden states and gradients are those of padded rows."""
+"""Packed and prefix-shared forward: hidden states and gradients equal those of padded rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_cuda_agrees_with_the_cpu(family: str, dtype: torch.dtype, tolerance: fl
 def varlen_reference(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
 ) -> torch.Tensor:
-    """What the CUDA kernel of that signature computes, in a loop; its last query is aligned with its last key."""
+    """Compute the result of the CUDA kernel in a loop; it aligns the last query with the last key."""
     outputs = []
     queries, keys, values = (
         x.split(offsets.diff().tolist()) for x, offsets in ((query, cu_seq_q), (key, cu_seq_k), (value, cu_seq_k))
@@ -152,7 +152,7 @@ def test_a_shared_prompt_is_read_once_and_what_nothing_needs_never() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation made."""
+    """Recorder of the size of the largest tensor that an operation returns."""
 
     numel = 0
 
@@ -193,9 +193,9 @@ def test_gradient_checkpointing_recomputes_the_same(packing: str, reentrant: boo
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (hidden * weights).sum().backward()
     handle.remove()
-    assert len(calls) == 2  # once forward, once again in the backward pass
+    assert len(calls) == 2  # once in the forward pass, once in the backward pass
     for name, parameter in decoder.named_parameters():
-        if parameter.grad is not None:  # re-entrant checkpointing leaves out what lies before the first layer
+        if parameter.grad is not None:  # reentrant checkpointing drops gradients before the first layer
             assert_close(parameter.grad, expected[name], 1e-10)
     assert sum(p.grad is not None for p in decoder.parameters()) >= len(expected) - 1
 

@@ -1,4 +1,4 @@
-"""Refusals of packing, and the state in which it leaves a model."""
+"""Errors of packing, and the state of the model afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_rloo.modules.packing import PACKED, action_hidden, supports_packing
 
 
 class _Convolution(nn.Module):
-    """A causal convolution over time in front of an MLP."""
+    """Causal convolution over time before an MLP."""
 
     def __init__(self, mlp: nn.Module, width: int):
         super().__init__()
@@ -58,8 +58,8 @@ REFUSED = {
         "s_aux",
     ),
     "a state space": (lambda: build("mamba").get_decoder(), "linear_attention"),
-    "its own attention": (lambda: build("bloom").get_decoder(), "not the same"),
-    "a convolution": (with_convolution, "not the same"),
+    "its own attention": (lambda: build("bloom").get_decoder(), "differ from separate rows"),
+    "a convolution": (with_convolution, "differ from separate rows"),
     "chunked attention": (lambda: build("llama4_text").get_decoder(), "chunked_attention"),
     "an untold window": (with_a_window_that_attention_does_not_know, "sliding window"),
     "no transformers model": (_NotOfTransformers, "AttributeError"),

@@ -1,4 +1,4 @@
-"""TransformersWrapper: settings, modes, seeds, and TorchRL's own classes and losses on top of it."""
+"""TransformersWrapper: settings, modes, seeds, and TorchRL's classes and losses with it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_samples_of_a_seeded_row_differ(make_policy: Callable, prompt_rows: Call
     assert len({tuple(r) for r in drawn[0]}) == 4
 
 
-# how many, how long, and what ends a turn
+# number of samples, limits and stops of turns
 
 
 def test_num_samples(make_policy: Callable, prompt_rows: Callable, ids) -> None:
@@ -163,7 +163,7 @@ def test_a_stop_string_may_cross_tokens_but_not_the_prompt(
     tokenizer = make_tokenizer()
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
     model = make_model(tokenizer)
-    with torch.no_grad():  # only a and b can be sampled, one half each
+    with torch.no_grad():  # only a and b can be sampled, each with probability 1/2
         model.lm_head.weight.zero_()
         model.lm_head.bias.fill_(-1e4)
         model.lm_head.bias[[a, b]] = 0.0
@@ -184,7 +184,7 @@ def test_greedy_has_no_log_probs_to_train_on(make_policy: Callable, prompt_rows:
     scorer = make_policy(temperature=0).get_new_version(generate=False)
     with pytest.raises(ValueError, match="temperature=0"):
         scorer.score(out)
-    scorer.head = None  # a model whose head is not found
+    scorer.head = None  # a model whose head cannot be found
     with pytest.raises(ValueError, match="temperature=0"):
         scorer.score(out)
 
@@ -250,7 +250,7 @@ def test_an_unfinished_turn_is_continued_in_history_mode(make_policy: Callable, 
 
 
 def test_unequal_turn_counts_in_one_batch(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
-    """Rows at their first, second and third turn; what earlier turns sampled stays in mask and log-probs."""
+    """Rows at their first, second and third turn keep mask and log-probs of earlier turns."""
     policy = make_policy(seed=0)
     rows = list(policy(prompt_rows(*ids)).unbind(0))
     between = bpe("\nmore", add_special_tokens=False)["input_ids"]
@@ -362,7 +362,7 @@ def test_a_new_version_keeps_the_distribution(
 def test_truncated_distributions_stay_finite_when_the_weights_move(
     with_head: bool, distribution: dict, random_model, bpe, prompt_rows: Callable, ids
 ) -> None:
-    """A sampled token that the new weights would cut off is scored all the same, with a finite gradient."""
+    """A sampled token that new weights would truncate has a finite score and gradient."""
     policy = TransformersWrapper(
         random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 8, "seed": 0, **distribution}
     )
@@ -396,7 +396,7 @@ def test_torchrls_get_dist_is_the_sampled_distribution(
 def test_torchrls_grpo_loss_runs_on_our_scorer(
     masking_strategy: str, distribution: dict, make_policy: Callable, prompt_rows: Callable, ids, random_model
 ) -> None:
-    """On unchanged weights its ratio is 1 too: no clip, ESS 1, and a gradient."""
+    """With unchanged weights its ratio is also 1: no clipping, ESS 1, and a gradient."""
     policy = make_policy(seed=0, **distribution)
     rows = policy(prompt_rows(*ids))
     for row, advantage in zip(rows.unbind(0), (1.0, -1.0, 0.5, -0.5), strict=True):
@@ -448,7 +448,7 @@ def test_a_written_conversation_is_scored_from_its_history(
 
 
 class OddHead(Qwen2ForCausalLM):
-    """A model whose logits are not its head's: nothing finds that out but trying."""
+    """Model whose logits differ from those of its head, which only a trial shows."""
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -478,7 +478,7 @@ def test_an_unknown_head_gives_one_warning_and_the_same_log_probs(
 
 
 def test_full_logits_and_tiles_agree(make_policy: Callable, prompt_rows: Callable, ids, random_model) -> None:
-    """Log-probs, entropies and gradients of both ways to score."""
+    """Both scorers agree on log-probs, entropies and gradients."""
     policy = make_policy(seed=0, temperature=0.8, top_k=50, repetition_penalty=1.2)
     out = policy(prompt_rows(*ids))
     results = []

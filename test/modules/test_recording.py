@@ -29,7 +29,7 @@ def policy(model, tokenizer) -> TransformersWrapper:
 
 @torch.no_grad()
 def expected(model, row: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of all tokens of one row, 0 where they are no actions: full logits, no padding."""
+    """Return log-probs and entropies of one row from full logits without padding, 0 on context tokens."""
     tokens, mask = row[keys.TOKENS], row[keys.ACTION_MASK]
     full = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
     own = full.gather(-1, tokens[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""References: what they score is the model they stand for, and they leave the policy as it was."""
+"""References score with the reference model, and leave the policy unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows() -> TensorDictBase:
 
 @pytest.fixture
 def policy(tokenizer) -> TransformersWrapper:
-    """One that generates, at a temperature of its own, on weights that tests may change."""
+    """Generating policy at another temperature, with weights that tests may change."""
     model = build_model(tokenizer, seed=0).eval()
     return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"temperature": 0.7})
 
@@ -84,7 +84,7 @@ def test_another_dtype_is_that_of_the_parameters_alone(policy, rows) -> None:
 
 @pytest.fixture
 def make_adapter(policy) -> Callable[..., tuple[TransformersWrapper, torch.Tensor]]:
-    """A policy with a LoRA adapter that has been trained, and a copy of its base model."""
+    """Factory of a policy with a trained LoRA adapter, and a copy of its base model."""
 
     def make(**settings):
         base = copy.deepcopy(policy.model)
@@ -111,7 +111,7 @@ def test_an_adapter_reference_is_the_base_model_exactly(settings, make_adapter, 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_adapter_is_left_as_it_was(fails: bool, make_adapter, rows) -> None:
-    """Which of it trains, too, also after an exception."""
+    """Its weights and trained parameters stay the same, also after an exception."""
     adapted, _ = make_adapter()
     frozen = next(p for n, p in adapted.model.named_parameters() if "lora_A" in n).requires_grad_(False)
     flags = [p.requires_grad for p in adapted.model.parameters()]

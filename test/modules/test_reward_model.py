@@ -28,7 +28,7 @@ def save_lm(tokenizer, directory):
 
 
 def trained(directory):
-    """A classifier whose head says something."""
+    """Build a classifier with a nonzero head."""
     model, tokenizer = load_reward_model(directory)
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -37,7 +37,7 @@ def trained(directory):
 
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_what_is_saved_scores_alike_everywhere(make_tokenizer, examples, tmp_path, pad_is_eos):
-    """Ours on ragged rows, plain Transformers one conversation at a time, and the toolkit's reward."""
+    """Ragged rows, plain Transformers and the classifier reward give equal scores."""
     bpe = make_tokenizer(pad_is_eos=pad_is_eos)
     model, tokenizer = trained(save_lm(bpe, tmp_path / "lm"))
     rows = encode_pairs(examples, tokenizer)
@@ -59,7 +59,7 @@ def test_what_is_saved_scores_alike_everywhere(make_tokenizer, examples, tmp_pat
 
 
 def test_the_pad_token_of_a_language_model_is_no_end_of_turn(make_tokenizer, tmp_path):
-    """Else the classifier would not see the ends, and score a cut-off answer like a finished one."""
+    """Otherwise the classifier would ignore the end, and score truncated completions like finished ones."""
     bpe = make_tokenizer(pad_is_eos=True)
     model, tokenizer = trained(save_lm(bpe, tmp_path))
     assert tokenizer.pad_token_id not in (None, bpe.eos_token_id)
@@ -117,7 +117,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
     model.config.num_labels = 3
     Qwen2ForSequenceClassification(model.config).save_pretrained(tmp_path / "three")
     tokenizer.save_pretrained(tmp_path / "three")
-    with pytest.raises(ValueError, match="classifier of 3 labels; a reward model has one"):
+    with pytest.raises(ValueError, match="classifier of 3 labels, but a reward model has one"):
         load_reward_model(tmp_path / "three")
     with pytest.raises(ValueError, match="has 3 labels"):
         RewardModel(model)

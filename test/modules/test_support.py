@@ -1,4 +1,4 @@
-"""The ratio on the sampled support: what a truncation left is recorded, and scored over once the weights have moved."""
+"""Ratios on the sampled support: truncated sets are recorded and scored over after weight updates."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_policy(random_model, bpe) -> Callable[..., TransformersWrapper]:
 
 @pytest.fixture(scope="module")
 def moved(random_model):
-    """The model some updates later."""
+    """Model some updates later."""
     later, generator = copy.deepcopy(random_model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in later.parameters():
@@ -65,14 +65,14 @@ def scorer_of(policy: TransformersWrapper, model, with_head: bool = True) -> Tra
 
 
 def supports(row: TensorDictBase) -> list[list[int]]:
-    """The recorded ids of each action token."""
+    """Return the recorded ids of each action token."""
     ids, sizes = row[keys.SUPPORT_IDS], row[keys.SUPPORT_SIZES]
     assert ids.dtype == sizes.dtype == torch.int32
     return [part.tolist() for part in ids.split(sizes.tolist())]
 
 
 def processed(model, row: TensorDictBase, *, temperature=1.0, repetition_penalty=1.0, **_) -> list[torch.Tensor]:
-    """Logits before each action token, ``[V]`` in float64, penalty and temperature applied; the row alone."""
+    """Return the float64 logits ``[V]`` before each action token, with penalty and temperature, without padding."""
     tokens = row[keys.TOKENS]
     with torch.no_grad():
         logits = copy.deepcopy(model).double()(input_ids=tokens[None], use_cache=False).logits[0]
@@ -86,7 +86,7 @@ def processed(model, row: TensorDictBase, *, temperature=1.0, repetition_penalty
 
 
 def kept(z: torch.Tensor, *, top_k=None, top_p=1.0, min_p=0.0, **_) -> set[int]:
-    """What top-k, top-p and min-p leave, token by token."""
+    """Return the ids that top-k, top-p and min-p keep at each token."""
     order = z.argsort(descending=True).tolist()[:top_k]
     probs = z[order].softmax(0).tolist()
     nucleus = [v for i, v in enumerate(order) if sum(probs[:i]) < top_p]
@@ -94,7 +94,7 @@ def kept(z: torch.Tensor, *, top_k=None, top_p=1.0, min_p=0.0, **_) -> set[int]:
 
 
 def check_on_policy(policy: TransformersWrapper, rows: TensorDictBase) -> None:
-    """With unchanged weights the ratio is 1."""
+    """Check that the ratio is 1 with unchanged weights."""
     scored = scorer_of(policy, policy.model).score(rows)
     behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in rows.unbind(0)])
     torch.testing.assert_close(scored.log_probs[scored.actions.mask], behaviour, rtol=0, atol=1e-5)
@@ -148,7 +148,7 @@ def test_a_rows_support_does_not_depend_on_the_batch(make_policy: Callable, prom
 def test_moved_weights_are_scored_over_the_recorded_tokens(
     truncation: str, with_head: bool, make_policy: Callable, prompt_rows: Callable, ids, moved
 ) -> None:
-    """Against a loop in float64; the present truncation of the moved weights would give something else."""
+    """Scores equal a float64 loop; truncating again with the moved weights would differ."""
     policy = make_policy(**TRUNCATIONS[truncation])
     rows = policy(prompt_rows(*ids))
     scored = scorer_of(policy, moved, with_head).score(rows)
@@ -185,13 +185,13 @@ def test_both_ways_to_score_have_the_same_gradient(make_policy: Callable, prompt
 def test_the_mean_importance_ratio_is_one(
     truncation: str, with_head: bool, make_policy: Callable, prompt_rows: Callable, ids, moved
 ) -> None:
-    """Over all tokens of the support, each with its behaviour probability; other ratios are biased."""
+    """The mean over the support, weighted by behavior probabilities, is 1; other ratios are biased."""
     settings = TRUNCATIONS[truncation]
     policy = make_policy(max_new_tokens=1, **settings)
     (sampled,) = policy(prompt_rows(ids[2])).unbind(0)
     (support,) = supports(sampled)
     rows = []
-    for token in support:  # the same row, had another token of the support been sampled
+    for token in support:  # the same row with another token of the support
         row, tokens = sampled.copy(), sampled[keys.TOKENS].clone()
         tokens[-1] = token
         row.set("tokens", TensorDict({"full": tokens}, []))
@@ -213,7 +213,7 @@ def test_the_mean_importance_ratio_is_one(
 
 
 def test_the_mean_ratio_of_samples_is_one(make_policy: Callable, prompt_rows: Callable, ids, moved) -> None:
-    """Of whole turns, which end by themselves; within five standard errors, while truncating anew is off by more."""
+    """The mean over whole turns is within five standard errors of 1; truncating again is not."""
     policy = make_policy(num_samples=1500, max_new_tokens=4, top_p=0.8)
     (rows,) = policy(prompt_rows(ids[1])).unbind(0)
     behaviour = torch.stack([row[keys.LOG_PROBS].sum() for row in rows.unbind(0)])
@@ -227,7 +227,7 @@ def test_the_mean_ratio_of_samples_is_one(make_policy: Callable, prompt_rows: Ca
     assert error(stack_rows([row.exclude("support") for row in rows.unbind(0)])) > 5
 
 
-# travelling
+# supports on the way from environment to buffer
 
 
 def conversations(policy, bpe, prompts, turns: int = 3, replay_buffer: ReplayBuffer | None = None) -> LLMCollector:
@@ -249,7 +249,7 @@ def conversations(policy, bpe, prompts, turns: int = 3, replay_buffer: ReplayBuf
 @pytest.mark.parametrize("stops", [{}, {"stop_token_ids": list(range(20, 120))}], ids=["end of turn", "stop ids"])
 @each_truncation
 def test_rows_of_several_turns(truncation: str, stops: dict, make_policy: Callable, bpe, prompts, moved) -> None:
-    """Supports of all turns, in order, through environment, collector and replay buffer."""
+    """Supports of all turns stay in order through environment, collector and replay buffer."""
     policy = make_policy(**TRUNCATIONS[truncation], **stops)
     buffer = ReplayBuffer(storage=LazyStackStorage(100))
     rows = conversations(policy, bpe, prompts, replay_buffer=buffer).collect()
@@ -266,7 +266,7 @@ def test_rows_of_several_turns(truncation: str, stops: dict, make_policy: Callab
 
 
 def test_a_new_conversation_starts_a_new_support(make_policy: Callable, bpe, query_rows: Callable, user) -> None:
-    """Rows that are reset after a conversation bring nothing of it along."""
+    """Reset drops the supports of the last conversation."""
     env, policy = ChatEnv(bpe, batch_size=2), make_policy(top_k=5)
     stepped = env.step(policy(env.reset(query_rows(user("abc"), user("cab")))))
     assert all(len(supports(row)) > 0 for row in stepped["next"].unbind(0)), "a transform sees it where a turn ends"
@@ -295,16 +295,16 @@ def test_supports_that_do_not_fit_are_refused(make_policy: Callable, prompt_rows
         return stack_rows([first, *others])
 
     sizes, own = rows[0][keys.SUPPORT_SIZES], rows[0][keys.SUPPORT_IDS]
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(sizes=sizes[:-1]))
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(ids=own[:-1]))
-    with pytest.raises(ValueError, match="every action token needs one size"):
+    with pytest.raises(ValueError, match="every action token requires one size"):
         scorer.score(with_first(ids=own[5:], sizes=sizes - torch.eye(len(sizes), dtype=torch.int32)[0] * 5))
     with pytest.raises(ValueError, match="not in its recorded support"):
         scorer.score(with_first(ids=torch.full_like(own, 383)))
     bare = stack_rows([rows[0].exclude("support"), *rows.unbind(0)[1:]])
-    with pytest.raises(ValueError, match=r"rows \[0\] carry no"):
+    with pytest.raises(ValueError, match=r"rows \[0\] have no"):
         scorer.score(bare)
 
 
@@ -313,7 +313,7 @@ def test_supports_that_do_not_fit_are_refused(make_policy: Callable, prompt_rows
 
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.5}, {"temperature": 0, "top_k": 3}], ids=str)
 def test_a_distribution_that_truncates_nothing_is_refused(kwargs: dict, make_policy: Callable) -> None:
-    with pytest.raises(ValueError, match="record_support=True needs a distribution that truncates"):
+    with pytest.raises(ValueError, match="record_support=True requires a distribution that truncates"):
         make_policy(**kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: what is sampled, stored and scored are the same ids under the same distribution."""
+"""Tokens in, tokens out: sampled, stored and scored ids are equal, under one distribution."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ PROCESSING = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8},
 }
-CASES = {  # tokenizer, bias of the end of turn, tokens a turn, how many turns a row may have (None: its column "turns")
+CASES = {  # tokenizer, bias of the end of turn, tokens per turn, largest number of turns (None: column "turns")
     "non_canonical": ({}, 0.0, 10, 1),
     "one_token": ({"pad_is_eos": True}, 6.0, 1, 1),
     "empty": ({"pad_is_eos": True}, 12.0, 4, 1),
     "turns": ({"pad_is_eos": True}, 9.0, 8, None),
 }
-PAIRWISE = [  # each temperature with each processing and each case, and each processing with each case
+PAIRWISE = [  # every pair of temperature and processing, temperature and case, processing and case
     pytest.param(case, {"temperature": TEMPERATURES[(i + j) % 3], **PROCESSING[name]}, id=f"{case}-{name}")
     for (i, case), (j, name) in itertools.product(enumerate(CASES), enumerate(PROCESSING))
 ]
 ANSWER = "[again]"
-FEEDBACK_TEXT = {  # what stands between the end of a sampled turn and the next
+FEEDBACK_TEXT = {  # tokens between the end of a sampled turn and the next
     "chatml": f"\n<|im_start|>user\n{ANSWER}<|im_end|>\n<|im_start|>assistant\n",
     "chatml_generation": f"\n<|im_start|>user\n{ANSWER}<|im_end|>\n<|im_start|>assistant\n",
     "llama3": f"<|header|>user<|header_end|>\n\n{ANSWER}<|eot|><|header|>assistant<|header_end|>\n\n",
@@ -48,7 +48,7 @@ FEEDBACK_TEXT = {  # what stands between the end of a sampled turn and the next
 
 
 class Recorder:
-    """A policy that notes every turn as it is sampled, by a number that it gives each row."""
+    """Policy that records every sampled turn, under a number per row."""
 
     def __init__(self, policy: TransformersWrapper):
         self.policy = policy
@@ -66,7 +66,7 @@ class Recorder:
 
 
 def reference_log_probs(model, row: TensorDictBase, *, temperature, top_k=None, top_p=1.0, min_p=0.0, penalty=1.0):
-    """Log-probs of a row's action tokens: one float64 forward without padding or cache, token by token."""
+    """Compute log-probs of a row's action tokens in one float64 forward pass without padding or cache."""
     tokens, mask = row[keys.TOKENS], row[keys.ACTION_MASK]
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
@@ -87,7 +87,7 @@ def reference_log_probs(model, row: TensorDictBase, *, temperature, top_k=None, 
 
 
 def collect(model, tokenizer, prompts, settings: dict, turns: int | None = 1, generations: int = 2):
-    """Rows of finished trajectories, the policy, and what it sampled."""
+    """Collect finished trajectories; return the rows, the policy and its samples."""
 
     def respond(conversation, row):
         taken = sum(m["role"] == "assistant" for m in conversation)
@@ -107,7 +107,7 @@ def collect(model, tokenizer, prompts, settings: dict, turns: int | None = 1, ge
 
 
 def check_ids(rows: TensorDictBase, sampled: dict[int, list[list[int]]], tokenizer, feedback_text: str) -> None:
-    """Every row is its prompt, what was sampled and nothing but the feedback between, bit for bit."""
+    """Check that every row is its prompt, the sampled turns and the feedback between, bit for bit."""
     feedback = tokenizer(feedback_text, add_special_tokens=False)["input_ids"]
     for row in rows.unbind(0):
         turns = sampled[int(row["row_id"])]
@@ -131,7 +131,7 @@ def check_ids(rows: TensorDictBase, sampled: dict[int, list[list[int]]], tokeniz
 
 
 def check_scores(rows: TensorDictBase, policy: TransformersWrapper) -> None:
-    """With unchanged weights the ratio is 1, up to the rounding of logits, which a low temperature multiplies."""
+    """Check that the ratio is 1 with unchanged weights, up to rounding of logits over the temperature."""
     tolerance = 1e-5 / min(1.0, policy.distribution.temperature)
     scorer = policy.get_new_version(generate=False)
     rows = tensor_rows(rows)
@@ -151,7 +151,7 @@ def check_scores(rows: TensorDictBase, policy: TransformersWrapper) -> None:
 
 
 def check_reference(rows: TensorDictBase, model, settings: dict) -> None:
-    """Behaviour log-probs are those of an independent forward of each row alone."""
+    """Check behavior log-probs against a separate forward pass of each row."""
     distribution = {k: v for k, v in settings.items() if k not in ("max_new_tokens", "seed")}
     distribution["penalty"] = distribution.pop("repetition_penalty", 1.0)
     exact = copy.deepcopy(model).double()
@@ -190,7 +190,7 @@ def test_any_template_and_number_of_turns(
 
 
 def test_the_cases_are_what_they_say(make_tokenizer: Callable, make_model: Callable, prompts) -> None:
-    """Without this the tests above could pass on easy rows."""
+    """Rows have the features that their cases name; otherwise the tests above could pass on easy rows."""
     lengths, number_of_turns = {}, {}
     for case, (tokenizer_kwargs, end_bias, max_new_tokens, turns) in CASES.items():
         tokenizer = make_tokenizer("chatml", **tokenizer_kwargs)
@@ -217,7 +217,7 @@ def test_the_cases_are_what_they_say(make_tokenizer: Callable, make_model: Calla
 def test_an_end_of_turn_that_was_not_sampled_is_context(
     ends_with: dict, supplied: bool, make_tokenizer: Callable, make_model: Callable, prompts
 ) -> None:
-    """A turn that ended by another stop gets the template's end of turn, and that token carries no gradient."""
+    """After another stop, the template adds an end of turn, which has no gradient."""
     tokenizer = make_tokenizer("chatml", pad_is_eos=True)
     model = make_model(tokenizer, seed=4, end_bias=0.0 if supplied else 9.0)
     rows, policy, sampled = collect(model, tokenizer, prompts, {"max_new_tokens": 12, **ends_with}, turns=2)
@@ -236,7 +236,7 @@ def test_an_end_of_turn_that_was_not_sampled_is_context(
 
 
 def generated(policy: TransformersWrapper, rows: TensorDictBase) -> list[tuple[list[int], torch.Tensor]]:
-    """Sampled ids and their log-probs, row by row."""
+    """Return sampled ids and their log-probs of each row."""
     out = policy(rows)
     return [(r[keys.RESPONSE_TOKENS].tolist(), r[keys.LOG_PROBS][r[keys.ACTION_MASK]]) for r in out.unbind(0)]
 
@@ -251,7 +251,7 @@ def check_equal(ours: list[tuple[list[int], torch.Tensor]], theirs: list[tuple[l
 def test_a_seeded_row_is_the_same_in_any_batch(
     distribution: dict, make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, prompts, user: Callable
 ) -> None:
-    """Left padding, prefill shared by equal prompts, the order and the limits of other rows change nothing."""
+    """Left padding, shared prefill, order and limits of other rows have no effect."""
     tokenizer = make_tokenizer(pad_is_eos=True)
     model = make_model(tokenizer, end_bias=7.0)
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 10, **distribution})
@@ -265,7 +265,7 @@ def test_a_seeded_row_is_the_same_in_any_batch(
     backwards = generated(policy, prompt_rows(*ids[::-1], seed=seeds[::-1]))
     check_equal(together, backwards[::-1])
     limits = [10] * len(ids)
-    limits[4] = 40  # the longest row decides how many numbers are drawn
+    limits[4] = 40  # the longest row sets the number of draws
     kwargs = {"max_new_tokens": 40, "ignore_eos": True, **distribution}
     longer = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=kwargs)
     unequal = generated(longer, prompt_rows(*ids, seed=seeds, max_new_tokens=limits))
@@ -277,7 +277,7 @@ def test_a_seeded_row_is_the_same_in_any_batch(
 def test_samples_that_share_a_prefill_equal_separate_runs(
     make_tokenizer: Callable, make_model: Callable, prompt_rows: Callable, prompts
 ) -> None:
-    """``num_samples`` draws the same numbers, row by row, as a batch of repeated prompts."""
+    """``num_samples`` draws the same random numbers as a batch of repeated prompts."""
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, end_bias=6.0)
     ids = [encode_prompt(tokenizer, row[keys.QUERY]) for row in prompts]

@@ -1,4 +1,4 @@
-"""Any conversation, template and tokenizer: the recorded ids are exactly what the engine was given and returned."""
+"""Recorded ids are exactly those that the engine received and returned, for any template and tokenizer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bot|>", "<|header|>
 SPECIAL += ("<s>", "</s>", "[INST]", "[/INST]", "[TOOLS]", "[/TOOLS]", "[CALLS]", "[RESULTS]", "[/RESULTS]")
 SPECIAL += ("<bos>", "<turn>", "<end_of_turn>")
 
-# templates of the kinds that are about
+# kinds of templates in use
 
 _CHATML = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _CHATML_OPEN = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = "{% for m in messages %}" + _CHATML + "{% endfor %}" + _CHATML_OPEN
-QWEN = (  # tools in the system message, results joined in a user message, thoughts gone once a user message follows
+QWEN = (  # tools in the system message, joined results in a user message, thoughts stripped before a user message
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}{% set ns = namespace(asked=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -49,14 +49,14 @@ QWEN = (  # tools in the system message, results joined in a user message, thoug
     "{{ '<|im_start|>assistant\n' + m.content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}"
     "{% else %}" + _CHATML + "{% endif %}{% endfor %}" + _CHATML_OPEN
 )
-LLAMA3 = (  # everything trimmed, tools in the first user message
+LLAMA3 = (  # trimmed text, tools in the first user message
     "{{ '<|bot|>' }}{% for m in messages %}{% set role = 'ipython' if m.role == 'tool' else m.role %}"
     "{{ '<|header|>' + role + '<|header_end|>\n\n' }}"
     "{% if tools and loop.first %}{{ tools | tojson + '\n\n' }}{% endif %}"
     "{{ m.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|header|>assistant<|header_end|>\n\n' }}{% endif %}"
 )
-MISTRAL = (  # user and assistant alternate, results follow calls whose ids have nine characters
+MISTRAL = (  # alternating user and assistant, results after calls with ids of nine characters
     "{{ '<s>' }}{% set ns = namespace(asks=true) %}{% for m in messages %}"
     "{% if m.role == 'tool' or m.tool_calls %}"
     "{% for call in m.tool_calls or [{'id': m.tool_call_id}] %}{% if call.id | length != 9 %}"
@@ -69,7 +69,7 @@ MISTRAL = (  # user and assistant alternate, results follow calls whose ids have
     "{% elif m.tool_calls %}{{ '[CALLS] ' + m.tool_calls | tojson + '</s>' }}"
     "{% else %}{{ ' ' + m.content | trim + '</s>' }}{% endif %}{% endfor %}"
 )
-GEMMA = (  # trimmed, alternating, the assistant under another name, no tools
+GEMMA = (  # trimmed, alternating, another name of the assistant, no tools
     "{{ '<bos>' }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}"
@@ -79,12 +79,12 @@ GEMMA = (  # trimmed, alternating, the assistant under another name, no tools
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of template.
+    """Kind of template.
 
     Args:
-        template: in Jinja.
-        end: what ends a turn.
-        tools: whether a tool may answer.
+        template: Jinja source.
+        end: end of a turn.
+        tools: True if the template supports tools.
     """
 
     template: str
@@ -100,11 +100,11 @@ KINDS = {
     "chatml": Kind(CHATML, "<|im_end|>"),
 }
 
-# tokenizers that make it hard
+# adversarial tokenizers
 
 
 def byte_level(**special: Any) -> Tokenizer:
-    """Very many merges of three letters: nearly all sampled ids spell what encodes otherwise."""
+    """Build a BPE with many merges of three letters, so that most sampled ids are not canonical."""
     rng = random.Random(0)
     core = Tokenizer(tokenizer_models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -118,7 +118,7 @@ def byte_level(**special: Any) -> Tokenizer:
 
 
 def with_prefix() -> Tokenizer:
-    """A space before every text and after every special token, as SentencePiece has it."""
+    """Add a space before every text and after every special token, as SentencePiece does."""
     core = byte_level()
     core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     core.pre_tokenizer = None
@@ -129,14 +129,14 @@ def with_prefix() -> Tokenizer:
 
 CORES = {
     "ambiguous": byte_level,
-    "swallows": lambda: byte_level(rstrip=True),  # special tokens take the white space after them
+    "swallows": lambda: byte_level(rstrip=True),  # special tokens consume the white space after them
     "prefix": with_prefix,
 }
 
 
 @pytest.fixture(scope="module")
 def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """``make_tokenizer(kind, core, pad_is_end)``, of each combination once."""
+    """``make_tokenizer(kind, core, pad_is_end)``, cached per combination."""
     cores, made = {name: make() for name, make in CORES.items()}, {}
 
     def make(kind: str, core: str = "ambiguous", pad_is_end: bool = False) -> PreTrainedTokenizerFast:
@@ -161,12 +161,12 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation to be played.
+    """Scripted conversation.
 
     Args:
         question: the first user message.
-        turns: of the policy: ids, and whether it ends them with the end of turn.
-        feedback: after every turn but the last: who answers (``"user"``, ``"tool"``, ``"tools"``), and the text.
+        turns: policy turns as ids, and whether each ends with the end of turn.
+        feedback: source (``"user"``, ``"tool"``, ``"tools"``) and text after every turn but the last.
     """
 
     question: str
@@ -181,7 +181,7 @@ IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)
 
 @st.composite
 def talks(draw, kind: str, tokenizer: PreTrainedTokenizerFast) -> Talk:
-    """Turns of random ids, and of texts spelled without special tokens, thoughts among them."""
+    """Generate conversations with turns of random ids and of texts, including thoughts."""
 
     def spelled(text: str) -> list[int]:
         return [i for c in text for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
@@ -205,12 +205,12 @@ def messages_of(who: str, text: str) -> list[dict[str, str]]:
 
 
 def prompts_of(talks: list[Talk]) -> list[dict[str, Any]]:
-    """Rows of a dataset, whose prompts must all be there and differ."""
+    """Return dataset rows with distinct, nonempty prompts."""
     return [{"query": messages_of("user", f"q{i}{talk.question}"), "talk": i} for i, talk in enumerate(talks)]
 
 
 class Play:
-    """Conversations played by an engine that records what it is asked, in lock-step through a collector."""
+    """Conversations of a scripted engine, which records its requests, through a collector in lockstep."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, talks: list[Talk], input_mode: str, on_rewrite: str):
         self.tokenizer, self.talks = tokenizer, talks
@@ -236,7 +236,7 @@ class Play:
         self.rewritten = env.base_env.counts["rewritten_turns"]
 
     def ids(self, i: int, k: int) -> list[int]:
-        """The policy's k-th turn of a conversation."""
+        """Return the k-th policy turn of a conversation."""
         ids, ends = self.talks[i].turns[k]
         return [*ids, self.tokenizer.eos_token_id] if ends and ids[-1] != self.tokenizer.eos_token_id else [*ids]
 
@@ -251,12 +251,12 @@ class Play:
         return messages_of(*feedback[taken - 1]) if taken <= len(feedback) else None
 
     def requests(self, i: int) -> list[list[int]]:
-        """What the engine was asked for a conversation, turn by turn."""
+        """Return the requests of a conversation, one per turn."""
         asked = zip(self.order, self.engine.requests, strict=True)
         return [list(request.prompt) for (owner, _), request in asked if owner == i]
 
     def contexts(self, i: int) -> Iterator[list[int]]:
-        """What was put before each turn of a conversation since the turn before; the whole prompt after a split."""
+        """Return the context between turns; after a split, the whole prompt."""
         seen: list[int] = []
         for k, prompt in enumerate(self.requests(i)):
             extends = prompt[: len(seen)] == seen
@@ -265,13 +265,13 @@ class Play:
 
 
 def special_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
-    """The special tokens among the ids, in order."""
+    """Return the special tokens among the ids, in order."""
     known = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [known[i] for i in ids if i in known]
 
 
 def check_samples(play: Play, rows: TensorDictBase, i: int, members: list[list[int]]) -> None:
-    """Rows are the samples of a conversation, each made of these turns, bit for bit."""
+    """Check that rows are the samples of a conversation with these turns, bit for bit."""
     requests = play.requests(i)
     for row, turns in zip(rows.unbind(0), members, strict=True):
         ids, mask, log_probs = requests[turns[0]], [False] * len(requests[turns[0]]), [0.0] * len(requests[turns[0]])
@@ -290,7 +290,7 @@ def check_samples(play: Play, rows: TensorDictBase, i: int, members: list[list[i
 
 
 def check_context(play: Play, i: int, kind: str) -> None:
-    """The template's special tokens and no others, whatever anybody typed."""
+    """Check that context has the template's special tokens and no others, whatever the texts contain."""
     talk, tokenizer = play.talks[i], play.tokenizer
     messages = [{"role": "user", "content": "b"}]
     marked = []
@@ -304,7 +304,9 @@ def check_context(play: Play, i: int, kind: str) -> None:
             messages = [*messages, said, *answer]
     for k, context in enumerate(play.contexts(i)):
         expected = marked[k]
-        if k and len(context) < len(play.requests(i)[k]):  # what came on top; the end of turn if it was not sampled
+        if k and len(context) < len(
+            play.requests(i)[k]
+        ):  # added ids; they include the end of turn if it was not sampled
             new = expected[len(marked[k - 1]) :]
             new = [t for t in new if t != "[CALLS]"]
             assert new[0] == tokenizer.eos_token
@@ -313,7 +315,7 @@ def check_context(play: Play, i: int, kind: str) -> None:
 
 
 def shows(kind: str, text: str) -> str:
-    """How a feedback's text stands in the context."""
+    """Return the text of feedback as the context shows it."""
     return text.strip() if kind in ("llama3", "gemma") else text
 
 
@@ -326,7 +328,7 @@ def cases(draw, make: Callable[..., PreTrainedTokenizerFast]) -> tuple:
 
 
 def thoughtful(play: Play, i: int) -> list[int]:
-    """The turns of a conversation after which a Qwen kind of template strips thoughts that it showed before."""
+    """Return the turns after which a Qwen-like template strips thoughts that it showed before."""
     talk, thoughts, out = play.talks[i], False, []
     for k, (who, _) in enumerate(talk.feedback):
         said = play.tokenizer.decode(play.ids(i, k), skip_special_tokens=True)
@@ -361,7 +363,7 @@ def test_recorded_is_what_the_engine_was_given_and_returned(make_tokenizer: Call
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_split_samples_are_what_the_engine_was_given_and_returned(make_tokenizer: Callable, data) -> None:
-    """A new sample where the template rewrites, with the conversation as rendered; each token in one sample, once."""
+    """A rewrite by the template starts a new sample; every sampled token is in exactly one sample."""
     core = data.draw(st.sampled_from(list(CORES)))
     tokenizer = make_tokenizer("qwen", core, data.draw(st.booleans()))
     conversations = data.draw(st.lists(talks("qwen", tokenizer), min_size=1, max_size=3))
@@ -393,7 +395,7 @@ def _without_whitespace(text: str) -> str:
 
 
 def collect_with_model(tokenizer, model, conversations: list[Talk], on_rewrite: str) -> tuple:
-    """Rows of finished trajectories and the policy; only questions and feedback are as told."""
+    """Collect finished trajectories with a real model on scripted questions and feedback."""
 
     def respond(conversation, row) -> list[dict[str, str]] | None:
         feedback, taken = conversations[row["talk"]].feedback, sum(m["role"] == "assistant" for m in conversation)
@@ -417,10 +419,10 @@ def collect_with_model(tokenizer, model, conversations: list[Talk], on_rewrite: 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_ratio_is_one_on_policy(make_tokenizer: Callable, make_model: Callable, data) -> None:
-    """The loss's log-probs of what was recorded are the sampler's, over any turns, templates and splits."""
+    """The loss's log-probs equal the sampler's over any turns, templates and splits."""
     kind, on_rewrite = data.draw(st.sampled_from(list(KINDS))), data.draw(st.sampled_from(["keep", "split"]))
     tokenizer = copy.deepcopy(make_tokenizer(kind, pad_is_end=data.draw(st.booleans())))
-    if kind == "qwen":  # a random model has no thoughts to strip, but it says "a"
+    if kind == "qwen":  # a random model has no thoughts to strip, but samples "a"
         tokenizer.chat_template = tokenizer.chat_template.replace("</think>", "a")
     model = make_model(tokenizer, seed=2, end_bias=9.0)
     conversations = data.draw(st.lists(talks(kind, tokenizer), min_size=1, max_size=3))

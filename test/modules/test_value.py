@@ -72,7 +72,7 @@ def test_a_shared_trunk_stays_the_policys(own_model, rows) -> None:
     head = trained(ValueHead(own_model, share_trunk=True))
     assert [name for name, _ in head.named_parameters()] == ["projection.weight", "projection.bias"]
     assert set(head.state_dict()) == {"projection.weight", "projection.bias"}
-    torch.optim.AdamW([*own_model.parameters(), *head.parameters()])  # refuses parameters given twice
+    torch.optim.AdamW([*own_model.parameters(), *head.parameters()])  # raises for duplicate parameters
     head.values(rows)[0].sum().backward()
     assert all(p.grad is not None for p in own_model.model.parameters())
 

@@ -1,4 +1,4 @@
-"""vLLMWrapper's own: turns that a pause cut off, engines that die, and the version that sampled each token."""
+"""vLLMWrapper: turns aborted by a pause, dead engines, and the version that sampled each token."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ IDS = [[5, 6, 7], [40], [30, 31, 32, 33, 34], [8, 9]]
 
 
 class CuttingEngine(TransformersEngine):
-    """Cuts real turns off as a pause would, and has a new version after every call.
+    """Engine that aborts real turns as a pause would, with a new version after every call.
 
     Args:
-        cuts: for each call, how many tokens are left of each request's turn; None leaves a turn whole.
+        cuts: tokens kept of each turn, per call; None keeps the whole turn.
     """
 
     def __init__(self, model, tokenizer, cuts: Sequence[Sequence[int | None]] = ()):
@@ -88,7 +88,7 @@ def test_a_request_says_all_that_there_is_to_a_turn(make_policy: Callable, token
 
 
 def test_no_two_samples_share_a_seed_at_any_turn(make_policy: Callable, prompt_rows: Callable) -> None:
-    """The samples of a row with a seed, at second turns after first ones of neighbouring lengths."""
+    """Seeds differ between samples, also at second turns after first turns of similar lengths."""
     with ScriptedEngine(lambda request, index: ScriptedTurn([3])) as engine:
         policy = make_policy(engine, num_samples=4)
         samples = policy(prompt_rows(IDS[0], seed=[5]))[0].unbind(0)
@@ -110,11 +110,11 @@ def test_a_sample_becomes_a_turn(make_policy: Callable, prompt_rows: Callable) -
         assert versions(out) == [[0] * 2, [0] * LIMIT, [0]] and out[0][keys.ACTION_VERSIONS].dtype == torch.int64
 
 
-# turns that a pause cut off
+# turns aborted by a pause
 
 
 def test_a_turn_that_was_cut_off_is_continued(make_policy: Callable, model, tokenizer, prompt_rows: Callable) -> None:
-    """Twice, not at all, before its first token, and at its very end: then there is nothing to continue."""
+    """It works for turns aborted twice, never, before their first token, and at their limit."""
     engine = CuttingEngine(model, tokenizer, [[3, None, 0, LIMIT], [2, None], [None]])
     policy = make_policy(engine, ignore_eos=True, temperature=0.7, stop_strings=["never said"])
     out = policy(prompt_rows(*IDS, seed=[10, 11, 12, 13]))
@@ -152,7 +152,7 @@ def test_a_stop_string_may_be_cut_in_two(make_policy: Callable, tokenizer, promp
     now = [0.0]
 
     def script(request: Request, index: int) -> ScriptedTurn:
-        if index == 1:  # cuts the first turn off after its first token
+        if index == 1:  # aborts the first turn after its first token
             now[0] += 1
             engine.pause("abort")
             engine.resume()
@@ -164,7 +164,7 @@ def test_a_stop_string_may_be_cut_in_two(make_policy: Callable, tokenizer, promp
 
 
 def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
-    """A real pause, which the second request's script makes when the first has three of its ten tokens."""
+    """The second request's script pauses the engine when the first has three of its ten tokens."""
     now = [0.0]
 
     def script(request: Request, index: int) -> ScriptedTurn:
@@ -189,7 +189,7 @@ def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows:
 
 
 def test_a_dead_engine_is_brought_back_once(make_policy: Callable, prompt_rows: Callable, caplog) -> None:
-    """The same requests are sampled again; that is logged. A second death passes, as does one without ``recover``."""
+    """The same requests are sampled again, with a warning. A second death or a missing ``recover`` raises."""
     deaths, calls = {2}, []
 
     def script(request: Request, index: int) -> ScriptedTurn:
@@ -242,13 +242,13 @@ def collect(policy: vLLMWrapper, prompts, tokenizer, respond: Callable, size: in
 
 
 def turn_lengths(row: TensorDictBase) -> list[int]:
-    """How many action tokens each turn of a finished row has: the runs of its action mask."""
+    """Return the number of action tokens of each turn, from the runs of the action mask."""
     runs, lengths = row[keys.ACTION_MASK].int().unique_consecutive(return_counts=True)
     return lengths[runs.bool()].tolist()
 
 
 def test_versions_of_several_turns(make_policy: Callable, model, tokenizer, prompts) -> None:
-    """The engine's version is 3 and grows with every call: once a turn, and once where all first turns are cut off."""
+    """The version starts at 3 and grows with every call: one per turn, and one for aborted first turns."""
 
     def respond(conversation, row):
         turns = sum(message["role"] == "assistant" for message in conversation)
@@ -330,7 +330,7 @@ def send_weights(engine: Engine, model, version: int) -> None:
 
 
 def test_vllm_gets_new_weights_between_two_turns(make_policy: Callable, vllm_engine, model, tokenizer, prompts) -> None:
-    """Each turn has the log-probs of the weights that its versions name, and the row is of the older ones."""
+    """Each turn has log-probs of the weights that its versions name; the row has the oldest version."""
     new, updated = build_model(tokenizer, seed=1).eval(), []
 
     def respond(conversation, row):

@@ -1,4 +1,4 @@
-"""What both policy wrappers promise, whichever engine samples: one suite over TransformersWrapper and vLLMWrapper."""
+"""Conformance of TransformersWrapper and vLLMWrapper with each engine, in one suite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchrl_rloo.objectives import RLOOLoss
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
-TOLERANCE = 1e-5  # nats, in float32; 4e-6 was measured
+TOLERANCE = 1e-5  # nats, in float32; measured: 4e-6
 MAX_MODEL_LEN = 256
 PROCESSING = {
     "plain": {},
@@ -54,7 +54,7 @@ def model(bpe) -> PreTrainedModel:
     made.config.tie_word_embeddings = False
     made.lm_head = torch.nn.Linear(tied.shape[1], tied.shape[0], bias=False)
     with torch.no_grad():
-        made.lm_head.weight.copy_(2 * tied)  # a distribution that is not flat
+        made.lm_head.weight.copy_(2 * tied)  # a peaked distribution
         made.lm_head.weight[bpe.eos_token_id] = 0.2
         made.model.embed_tokens.weight += 0.2
     return made.eval()
@@ -68,7 +68,7 @@ def own_vllm_engine(model, bpe, vllm_engines: VLLMEngines, tmp_path_factory: pyt
 
 @pytest.fixture(scope="module")
 def make_reference(model, bpe) -> Callable[..., TransformersWrapper]:
-    """``make_reference(num_samples=None, input_mode="tokens", **generate_kwargs)``: the wrapper without an engine."""
+    """``make_reference(num_samples=None, input_mode="tokens", **generate_kwargs)``: wrapper without an engine."""
 
     def make(num_samples: int | None = None, input_mode: str = "tokens", **kwargs) -> TransformersWrapper:
         settings = {"num_samples": num_samples, "input_mode": input_mode}
@@ -79,7 +79,7 @@ def make_reference(model, bpe) -> Callable[..., TransformersWrapper]:
 
 @pytest.fixture(scope="module", params=["transformers", "transformers_engine", "vllm"])
 def make_policy(request: pytest.FixtureRequest, model, bpe, make_reference: Callable) -> Callable[..., TurnPolicy]:
-    """``make_reference``, of each wrapper and engine."""
+    """``make_reference`` for each wrapper and engine."""
     if request.param == "transformers":
         return make_reference
     is_vllm = request.param == "vllm"
@@ -94,7 +94,7 @@ def make_policy(request: pytest.FixtureRequest, model, bpe, make_reference: Call
 
 @pytest.fixture(scope="module")
 def ids(bpe) -> list[list[int]]:
-    """Four prompts of unequal lengths; the first has ids that the tokenizer would not choose for their text."""
+    """Four prompts of unequal lengths; the first has non-canonical ids."""
     spelled = bpe.convert_tokens_to_ids(list("abcabcbcaacb"))
     assert bpe("abcabcbcaacb", add_special_tokens=False)["input_ids"] != spelled
     return [spelled, [bpe.eos_token_id], [40, 41, 250, 251, 40, 41], list(range(20, 90))]
@@ -109,7 +109,7 @@ def flat(grouped: TensorDictBase) -> TensorDictBase:
 
 
 def check_scores(rows: TensorDictBase, policy: TurnPolicy, model) -> None:
-    """With unchanged weights the scorer's log-probs are those that came with the tokens: the ratio is 1."""
+    """Check that the scorer's log-probs equal the sampled ones with unchanged weights, so the ratio is 1."""
     rows = tensor_rows(rows)
     scorer = policy.get_new_version(generate=False, model=model)
     scored = scorer.score(rows)
@@ -128,7 +128,7 @@ def schema(row: TensorDictBase) -> dict:
     return {k: (v.dtype, v.ndim, v.device) for k, v in leaves.items()}
 
 
-# what comes in and goes out
+# inputs and outputs
 
 
 def test_ids_go_in_and_come_out_bit_for_bit(make_policy: Callable, make_reference: Callable, prompt_rows, ids) -> None:
@@ -161,7 +161,7 @@ def test_sampled_and_scored_are_one_distribution(
 def test_samples_have_the_models_frequencies(
     distribution: dict, make_policy: Callable, prompt_rows: Callable, ids, model
 ) -> None:
-    """First tokens by a chi-square test; and that second tokens are not drawn with the numbers of the first."""
+    """First tokens pass a chi-square test, and second tokens use other random numbers."""
     n = 1024
     policy = make_policy(seed=0, num_samples=n, ignore_eos=True, max_new_tokens=2, **distribution)
     of_stream = policy(prompt_rows(ids[0]))[0]
@@ -185,7 +185,7 @@ def test_samples_have_the_models_frequencies(
     rest = log_probs(torch.cat([prompt.expand(len(after), -1), after[:, None]], 1))[index]
 
     def ranks(probs: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """Uniform in [0, 1], but for ties: how much of the distribution comes before the sampled token."""
+        """Return the probability mass before each sampled token, uniform in [0, 1] except for ties."""
         own = probs.gather(-1, sampled[:, None])[:, 0]
         return probs.cumsum(-1).gather(-1, sampled[:, None])[:, 0] - own / 2
 
@@ -224,7 +224,7 @@ def test_samples_of_a_prompt_differ_and_repeat(make_policy: Callable, prompt_row
 
 
 def test_seeds_and_streams(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """A wrapper's seed fixes all it samples, its state resumes that, and without a seed torch's stream decides."""
+    """A wrapper's seed fixes its samples and its state resumes them; without a seed, torch's generator decides."""
     policy, other = make_policy(seed=3), make_policy(seed=3)
     first = [responses(policy(prompt_rows(*ids))) for _ in range(2)]
     assert first[0] != first[1] and [responses(other(prompt_rows(*ids))) for _ in range(2)] == first
@@ -249,7 +249,7 @@ def test_a_seeded_policy_leaves_the_global_stream_alone(make_policy: Callable, p
 
 
 def test_a_seeded_row_is_the_same_in_any_batch(make_policy: Callable, prompt_rows: Callable, ids, model) -> None:
-    """Whatever is sampled beside it, in whatever order, to whatever limits, and whatever the policy's own stream."""
+    """Other rows, their order and limits, and the policy's random stream have no effect."""
     prompts, seeds = [p for p in ids for _ in range(3)], list(range(100, 112))
     policy = make_policy(seed=0, repetition_penalty=1.1)
     together = policy(prompt_rows(*prompts, seed=seeds))
@@ -283,7 +283,7 @@ def test_a_later_turn_of_a_seeded_row_has_its_own_numbers(make_policy: Callable,
     assert second == sampled(later=True) and all(a != b for a, b in zip(first, second, strict=True))
 
 
-# what ends a turn
+# stops
 
 
 def test_ends_of_turn_are_sampled_action_tokens(make_policy: Callable, prompt_rows: Callable, ids, bpe) -> None:
@@ -301,7 +301,7 @@ def test_ends_of_turn_are_sampled_action_tokens(make_policy: Callable, prompt_ro
         assert all(len(r) == 12 for r, e in zip(responses(out), ended, strict=True) if not e)
         assert out[keys.RESPONSE_TRUNCATED].flatten().tolist() == [not e for e in ended]
         assert all(row[keys.ACTION_MASK][-1] and row[keys.LOG_PROBS][-1] < 0 for row in out.unbind(0))
-        limits = [len(r) for r in responses(out)]  # an end at the limit is an end
+        limits = [len(r) for r in responses(out)]  # an end of turn at the limit is not a truncation
         exact = make_policy(**kwargs)(prompt_rows(*ids * 4, seed=list(range(16)), max_new_tokens=limits))
         assert responses(exact) == responses(out)
         assert torch.equal(exact[keys.RESPONSE_TRUNCATED], out[keys.RESPONSE_TRUNCATED])
@@ -313,7 +313,7 @@ def test_ends_of_turn_are_sampled_action_tokens(make_policy: Callable, prompt_ro
 def test_a_stop_string_ends_a_turn_and_its_ids_stay(
     text: str, make_policy: Callable, prompt_rows: Callable, ids, bpe, model
 ) -> None:
-    """Several tokens may spell it, or a special one; what the prompt says is no stop."""
+    """Several tokens or a special one may spell it; a stop string in the prompt is ignored."""
     policy = make_policy(stop_strings=text, max_new_tokens=60, ignore_eos=True, temperature=2.0)
     out = policy(prompt_rows(*[[*p, *bpe.encode(text)] for p in ids * 6], seed=list(range(24))))
     ended = [text in bpe.decode(r) for r in responses(out)]
@@ -334,7 +334,7 @@ def test_a_row_has_its_own_limit(make_policy: Callable, prompt_rows: Callable, i
 
 
 def test_turns_extend_what_was_sampled_before(make_policy: Callable, prompt_rows: Callable, ids, model) -> None:
-    """A turn that was cut off, second ones after feedback and a first one, in a batch; earlier parts are kept."""
+    """A batch of truncated, second and first turns keeps the earlier parts of each row."""
     policy = make_policy(seed=0, temperature=0.8, top_k=50, max_new_tokens=5)
     first = list(policy(prompt_rows(*ids)).unbind(0))
 
@@ -362,7 +362,7 @@ def test_turns_extend_what_was_sampled_before(make_policy: Callable, prompt_rows
 def test_text_and_conversations(
     input_mode: str, make_policy: Callable, make_reference: Callable, bpe, user: Callable
 ) -> None:
-    """Both wrappers encode and decode alike, and continue an unfinished turn."""
+    """Both wrappers encode and decode equally, and continue an unfinished turn."""
     opened = [[*user("abc")], [*user("ab"), {"role": "assistant", "content": "ca"}]]
     texts = [{"text": Text(prompt=t)} for t in ("abc cab", "b")]
     histories = [{"history": ChatHistory(prompt=to_history([m])[0])} for m in opened]
@@ -387,14 +387,14 @@ def test_text_and_conversations(
 def test_conversations_collected_are_rows_of_the_schema(
     temperature: float, input_mode: str, make_policy: Callable, make_reference: Callable, prompts, bpe, model
 ) -> None:
-    """One to three turns a row: at temperature 0 equal between the wrappers, else scored as they were sampled."""
+    """With one to three turns per row, wrappers agree at temperature 0, and else scores equal log-probs."""
 
     def respond(conversation, row):
         turns = sum(message["role"] == "assistant" for message in conversation)
         return [{"role": "user", "content": "again"}] if turns < row["turns"] else None
 
     def collect(make: Callable) -> tuple[TurnPolicy, TensorDictBase]:
-        kwargs = {"repetition_penalty": 1.3, "stop_token_ids": list(range(0, 384, 2))}  # a greedy turn ends, too
+        kwargs = {"repetition_penalty": 1.3, "stop_token_ids": list(range(0, 384, 2))}  # greedy turns also end
         policy = make(input_mode=input_mode, temperature=temperature, seed=1, **kwargs)
         feedback = [FeedbackTransform(respond, max_turns=3)]
         options = {"num_generations": 2, "shuffle": False, "input_mode": input_mode, "transforms": feedback}
@@ -421,7 +421,7 @@ def test_conversations_collected_are_rows_of_the_schema(
 def test_a_batch_has_the_gradient_of_exact_log_probs(
     distribution: dict, make_policy: Callable, prompt_rows: Callable, ids, model
 ) -> None:
-    """The sampler's log-probs are as good as the scorer's own, which make the ratio exactly 1."""
+    """The sampler's log-probs give the same gradient as the scorer's, for which the ratio is exactly 1."""
     policy = make_policy(num_samples=4, seed=0, **distribution)
     rows = flat(policy(prompt_rows(*ids)))
     for row, advantage in zip(rows.unbind(0), torch.linspace(-1, 1, len(rows)), strict=True):
@@ -438,7 +438,7 @@ def test_a_batch_has_the_gradient_of_exact_log_probs(
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-# refusals
+# errors
 
 
 def test_what_cannot_be_is_refused_by_name(make_policy: Callable, prompt_rows: Callable, ids) -> None:
@@ -470,14 +470,14 @@ def test_vllm_refuses_a_truncation_in_another_order(
 
 
 def test_vllm_refuses_a_temperature_that_it_would_change(own_vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
-    """It samples at 0.01 whatever lower one it is given, and the scorer would not."""
+    """vLLM raises lower temperatures to 0.01, but the scorer would not."""
     policy = vLLMWrapper(own_vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 3, "temperature": 0.005})
     with pytest.raises(EngineError, match=r"temperature=0.005"):
         policy(prompt_rows(*ids))
 
 
 def test_a_prompt_beyond_vllms_context(own_vllm_engine, bpe, prompt_rows: Callable, ids) -> None:
-    """It is refused with both lengths, and the engine goes on; a turn is cut off where the context ends."""
+    """It raises with both lengths and the engine continues; turns are truncated at the end of the context."""
     policy = vLLMWrapper(own_vllm_engine, tokenizer=bpe, generate_kwargs={"max_new_tokens": 12, "ignore_eos": True})
     with pytest.raises(EngineError, match=rf"(?s)(?=.*{MAX_MODEL_LEN})(?=.*{MAX_MODEL_LEN + 1})"):
         policy(prompt_rows(ids[0], [40] * (MAX_MODEL_LEN + 1)))

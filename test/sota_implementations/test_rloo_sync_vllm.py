@@ -145,7 +145,7 @@ def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path) -> None:
 def test_rounded_weights_pass_the_parity_probe(overrides, run, tmp_path) -> None:
     """The parity probe accepts a float32 engine with bfloat16 weights."""
     out, _ = run(["inference=vllm", *overrides, "plan.steps=1", "sampler.dtype=bfloat16"], tmp_path)
-    assert "sampler against trainer: " in out and "more than rounding explains" not in out
+    assert "sampler against trainer: " in out and "exceeds rounding" not in out
 
 
 def test_conversations_turn_by_turn(warm_model, run, tmp_path) -> None:
@@ -156,7 +156,7 @@ def test_conversations_turn_by_turn(warm_model, run, tmp_path) -> None:
 
 
 ENGINES = [
-    ("inference=vllm inference.engine.max_model_len=50", r"max_model_len=50 would cut .* at least 52"),
+    ("inference=vllm inference.engine.max_model_len=50", r"max_model_len=50 must be at least 52"),
     ("inference=vllm_lora", r"set lora=\{r: 16, target_modules: all-linear\}, or inference=vllm"),
     ("inference=vllm_lora lora={r:128}", r"lora.r=128 exceeds inference.engine.max_lora_rank=64"),
     (

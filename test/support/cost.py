@@ -1,4 +1,4 @@
-"""Checks of how CPU time grows, which do not depend on the machine's load."""
+"""Checks of the growth of CPU time, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def assert_linear(call: Callable[[int], Any], size: int, *, negligible: float = 
     """Check that four times the size takes less than ten times this thread's CPU time; quadratic time takes sixteen.
 
     Args:
-        call: does the work of a given size.
-        size: the smaller of the two sizes.
-        negligible: seconds that are too few to compare.
+        call: function that does the work of a given size.
+        size: smaller of the two sizes.
+        negligible: seconds below which times are not compared.
 
     Raises:
-        AssertionError: naming both times.
+        AssertionError: if the time grows faster, with both times.
     """
     small = large = float("inf")
     for _ in range(3):  # a cold cache or a busy neighbor spoils one measurement, not three

@@ -1,7 +1,7 @@
-"""Real vLLM engines that test files share, and the models that they are compared with.
+"""Real vLLM engines that test files share, and the models to compare them with.
 
-A vLLM engine takes ten CPU seconds and more to start, so there is one of each kind in a session. Tests that use one run
-on one worker of xdist, and find it with the weights of the first model.
+A vLLM engine takes ten or more CPU seconds to start, so a session has one of each kind. Tests that use one run on one
+xdist worker, and start with the weights of the first model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SHARED = ("shared_async_engine", "vllm_engines")
 
 @pytest.fixture(scope="session")
 def vllm() -> None:
-    """Skip where vLLM is not installed. Not imported here: an engine imports it with the settings that it wants."""
+    """Skip if vLLM is not installed. The engines import it, with their settings."""
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
 
 
 @pytest.fixture(scope="session")
 def models(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedModel]:
-    """Three models of one kind; the engines' checkpoint is of the first. Not to be changed."""
+    """Three models of one architecture; the engines' checkpoint has the first. Do not change them."""
     made = [build_model(tokenizer, seed).eval() for seed in range(3)]
     for model in made:
         model.config.max_position_embeddings = CONTEXT
@@ -46,7 +46,7 @@ def models(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedModel]:
 def engine_checkpoint(
     models: list[PreTrainedModel], tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of the first of ``models``. Not to be changed."""
+    """Folder of the first of ``models``. Do not change it."""
     return save_checkpoint(tmp_path_factory.mktemp("engine_checkpoint"), models[0], tokenizer)
 
 
@@ -64,16 +64,16 @@ def async_engine(shared_async_engine: AsyncVLLMEngine, models: list[PreTrainedMo
 
 
 class VLLMEngines:
-    """Engines in this process, of which only one can live: a request for other settings closes the present one."""
+    """Engines in this process, of which only one can exist: a request for other settings closes the current one."""
 
-    _engine: VLLMEngine | None = None  # of the class: the one in this process
+    _engine: VLLMEngine | None = None  # class attribute: the engine in this process
     _key: tuple | None = None
 
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint
 
     def get(self, model: Path | None = None, **arguments: Any) -> VLLMEngine:
-        """Return an engine of a checkpoint, the shared one by default, and start it if it is not the present one."""
+        """Return an engine of a checkpoint, by default the shared one; start it unless it is the current one."""
         key = (model or self._checkpoint, tuple(sorted(arguments.items())))
         if self._engine is None or self._engine.closed or key != self._key:
             self.close()
@@ -83,7 +83,7 @@ class VLLMEngines:
 
     @classmethod
     def close(cls) -> None:
-        """Close the present engine."""
+        """Close the current engine."""
         if cls._engine is not None:
             cls._engine.close()
             cls._engine = None
@@ -117,7 +117,7 @@ def make_vllm_engine(
 
 
 def _reset(engine: VLLMEngineBase, model: PreTrainedModel) -> VLLMEngineBase:
-    """Undo updates of a test before."""
+    """Undo weight updates of an earlier test."""
     if engine.version or engine._adapter or engine.failed_version is not None:
         EngineUpdater(model, engine).push_weights(0)
     return engine

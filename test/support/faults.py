@@ -8,7 +8,7 @@ from torchrl_rloo.weight_update import Files, SharedMemory
 
 
 class Flipped(SharedMemory):
-    """Flips a bit of bucket 1, once."""
+    """Transport that flips a bit of bucket 1, once."""
 
     flips = 1
 
@@ -21,7 +21,7 @@ class Flipped(SharedMemory):
 
 
 class FlippedFile(Files):
-    """Flips a bit of the file of bucket 1, once."""
+    """Transport that flips a bit of the file of bucket 1, once."""
 
     flips = 1
 

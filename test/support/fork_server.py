@@ -1,10 +1,10 @@
-"""A process that has imported what scripts import, and forks one child for each script that it is asked to run.
+"""Fork server: a process with heavy imports that forks one child per script.
 
-An interpreter that imports torch, transformers and this package costs about ten CPU seconds; a fork costs none. A child
-is as real as one of ``subprocess``: a session of its own, its own working directory, environment, files and exit code;
-it takes signals, and it ends as an interpreter does. It differs in two ways: all children of a server hash strings with
-one seed, and what is imported before a fork does not see the child's environment. So each script also has a test that
-starts an interpreter of its own, and tests of imports and of the interpreter's exit have nothing but those.
+An interpreter that imports torch, transformers and this package takes about ten CPU seconds; a fork takes none. As with
+``subprocess``, a child has a separate session, working directory, environment, files and exit code. It receives signals
+and exits as an interpreter does. Two things differ: all children of a server share one hash seed, and modules imported
+before the fork do not see the child's environment. So each script also has a test in a new interpreter, and tests of
+imports and of the interpreter's exit use only new interpreters.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
+        """Send a signal to the process, without its children."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and everything that it started."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def stdout(self) -> str:
-        """Return what it has written to its standard output so far."""
+        """Standard output of the process so far."""
         return self._output.with_suffix(".out").read_text()
 
     @property
     def stderr(self) -> str:
-        """Return what it has written to its standard error so far."""
+        """Standard error of the process so far."""
         return self._output.with_suffix(".err").read_text()
 
 
@@ -91,8 +91,8 @@ class ForkServer:
     """Client of the server, which starts with the first request.
 
     Args:
-        folder: keeps the output of the processes.
-        imports: modules that children find imported.
+        folder: folder for the output of the processes.
+        imports: modules that are imported before the fork.
     """
 
     def __init__(self, folder: Path, imports: Sequence[str] = IMPORTED) -> None:
@@ -109,10 +109,10 @@ class ForkServer:
         """Run a script in a new process.
 
         Args:
-            script: a file, or Python source, which becomes ``python -c``.
-            arguments: follow the script on the command line.
-            cwd: working directory. Default: this process's.
-            environment: default: this process's.
+            script: file, or Python source for ``python -c``.
+            arguments: arguments of the script.
+            cwd: working directory; None takes this process's.
+            environment: environment variables; None takes this process's.
         """
         self._count += 1
         output = self._folder / f"process{self._count}"
@@ -133,7 +133,7 @@ class ForkServer:
         return ForkedProcess(ours, output)
 
     def run(self, script: Path | str, arguments: Sequence[str] = (), *, timeout: float = 300.0, **kwargs: Any):
-        """Run a script to its end; the arguments of :meth:`start`, the result of ``subprocess.run``."""
+        """Run a script to its end, with the arguments of :meth:`start` and the result of ``subprocess.run``."""
         process = self.start(script, arguments, **kwargs)
         try:
             process.wait(timeout)
@@ -161,7 +161,7 @@ class ForkServer:
 
 # ----------------------------------------------------------------------------------------------------------- the server
 def serve(requests: socket.socket) -> None:
-    """Fork a child for each request, and tell its client how it ended, until the client closes the connection."""
+    """Fork a child per request and report its exit code, until the client closes the connection."""
     selector, clients = selectors.DefaultSelector(), {}
     selector.register(requests, selectors.EVENT_READ)
     while True:
@@ -198,14 +198,14 @@ def serve(requests: socket.socket) -> None:
 def _kill(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not yet made its group, and so has no children
+    except ProcessLookupError:  # it has no group yet, and so no children
         os.kill(pid, signal.SIGKILL)
 
 
 def _tell(client: socket.socket, number: int) -> None:
     try:
         client.sendall(f"{number}\n".encode())
-    except OSError:  # the client has gone and need not know
+    except OSError:  # the client has closed the connection
         return
 
 
@@ -217,12 +217,12 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _become(request: dict[str, Any], out: int, err: int) -> None:
-    """Turn this child into the process that was asked for; never returns."""
+    """Turn this child into the requested process, and never return."""
     with open(os.devnull, "rb") as nothing:
         for source, target in ((nothing.fileno(), 0), (out, 1), (err, 2)):
             os.dup2(source, target)
     os.close(out), os.close(err)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have told the server to ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have made the server ignore it
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -241,7 +241,7 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # The steps of an interpreter's exit, and no more: objects of the server die with the process
+    # Exit as an interpreter does, without finalizing objects of the server
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -272,7 +272,7 @@ def _reseed() -> None:
 
 
 def _prepare(imports: Sequence[str]) -> None:
-    """Import what scripts import; only the threads of memory allocators, which survive a fork, may start."""
+    """Import modules; only threads of memory allocators, which survive a fork, may start."""
     for name in imports:
         importlib.import_module(name)
     importlib.import_module("support.hermetic").refuse_remote_connections()
@@ -282,6 +282,6 @@ def _prepare(imports: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     _prepare(sys.argv[2:])
-    gc.freeze()  # else the first collection of each child copies all pages
+    gc.freeze()  # or the first garbage collection of each child copies all pages
     serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # without the reports of libraries on what they take for leaks
+    os._exit(0)  # without libraries' reports of supposed leaks

@@ -1,4 +1,4 @@
-"""Keeps tests on this machine: no connection leaves it, and no cache of the user is read or written."""
+"""Isolation of tests: no remote connections, and no access to caches of the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def refuse_remote_connections() -> None:
-    """Make connections of this process to any address but a loopback one fail."""
+    """Reject connections of this process to addresses other than loopback."""
     if getattr(socket.socket.connect, "guarded", False):
         return
     for name in ("connect", "connect_ex"):

@@ -1,4 +1,4 @@
-"""Judges of mathematical answers that tests share: the process of each takes two seconds to start."""
+"""Judges of mathematical answers that tests share, since each process takes two seconds to start."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def math_judge() -> MathJudge:
 
 @pytest.fixture
 def one_judge(math_judge: MathJudge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards made in the test share a judge; their copies have their own."""
+    """Shared judge of the rewards in a test; copies of rewards have separate judges."""
     monkeypatch.setattr("torchrl_rloo.rewards.accuracy.MathJudge", lambda timeout: math_judge)

@@ -1,4 +1,4 @@
-"""Tiny decoders of several families, ragged rows, and the padded forward that a packed one must agree with."""
+"""Tiny decoders of several families, ragged rows, and the padded forward pass as reference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 class _Norm(nn.Module):
-    """An RMS norm in the precision of its input; those of transformers round to float32, which hides what is exact."""
+    """RMS norm in the precision of its input; those of Transformers round to float32, which hides exactness."""
 
     def __init__(self, norm: nn.Module, offset: float):
         super().__init__()
@@ -58,7 +58,7 @@ class _Norm(nn.Module):
 
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, **sizes) -> PreTrainedModel:
-    """A tiny random model, with weights large enough for attention to matter."""
+    """Build a tiny random model, with weights large enough for attention to matter."""
     config = AutoConfig.for_model(family, **(SIZES | {"initializer_range": 0.2} | sizes))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -75,7 +75,7 @@ def decoder_of(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def rows_of(*rows: tuple[str, str]) -> Rows:
-    """Rows from letters, one for each id, and a mask: ``("abcd", "..x.")``."""
+    """Build rows from letters, one per id, and masks: ``("abcd", "..x.")``."""
     for text, mask in rows:
         assert len(text) == len(mask)
     tokens = [torch.tensor([ord(c) - ord("a") for c in text]) for text, _ in rows]
@@ -83,7 +83,7 @@ def rows_of(*rows: tuple[str, str]) -> Rows:
 
 
 def random_rows(seed: int, groups: int = 3, size: int = 4) -> Rows:
-    """Groups with a prompt in common, of ragged rows of one to three turns; some turns end without an action."""
+    """Draw groups of ragged rows with a shared prompt and one to three turns; some end without an action."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -126,7 +126,7 @@ def padded(decoder: nn.Module, tokens: list[torch.Tensor], masks: list[torch.Ten
 
 
 def gradients(decoder: nn.Module, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a function of the hidden states that treats every entry otherwise."""
+    """Return the gradients of a function that weights every hidden state differently."""
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parameters = {n: p for n, p in decoder.named_parameters() if p.requires_grad}
     loss = (hidden * weights.to(hidden.dtype)).sum()

@@ -28,14 +28,14 @@ def wait_until_gone(pids: int | Iterable[int], timeout: float = PATIENCE) -> Non
 
 
 def children(pid: int, command: str = "") -> list[int]:
-    """Return the processes that ``pid`` started, zombies excluded, with ``command`` in their command line."""
+    """Return the children of ``pid`` with ``command`` in their command line, except zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = _fields(int(path.name))[:2]
             if int(parent) == pid and state not in "ZX" and command in (path / "cmdline").read_text():
                 found.append(int(path.name))
-        except (FileNotFoundError, ProcessLookupError):  # ended since it was listed
+        except (FileNotFoundError, ProcessLookupError):  # ended after it was listed
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Recipes as modules: their functions, and their settings as a command line gives them."""
+"""Recipes as modules, with their settings from a command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_rloo.cli.recipe import parse_args
 
 
 def load_recipe(name: str) -> ModuleType:
-    """Import a recipe's file under a name of its own, so that nothing runs."""
+    """Import a recipe's file under another name than ``__main__``, so that nothing runs."""
     file = recipe_file(name)
     module_name = f"recipe_{file.stem}"
     if module_name not in sys.modules:
@@ -24,11 +24,11 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def settings(name: str, *overrides: str) -> Any:
-    """Return the typed configuration that a recipe makes of a command line; raise what is wrong with it."""
+    """Return the typed configuration of a command line; raise on invalid settings."""
     module = load_recipe(name)
     return parse_args(module.Config, Path(module.__file__), module.__doc__, ["--traceback", *overrides])
 
 
 def run_recipe_here(name: str, *overrides: str) -> None:
-    """Run a recipe in this process; its errors are raised."""
+    """Run a recipe in this process and raise its errors."""
     load_recipe(name).main(settings(name, *overrides))

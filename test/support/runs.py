@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""Files of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrl_rloo.diagnostics import DEFINITIONS
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """Return the objects of a file, one on each line; texts in them may hold other line breaks."""
+    """Return the objects of a file, one per line; their texts may contain other line breaks."""
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
 
 

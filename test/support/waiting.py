@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-PATIENCE = 120.0  # seconds; far more than anything takes on a busy machine, unless it hangs
+PATIENCE = 120.0  # seconds, far more than any wait on a busy machine
 
 
 def wait_until(
@@ -17,10 +17,10 @@ def wait_until(
     """Poll a condition until it is true, and return its value.
 
     Args:
-        condition: called without arguments.
+        condition: function without arguments.
         timeout: seconds until the wait fails.
-        what: names the condition in the error.
-        every: seconds between two calls.
+        what: name of the condition in the error.
+        every: seconds between calls.
 
     Raises:
         TimeoutError: if the condition stays false.
@@ -34,7 +34,7 @@ def wait_until(
 
 
 def in_thread(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Call a function that may block on a daemon thread; ``future.result(PATIENCE)`` waits for it."""
+    """Call a function that may block in a daemon thread; ``future.result(PATIENCE)`` waits for it."""
     future: Future = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a run does and how it goes: plans, metrics, evaluation, reports."""
+"""Plans, metrics, evaluation and reports of a run."""
 
 from torchrl_rloo.diagnostics.calibration import Calibration, calibrate, plot_calibration, write_calibration
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison

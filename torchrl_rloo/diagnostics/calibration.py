@@ -1,4 +1,4 @@
-"""Whether a reward model's margins can be read as probabilities: a report, and the temperature that makes them so."""
+"""Calibration of a reward model: reliability report and temperature of its margins."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PICTURE = "calibration.png"
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Predictions of like confidence.
+    """One bin of the reliability curve.
 
     Attributes:
-        low: of the confidence.
-        high: of the confidence.
-        count: pairs.
-        confidence: their mean confidence; None without pairs.
-        accuracy: share of them that is predicted right; None without pairs.
+        low: lower edge of the confidence.
+        high: upper edge of the confidence.
+        count: number of pairs.
+        confidence: mean confidence of the pairs; None without pairs.
+        accuracy: share of the pairs that are predicted correctly; None without pairs.
         interval: 95 % confidence interval of the accuracy (Wilson); None without pairs.
     """
 
@@ -48,12 +48,12 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class CalibrationScores:
-    """How well the confidences fit.
+    """Calibration scores at one temperature.
 
     Attributes:
-        nll: mean negative log-likelihood of the labels, in nats; 0.693 without knowledge.
-        brier: mean squared error of the labels' probabilities; 0.25 without knowledge.
-        ece: expected calibration error: mean over the pairs of |accuracy - confidence| of their bin.
+        nll: mean negative log-likelihood of the labels, in nats; 0.693 at chance.
+        brier: mean squared error of the labels' probabilities; 0.25 at chance.
+        ece: expected calibration error: mean over the pairs of ``|accuracy - confidence|`` of their bin.
         bins: the reliability curve.
     """
 
@@ -65,19 +65,19 @@ class CalibrationScores:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :func:`calibrate` finds.
+    """Result of :func:`calibrate`.
 
     Attributes:
-        temperature: what margins, and so scores, are to be divided by.
-        pairs: how many it is fitted on.
-        accuracy: share of them whose better completion has the higher score; a tie counts half.
-        interval: 95 % confidence interval of the accuracy (Wilson), as if pairs were independent. Several pairs of one
-            prompt are not, and make it too narrow, as those of the bins.
-        separable: whether there is no error among them. The temperature then says how many pairs were looked at rather
-            than how sure the model may be: take more pairs, or harder ones.
-        before: at temperature 1.
-        after: at ``temperature``. That one number was fitted on the same pairs makes ``nll`` about ``1 / (2 * pairs)``
-            nats too good.
+        temperature: divisor that calibrates margins, and so scores.
+        pairs: number of pairs that the temperature is fitted on.
+        accuracy: share of the pairs whose better completion has the higher score; a tie counts half.
+        interval: 95 % confidence interval of the accuracy (Wilson). It assumes independent pairs, so several pairs of
+            one prompt make it too narrow, as they do the intervals of the bins.
+        separable: True if every pair is predicted correctly. The temperature then depends on the number of pairs, not
+            on the model's confidence: use more pairs, or harder ones.
+        before: scores at temperature 1.
+        after: scores at ``temperature``. Fitting on the same pairs makes ``nll`` about ``1 / (2 * pairs)`` nats too
+            low.
     """
 
     temperature: float
@@ -90,19 +90,22 @@ class Calibration:
 
 
 def calibrate(margins: torch.Tensor, *, bins: int = 10) -> Calibration:
-    """Judges the probabilities that a reward model gives to held-out labels, and fits a temperature to them.
+    """Score a reward model's probabilities on held-out pairs, and fit a temperature to them.
 
     Args:
-        margins: ``[P]``: score of the better completion minus score of the worse one. The pairs must not have been
-            trained on: there a model is surer than it may be.
-        bins: of the reliability curve, over confidences from 0.5 to 1.
+        margins: ``[P]``, score of the better completion minus score of the worse one. The model must not have been
+            trained on these pairs, since it is overconfident on training pairs.
+        bins: number of bins of the reliability curve, over confidences from 0.5 to 1.
+
+    Returns:
+        The temperature, with the scores before and after dividing the margins by it.
 
     Raises:
-        ValueError: for no margins, one that is not finite, or fewer than one bin.
+        ValueError: if there are no margins, a margin is not finite, or ``bins`` is below 1.
 
     Example:
-        >>> found = calibrate(torch.tensor([8.0, 8.0, -8.0, 8.0]))  # 75 % right, and far too sure
-        >>> round(found.temperature, 2), round(found.before.ece, 2)
+        >>> calibration = calibrate(torch.tensor([8.0, 8.0, -8.0, 8.0]))  # 75 % correct, and overconfident
+        >>> round(calibration.temperature, 2), round(calibration.before.ece, 2)
         (11.54, 0.25)
     """
     if bins < 1:
@@ -135,8 +138,8 @@ def _scores(margins: torch.Tensor, bins: int) -> CalibrationScores:
                 low=edges[k],
                 high=edges[k + 1],
                 count=int(curve.counts[k]),
-                confidence=_number(float(curve.confidence[k])),
-                accuracy=_number(float(curve.accuracy[k])),
+                confidence=_finite_or_none(float(curve.confidence[k])),
+                accuracy=_finite_or_none(float(curve.accuracy[k])),
                 interval=tuple(intervals[k]) if curve.counts[k] else None,
             )
             for k in range(bins)
@@ -144,21 +147,21 @@ def _scores(margins: torch.Tensor, bins: int) -> CalibrationScores:
     )
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
 def write_calibration(found: Calibration, directory: str | Path) -> Path:
-    """Writes ``calibration.json`` and its picture, ``calibration.png``, next to a reward model.
+    """Write ``calibration.json`` and ``calibration.png`` next to a reward model.
 
-    The file's ``"temperature"`` is what a reward is calibrated by that scores with the model.
+    Rewards that score with the model divide its scores by the file's ``"temperature"``.
 
     Args:
-        found: of :func:`calibrate`.
-        directory: of the model; made if it does not exist.
+        found: result of :func:`calibrate`.
+        directory: directory of the model, created if missing.
 
     Returns:
-        The JSON file.
+        Path of the JSON file.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -169,18 +172,18 @@ def write_calibration(found: Calibration, directory: str | Path) -> Path:
 
 
 def plot_calibration(found: Calibration, path: str | Path) -> Path:
-    """Draws the reliability curves before and after into a PNG, each above a histogram of its confidences."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: half a second that only a report needs
+    """Plot the reliability curves before and after as a PNG, each above a histogram of its confidences."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 5.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
-    titles = ("Scores as they are", f"Scores divided by {found.temperature:.3g}")
+    titles = ("Raw scores", f"Scores divided by {found.temperature:.3g}")
     for column, (title, scores) in enumerate(zip(titles, (found.before, found.after), strict=True)):
         _draw_curve(axes[0, column], scores, f"{title}: ECE {scores.ece:.3f}, {scores.nll:.3f} nats")
         _draw_histogram(axes[1, column], scores)
-    axes[0, 0].set_ylabel("predicted right")
+    axes[0, 0].set_ylabel("accuracy")
     axes[0, 0].legend(fontsize=8, loc="lower right", frameon=True, framealpha=0.85, edgecolor="none")
     axes[1, 0].set_ylabel("share of pairs")
     path = Path(path)
@@ -189,31 +192,29 @@ def plot_calibration(found: Calibration, path: str | Path) -> Path:
 
 
 def _draw_curve(axes: Axes, scores: CalibrationScores, title: str) -> None:
-    full = [b for b in scores.bins if b.count]
-    confidence, accuracy = [b.confidence for b in full], [b.accuracy for b in full]
-    below = [max(0.0, b.accuracy - b.interval[0]) for b in full]
-    above = [max(0.0, b.interval[1] - b.accuracy) for b in full]
+    filled = [b for b in scores.bins if b.count]
+    confidence, accuracy = [b.confidence for b in filled], [b.accuracy for b in filled]
+    below = [max(0.0, b.accuracy - b.interval[0]) for b in filled]
+    above = [max(0.0, b.interval[1] - b.accuracy) for b in filled]
     axes.plot((0.5, 1), (0.5, 1), color="#8a8a8a", linewidth=1, linestyle="--", label="perfectly calibrated")
     style = {"color": "#1f5fa8", "ecolor": "#9dbbe0", "capsize": 3, "marker": "o", "markersize": 5, "linestyle": "none"}
-    axes.errorbar(
-        confidence, accuracy, yerr=(below, above), label="pairs of like confidence, with 95 % interval", **style
-    )
+    axes.errorbar(confidence, accuracy, yerr=(below, above), label="pairs per bin, with 95 % interval", **style)
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_ylim(-0.03, 1.03)
-    _plain(axes)
+    _style_axes(axes)
 
 
 def _draw_histogram(axes: Axes, scores: CalibrationScores) -> None:
     total = sum(b.count for b in scores.bins)
-    centres, shares = [(b.low + b.high) / 2 for b in scores.bins], [b.count / total for b in scores.bins]
-    bars = axes.bar(centres, shares, width=0.92 * (scores.bins[0].high - scores.bins[0].low), color="#9dbbe0")
+    centers, shares = [(b.low + b.high) / 2 for b in scores.bins], [b.count / total for b in scores.bins]
+    bars = axes.bar(centers, shares, width=0.92 * (scores.bins[0].high - scores.bins[0].low), color="#9dbbe0")
     axes.bar_label(bars, [str(b.count) if b.count else "" for b in scores.bins], fontsize=7, padding=1)
     axes.set_ylim(0, 1.2)
     axes.set_xlabel("confidence")
-    _plain(axes)
+    _style_axes(axes)
 
 
-def _plain(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.set_xlim(0.49, 1.01)
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Two evaluations of the same prompts, side by side: what differs, by how much, and whether chance alone would."""
+"""Paired comparison of two evaluations on the same prompts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MUST_AGREE = ("scorers", "num_samples", "greedy", "generate_kwargs", "votes")
-_COLOURS = ("#4a4a4a", "#1f5fa8")
+_COMPARED_SETTINGS = ("scorers", "num_samples", "greedy", "generate_kwargs", "votes")
+_COLORS = ("#4a4a4a", "#1f5fa8")
 
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of both.
+    """Comparison of one metric.
 
     Attributes:
-        metric: its name in :attr:`EvaluationResult.values`.
-        prompts: that it is a mean of.
+        metric: name in :attr:`EvaluationResult.values`.
+        prompts: number of prompts that the metric averages over.
         first: mean and interval of the first evaluation.
-        second: of the second.
-        test: of ``second - first``, prompt by prompt.
-        gained: prompts on which the second is higher.
-        lost: prompts on which it is lower.
+        second: mean and interval of the second evaluation.
+        test: paired test of ``second - first`` over the prompts.
+        gained: ids of the prompts on which the second is higher.
+        lost: ids of the prompts on which the second is lower.
     """
 
     metric: str
@@ -45,13 +45,13 @@ class MetricComparison:
 
 
 class Comparison:
-    """What :func:`compare` gives: one :class:`MetricComparison` for each metric that both have.
+    """Result of :func:`compare`: one :class:`MetricComparison` per metric that both evaluations have.
 
     Attributes:
         first: the first evaluation.
-        second: the second.
-        metrics: by name.
-        differing: settings that differ, ``{name: (first's, second's)}``.
+        second: the second evaluation.
+        metrics: comparisons by metric name.
+        differing: settings that differ, as ``{name: (value of first, value of second)}``.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """Names of the two for people to read, never the same."""
+        """Display names of the two evaluations, always distinct."""
         first, second = self.first.settings.label or "first", self.second.settings.label or "second"
         return (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
 
     def table(self) -> str:
-        """All metrics as a Markdown table, which reads as plain text too; p-values are of each metric by itself."""
+        """Return all metrics as a Markdown table; p-values are not corrected for multiple comparisons."""
         first, second = self.labels
         header = ("metric", "prompts", first, second, "difference", "95 % interval", "p", "better", "worse")
         rows = [header] + [
@@ -81,7 +81,7 @@ class Comparison:
                 f"{m.second.mean:.4g}",
                 f"{m.test.difference:+.4g}",
                 f"{m.test.low:+.3g} to {m.test.high:+.3g}",
-                _p_value(m.test),
+                _format_p_value(m.test),
                 str(m.test.better),
                 str(m.test.worse),
             )
@@ -94,20 +94,23 @@ class Comparison:
         return "\n".join(lines)
 
     def flipped(self, metric: str | None = None) -> list[dict[str, Any]]:
-        """The prompts on which a metric differs, those that gained first, each with a completion of either evaluation.
+        """Return the prompts on which a metric differs, gains before losses, with a completion of each evaluation.
 
         Args:
-            metric: default: the first, ``"greedy"`` where there is one.
+            metric: name of the metric; None takes the first, which is ``"greedy"`` if there is one.
+
+        Returns:
+            Dictionaries with keys ``prompt_id``, ``change``, ``prompt``, ``first`` and ``second``.
 
         Raises:
-            KeyError: for a metric that the two do not share.
+            KeyError: if the evaluations do not share ``metric``.
         """
         metric = next(iter(self.metrics)) if metric is None else metric
         if metric not in self.metrics:
-            raise KeyError(f"metric={metric!r} is not one of {list(self.metrics)}")
+            raise KeyError(f"metric={metric!r} must be one of {list(self.metrics)}")
         chosen = self.metrics[metric]
         greedy = metric.rpartition("/")[2] == "greedy"
-        before, after = _by_prompt(self.first, greedy), _by_prompt(self.second, greedy)
+        before, after = _completions_by_prompt(self.first, greedy), _completions_by_prompt(self.second, greedy)
         return [
             {
                 "prompt_id": i,
@@ -120,13 +123,13 @@ class Comparison:
         ]
 
     def save(self, directory: str | Path) -> None:
-        """Write ``comparison.json``, with the prompts whose metric changed, and ``comparison.png``."""
+        """Write ``comparison.json``, with the prompts whose first metric changed, and ``comparison.png``."""
         path = plot_comparison(self, Path(directory) / "comparison.png")
         text = json.dumps(self.to_dict() | {"flipped": self.flipped()}, indent=2, ensure_ascii=False, default=str)
         path.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the comparison as plain values for JSON."""
         return {
             "labels": list(self.labels),
             "differing": {name: list(both) for name, both in self.differing.items()},
@@ -145,23 +148,31 @@ class Comparison:
 
 
 def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings: bool = True) -> Comparison:
-    """Compares two evaluations prompt by prompt, ``second - first``.
+    """Compare two evaluations prompt by prompt, as ``second - first``.
 
     Args:
-        first: e.g. of the base model; :meth:`EvaluationResult.load` reads a saved one.
-        second: e.g. of a trained checkpoint.
-        same_settings: refuse evaluations whose sampling or scorers differ; False notes the differences in the table and
-            compares the metrics that both have.
+        first: evaluation, e.g. of the base model; :meth:`EvaluationResult.load` reads a saved one.
+        second: evaluation, e.g. of a trained checkpoint.
+        same_settings: True rejects evaluations whose sampling or scorers differ. False notes the differences in the
+            table and compares the shared metrics.
+
+    Returns:
+        The comparison of each shared metric.
 
     Raises:
-        ValueError: if the prompts differ, the settings do where they must not, or no metric is in both.
+        ValueError: if the prompts differ, the evaluations share no metric, or ``same_settings`` is True and sampling or
+            scorers differ.
     """
     _check_prompts(first, second)
-    ours, theirs = (json.loads(json.dumps(asdict(r.settings), default=str)) for r in (first, second))  # as saved
-    differing = {name: (ours[name], theirs[name]) for name in _MUST_AGREE if ours[name] != theirs[name]}
+    # Compare settings as they are saved: a loaded evaluation has lists where a new one has tuples
+    ours, theirs = (json.loads(json.dumps(asdict(r.settings), default=str)) for r in (first, second))
+    differing = {name: (ours[name], theirs[name]) for name in _COMPARED_SETTINGS if ours[name] != theirs[name]}
     if differing and same_settings:
         shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in differing.items())
-        raise ValueError(f"the evaluations differ in {shown}. Evaluate alike, or pass same_settings=False")
+        raise ValueError(
+            f"the evaluations differ in {shown}; evaluate both with the same settings, or pass same_settings=False"
+        )
+    # Test each shared metric over the prompts, in the order of the first evaluation
     metrics = {}
     for name in [name for name in first.values if name in second.values]:
         ids = list(first.values[name])
@@ -175,48 +186,58 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
             name, len(ids), first.intervals[name], second.intervals[name], test, gained, lost
         )
     if not metrics:
-        raise ValueError(f"no metric is in both: {list(first.values)} and {list(second.values)}")
+        raise ValueError(
+            f"the evaluations must share a metric, got {list(first.values)} and {list(second.values)}; evaluate both "
+            "with the same scorers"
+        )
     return Comparison(first, second, metrics, differing)
 
 
 def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequence[str] | None = None) -> Path:
-    """Draws the metrics of both with their intervals, and beside them the paired differences with theirs, into a PNG.
+    """Plot both evaluations' metrics and their paired differences, with 95 % intervals, as a PNG.
 
     Args:
-        comparison: of :func:`compare`.
-        path: the PNG to write; its directory is made if it does not exist.
-        metrics: which to show, from top to bottom; default: all.
+        comparison: result of :func:`compare`.
+        path: PNG file to write; its directory is created if missing.
+        metrics: names of the metrics to show, from top to bottom; None shows all.
+
+    Returns:
+        ``path``.
 
     Raises:
-        KeyError: for a metric that the comparison has not.
+        KeyError: if the comparison lacks a metric.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: half a second that only a figure needs
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
     names = list(comparison.metrics) if metrics is None else list(metrics)
     if unknown := [name for name in names if name not in comparison.metrics]:
-        raise KeyError(f"metrics {unknown} are not among {list(comparison.metrics)}")
+        raise KeyError(f"metrics={unknown} must be among {list(comparison.metrics)}")
     chosen = [comparison.metrics[name] for name in names]
     figure = Figure(figsize=(10.5, 1.9 + 0.45 * len(chosen)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    # Draw the two means of each metric on the left, their paired difference on the right
     means, differences = figure.subplots(1, 2, sharey=True, width_ratios=(1.2, 1))
     places = range(len(chosen))
-    for shift, colour, label, side in zip((-0.13, 0.13), _COLOURS, comparison.labels, ("first", "second"), strict=True):
+    for shift, color, label, side in zip((-0.13, 0.13), _COLORS, comparison.labels, ("first", "second"), strict=True):
         intervals = [getattr(m, side) for m in chosen]
-        _bars(means, [y + shift for y in places], intervals, colour, label)
+        _draw_intervals(means, [y + shift for y in places], intervals, color, label)
     tests = [Interval(m.test.difference, m.test.low, m.test.high) for m in chosen]
-    _bars(differences, list(places), tests, "#8a5fb0", None)
+    _draw_intervals(differences, list(places), tests, "#8a5fb0", None)
     differences.locator_params(axis="x", nbins=6)
     differences.axvline(0, color="#999999", linewidth=1)
     for y, metric in zip(places, chosen, strict=True):
         place = {"xycoords": ("axes fraction", "data"), "xytext": (6, 0), "textcoords": "offset points"}
-        differences.annotate(f"p {_p_value(metric.test)}", (1, y), va="center", fontsize=8, color="#444444", **place)
+        differences.annotate(
+            f"p {_format_p_value(metric.test)}", (1, y), va="center", fontsize=8, color="#444444", **place
+        )
+    # Label both panels and save
     means.set_yticks(list(places), [m.metric for m in chosen], fontsize=9)
     means.set_ylim(len(chosen) - 0.4, -0.6)
     figure.legend(*means.get_legend_handles_labels(), fontsize=9, frameon=False, loc="outside lower left", ncols=2)
-    means.set_title("Mean over the prompts, 95 % interval", fontsize=11, loc="left")
-    differences.set_title("Second minus first, prompt by prompt", fontsize=11, loc="left")
+    means.set_title("Mean over prompts, 95 % interval", fontsize=11, loc="left")
+    differences.set_title("Paired difference, second minus first", fontsize=11, loc="left")
     for axes in (means, differences):
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -227,21 +248,23 @@ def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequen
     return path
 
 
-def _bars(axes: Axes, places: Sequence[float], intervals: Sequence[Interval], colour: str, label: str | None) -> None:
+def _draw_intervals(
+    axes: Axes, places: Sequence[float], intervals: Sequence[Interval], color: str, label: str | None
+) -> None:
     means = [i.mean for i in intervals]
-    reach = [[i.mean - i.low for i in intervals], [i.high - i.mean for i in intervals]]
-    axes.errorbar(means, places, xerr=reach, fmt="o", color=colour, markersize=5, capsize=3, linewidth=1.4, label=label)
+    errors = [[i.mean - i.low for i in intervals], [i.high - i.mean for i in intervals]]
+    axes.errorbar(means, places, xerr=errors, fmt="o", color=color, markersize=5, capsize=3, linewidth=1.4, label=label)
 
 
-def _p_value(test: PairedTest) -> str:
-    """Two digits, or a bound where sign patterns were drawn and hardly one was as far from 0 as what was observed."""
+def _format_p_value(test: PairedTest) -> str:
+    """Format a p-value to two digits, or as an upper bound if too few drawn sign patterns are as extreme."""
     if test.p_error > 0.1 * test.p_value:
         return f"< {test.p_value + 2 * test.p_error:.1g}"
     return f"{test.p_value:.2g}"
 
 
-def _by_prompt(result: EvaluationResult, greedy: bool) -> dict[int, EvaluatedSample]:
-    """The greedy completion of each prompt, or its first sample."""
+def _completions_by_prompt(result: EvaluationResult, greedy: bool) -> dict[int, EvaluatedSample]:
+    """Return the greedy completion of each prompt, or its first sample."""
     return {s.prompt_id: s for s in result.samples if s.sample == (None if greedy else 0)}
 
 
@@ -249,12 +272,12 @@ def _check_prompts(first: EvaluationResult, second: EvaluationResult) -> None:
     ours, theirs = ({s.prompt_id: s.prompt for s in r.samples} for r in (first, second))
     if missing := ours.keys() ^ theirs.keys():
         raise ValueError(
-            f"the evaluations are of {len(ours)} and {len(theirs)} prompts; {len(missing)} are in one alone, prompt "
-            f"{min(missing)} first: evaluate both on the same dataset"
+            f"the evaluations have {len(ours)} and {len(theirs)} prompts, and only one has {len(missing)} of them, "
+            f"e.g. prompt_id={min(missing)}; evaluate both on the same dataset"
         )
     for i, prompt in ours.items():
         if prompt != theirs[i]:
             raise ValueError(
-                f"prompt {i} is {prompt!r:.150} in the first evaluation and {theirs[i]!r:.150} in the second: evaluate "
-                "both on the same dataset"
+                f"prompt_id={i} is {prompt!r:.150} in the first evaluation and {theirs[i]!r:.150} in the second; "
+                "evaluate both on the same dataset"
             )

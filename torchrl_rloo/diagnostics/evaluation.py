@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, by scorers of its own."""
+"""Evaluation of a policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -37,37 +37,38 @@ Scorers = RewardSpec | Mapping[str, RewardSpec | None] | None
 
 
 class Evaluation:
-    """Scores a policy on held-out prompts, answered greedily and by sampling.
+    """Evaluation of a policy on held-out prompts, with greedy and sampled completions.
 
-    Every call sees the same prompts and the same random numbers, whatever the batch size, and touches no random stream
-    of the run. A scorer that fails on some completions loses their scores, which then count 0 and are counted; one that
-    fails on all ends the evaluation: a wrong scorer must not look like a poor policy.
+    Every call uses the same prompts and random numbers, whatever the batch size, and leaves the run's random streams
+    unchanged. If a scorer fails on some completions, their scores count as 0 and the failures are counted. If it fails
+    on all, the evaluation raises: a broken scorer must not look like a poor policy.
 
     Args:
-        policy: what answers; its present weights are evaluated. It must heed the rows' own seeds.
-        dataset: the held-out prompts. A column ``"task"`` makes every metric also one of each task.
-        scorers: what counts, whatever the training reward is: a reward function (or a name or settings of one, see
-            :func:`~torchrl_rloo.rewards.load_reward`), or several by name, of which the first is the headline. None in
-            the place of a function is the return that the environment itself gives.
-        num_samples: sampled completions of each prompt; 0 for none.
-        ks: of pass@k and maj@k; each at most ``num_samples``. The mean of the samples, reported anyway, is pass@1.
-        greedy: whether each prompt is also answered with the most likely tokens.
-        generate_kwargs: what to change of the policy's own sampling (``temperature``, ``max_new_tokens``, ...).
-        extract: the answer that a completion's final text votes for, or None if it has none; None for no votes and no
-            maj@k.
-        batch_size: conversations at once.
-        executor: where scorers run, with a time limit if it has one; None runs them in line.
-        seed: of the sampled answers.
-        make_env: the environment of a part of the dataset, one row for each of its prompts in any order, with
-            ``"prompt_id"`` (a :class:`DatasetChatEnv` with ``prompts_per_batch=len(part)``). None makes one from the
-            next two.
-        make_transforms: makes the environment's own transforms (feedback, tools), as in training; they are not shared
-            with it, so that their counters are not either.
+        policy: policy to evaluate, with its current weights. It must use the seeds in the rows.
+        dataset: held-out prompts. A column ``"task"`` adds every metric per task.
+        scorers: reward function, or its name or settings (:func:`~torchrl_rloo.rewards.load_reward`), or a mapping of
+            several by name, whose first is the headline. None in place of a function takes the environment's return.
+            Scorers are independent of the training reward.
+        num_samples: sampled completions per prompt; 0 disables sampling.
+        ks: values of ``k`` for pass@k and maj@k, each at most ``num_samples``. The mean of the samples, which is always
+            reported, is pass@1.
+        greedy: also complete each prompt greedily.
+        generate_kwargs: changes to the policy's sampling settings (``temperature``, ``max_new_tokens``, ...).
+        extract: function from a completion's final text to the answer that it votes for, or None if it has none. None
+            disables votes and maj@k.
+        batch_size: number of concurrent conversations.
+        executor: executor that runs the scorers, with its time limit; None runs them inline.
+        seed: seed of the sampled completions.
+        make_env: factory of the environment for a part of the dataset. The environment returns one row per prompt, in
+            any order, with ``"prompt_id"``, as :class:`DatasetChatEnv` does with ``prompts_per_batch=len(part)``. None
+            builds one from ``make_transforms`` and ``env_kwargs``.
+        make_transforms: factory of the environment's transforms (feedback, tools). They are separate from those of
+            training, so their counters are also separate.
         env_kwargs: further arguments of :class:`DatasetChatEnv`.
-        label: a name for people to read, e.g. of the checkpoint.
+        label: display name, e.g. of the checkpoint.
 
     Raises:
-        ValueError: for a number out of range, or arguments that do not fit each other.
+        ValueError: if a number is out of range, or arguments cannot be combined.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -104,7 +105,7 @@ class Evaluation:
     ):
         dataset = dataset.for_tokenizer(policy.tokenizer) if make_env is None else dataset
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
-        self.scorers, self.executor = _by_name(scorers), executor
+        self.scorers, self.executor = _resolve_scorers(scorers), executor
         self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
         sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
         self.settings = EvaluationSettings(
@@ -120,49 +121,57 @@ class Evaluation:
         )
         self._check()
         self._check_columns()
-        self._policy()  # so that an unknown argument of generate_kwargs shows now
+        self._make_policy()  # raise now on an unknown argument in generate_kwargs
 
     def _check(self) -> None:
-        asked = self.settings
+        settings = self.settings
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
-        if asked.num_samples < 0 or not (asked.num_samples or asked.greedy):
-            raise ValueError(f"num_samples={asked.num_samples} must be at least {0 if asked.greedy else 1}")
-        if bad := [k for k in asked.ks if not 1 <= k <= asked.num_samples]:
+        if settings.num_samples < 0 or not (settings.num_samples or settings.greedy):
+            raise ValueError(f"num_samples={settings.num_samples} must be at least {0 if settings.greedy else 1}")
+        if bad := [k for k in settings.ks if not 1 <= k <= settings.num_samples]:
             raise ValueError(
-                f"ks={asked.ks}: {bad} are not between 1 and num_samples={asked.num_samples}; raise num_samples"
+                f"ks={settings.ks} must be between 1 and num_samples={settings.num_samples}, got {bad}; raise "
+                "num_samples"
             )
-        if asked.num_samples > 1 and asked.generate_kwargs.get("temperature", 1.0) == 0:
-            raise ValueError(f"temperature=0 gives num_samples={asked.num_samples} times the same completion: raise it")
+        if settings.num_samples > 1 and settings.generate_kwargs.get("temperature", 1.0) == 0:
+            raise ValueError(
+                f"temperature=0 cannot be combined with num_samples={settings.num_samples}: all samples would be equal"
+            )
         if self.make_env is not None and self.env_kwargs:
-            raise ValueError("env_kwargs are of the environment that is made without make_env: set them there")
+            raise ValueError("env_kwargs cannot be combined with make_env; set them in make_env")
 
     def _check_columns(self) -> None:
-        """Refuse a scorer that asks for a column that neither the dataset nor a transform can give."""
+        """Raise if a scorer requires a column that neither the dataset nor a transform provides."""
         functions, columns = [f for f in self.scorers.values() if f is not None], self.dataset.columns
         if any(missing_columns(f, columns) for f in functions) and self.make_env is None and not self.make_transforms():
             check_columns(functions, columns, "scorer")
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """``({"eval/greedy": ..., "eval/sampled": ..., ...}, table of greedy completions)``; see :meth:`run`."""
+        """Run the evaluation and return its metrics and the table of greedy completions; see :meth:`run`."""
         result = self.run()
         return result.metrics, result.table()
 
     def run(self, *, keep_rows: bool = False) -> EvaluationResult:
-        """Answers all prompts, scores all completions.
+        """Complete all prompts and score all completions.
 
         Args:
-            keep_rows: whether the result keeps the rows themselves, tokens and messages included: a few kB each.
+            keep_rows: keep the finished rows in the result, with tokens and messages, at a few kB each.
+
+        Returns:
+            Every completion with its scores, and the metrics.
 
         Raises:
             RuntimeError: if a scorer fails on every completion.
         """
-        asked, prompts = self.settings, range(len(self.dataset))
-        places = [(i, None) for i in prompts] if asked.greedy else []
-        rows = self._answers(places, greedy=True)
-        sampled = [(i, k) for i in prompts for k in range(asked.num_samples)]
-        rows += self._answers(sampled, greedy=False)
-        batch, scores, failed = _batch(rows), {}, {}
+        # Complete each prompt greedily, then by sampling
+        settings, prompts = self.settings, range(len(self.dataset))
+        requests = [(i, None) for i in prompts] if settings.greedy else []
+        rows = self._complete(requests, greedy=True)
+        sampled = [(i, k) for i in prompts for k in range(settings.num_samples)]
+        rows += self._complete(sampled, greedy=False)
+        # Score the completions with each scorer
+        batch, scores, failed = _to_reward_batch(rows), {}, {}
         for name, scorer in self.scorers.items():
             if scorer is None:
                 scores[name], failed[name] = _returns(rows), 0
@@ -170,16 +179,16 @@ class Evaluation:
                 scores[name], failed[name] = self._score(name, scorer, batch)
         samples = [
             self._sample(batch, i, place, {name: column[i] for name, column in scores.items()})
-            for i, place in enumerate(places + sampled)
+            for i, place in enumerate(requests + sampled)
         ]
-        return EvaluationResult(samples, asked, failed, rows if keep_rows else None)
+        return EvaluationResult(samples, settings, failed, rows if keep_rows else None)
 
-    def _answers(self, places: Sequence[tuple[int, int | None]], *, greedy: bool) -> list[TensorDictBase]:
-        """A finished row for each ``(prompt, sample)``, in order."""
+    def _complete(self, requests: Sequence[tuple[int, int | None]], *, greedy: bool) -> list[TensorDictBase]:
+        """Return a finished row for each ``(prompt, sample)``, in order."""
         rows: list[TensorDictBase] = []
-        policy = self._policy(temperature=0.0) if greedy else self._policy()
-        for start in range(0, len(places), self.batch_size):
-            rows += self._collect(places[start : start + self.batch_size], policy)
+        policy = self._make_policy(temperature=0.0) if greedy else self._make_policy()
+        for start in range(0, len(requests), self.batch_size):
+            rows += self._collect(requests[start : start + self.batch_size], policy)
         return rows
 
     def _collect(self, part: Sequence[tuple[int, int | None]], policy: TurnPolicy) -> list[TensorDictBase]:
@@ -187,17 +196,17 @@ class Evaluation:
         env = self._make_env(prompts) if self.make_env is None else self.make_env(prompts)
         seeds = [self._seed(*place) for place in part]
 
-        def seeded(rows: TensorDictBase) -> TensorDictBase:
+        def seeded_policy(rows: TensorDictBase) -> TensorDictBase:
             for row in rows.unbind(0):
                 row.set(keys.SEED, torch.tensor(seeds[int(row[keys.PROMPT_ID])]))
             return policy(rows)
 
-        rows = LLMCollector(env, seeded).collect().unbind(0)
+        rows = LLMCollector(env, seeded_policy).collect().unbind(0)
         found = {int(row[keys.PROMPT_ID]): row for row in rows}
         if len(rows) != len(part) or found.keys() != set(range(len(part))):
             raise ValueError(
-                f"the environment of make_env gave {len(rows)} rows of {len(found)} prompts for a part of {len(part)} "
-                "prompts: set prompts_per_batch=len(part) and num_generations=1"
+                f"make_env returned an environment with {len(rows)} rows of {len(found)} prompts, but the part has "
+                f"{len(part)} prompts; set prompts_per_batch=len(part) and num_generations=1"
             )
         return [found[i] for i in range(len(part))]
 
@@ -211,7 +220,7 @@ class Evaluation:
             **self.env_kwargs,
         )
 
-    def _policy(self, **changes: Any) -> TurnPolicy:
+    def _make_policy(self, **changes: Any) -> TurnPolicy:
         kwargs = self.settings.generate_kwargs | {"seed": self.settings.seed} | changes
         return self.policy.get_new_version(generate_kwargs=kwargs)
 
@@ -220,7 +229,7 @@ class Evaluation:
         return int.from_bytes(digest[:8], "big") % 2**62
 
     def _score(self, name: str, scorer: RewardFunction, batch: RewardBatch) -> tuple[list[float | None], int]:
-        """The scores of all completions, and on how many the scorer failed."""
+        """Return the scores of all completions and the number of failures of the scorer."""
         runner = RewardRunner(scorer, executor=self.executor, max_consecutive_failures=len(batch))
         try:
             scores = runner(batch).scores[0]
@@ -242,7 +251,7 @@ class Evaluation:
             prompt=_text(batch.prompts[i]),
             completion=_text(batch.completions[i]),
             scores=scores,
-            extracted=None if self.extract is None else _extracted(self.extract, batch.completions[i]),
+            extracted=None if self.extract is None else _extract_answer(self.extract, batch.completions[i]),
             seed=self._seed(*place),
             truncated=batch.truncated[i],
             tokens=len(batch.completion_ids[i]),
@@ -251,19 +260,19 @@ class Evaluation:
         )
 
 
-def _by_name(scorers: Scorers) -> dict[str, RewardFunction | None]:
+def _resolve_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:
     if not isinstance(scorers, Mapping) or "_target_" in scorers:
         scorers = None if scorers is None else load_reward(scorers)
         scorers = {"return" if scorers is None else reward_name(scorers): scorers}
     if not scorers:
-        raise ValueError("scorers is empty: give at least one reward function")
+        raise ValueError("scorers is empty; pass at least one reward function")
     if bad := [name for name in scorers if "/" in name or name in ("greedy", "sampled")]:
-        raise ValueError(f"names of scorers {bad} would be taken for metrics: use others, without '/'")
+        raise ValueError(f"scorer names {bad} clash with metric names; rename them, without '/'")
     return {name: None if scorer is None else load_reward(scorer) for name, scorer in scorers.items()}
 
 
-def _batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
-    """Finished rows as reward functions see them."""
+def _to_reward_batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
+    """Convert finished rows to the input of reward functions."""
     names = [name for name in rows[0].keys() if name not in keys.RESERVED]
     return RewardBatch(
         prompts=[row[keys.QUERY] for row in rows],
@@ -279,22 +288,27 @@ def _returns(rows: Sequence[TensorDictBase]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _extracted(extract: Callable[[str], str | None], completion: Any) -> str | None:
-    """The vote of a completion; none where extracting it fails, which is no reason to lose an evaluation."""
+def _extract_answer(extract: Callable[[str], str | None], completion: Any) -> str | None:
+    """Return the answer that a completion votes for, or None if ``extract`` fails on it."""
     try:
         return extract(final_text(completion))
     except Exception:
-        _LOGGER.exception("extract failed on a completion, which then does not vote")
+        _LOGGER.exception("extract failed on a completion; it does not vote")
         return None
 
 
 def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows as plain dictionaries for people to read: prompt, completion, other columns, reward and advantage."""
+    """Convert rows to readable dictionaries: prompt, completion, other columns, reward and advantage.
+
+    Args:
+        rows: finished trajectories, batch size ``[B]``.
+        limit: largest number of rows; None converts all.
+    """
     rows = rows.unbind(0) if isinstance(rows, TensorDictBase) else rows
-    return [_readable(row) for row in rows[:limit]]
+    return [_to_record(row) for row in rows[:limit]]
 
 
-def _readable(row: TensorDictBase) -> dict[str, Any]:
+def _to_record(row: TensorDictBase) -> dict[str, Any]:
     entry = {"prompt": _text(row[keys.QUERY]), "completion": _text(row[keys.COMPLETION])}
     entry |= {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED}
     if keys.LOG_EXTRA in row.keys(True):

@@ -1,8 +1,8 @@
-"""Metrics of a batch of rows, each with one definition, beside the code that computes it.
+"""Metrics of a batch of rows, and the definition of every metric that a run logs.
 
-Names are TRL's where TRL has one. Lengths count action tokens, the end of turn included. A metric is the same whatever
-order, group layout or collector the rows came from. In the names of :data:`DEFINITIONS`, ``<a|b>`` is one of the
-words, ``<word>`` any word.
+Names follow TRL where it has one. Lengths count action tokens, including the end of turn. A metric does not depend on
+the order of the rows, their group layout or the collector. In the names of :data:`DEFINITIONS`, ``<a|b>`` stands for
+one of the words and ``<word>`` for any word.
 """
 
 from __future__ import annotations
@@ -20,110 +20,112 @@ from torchrl_rloo.functional import combine_rewards, k1, masked_mean, nanstd
 from torchrl_rloo.functional.groups import group_ranges
 
 DEFINITIONS = {
-    "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; of "
-    "the return, where the environment alone rewards",
-    "reward_std": "unbiased standard deviation of the same over all rows of the batch",
-    "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal: they teach nothing",
-    "frac_abstained": "share of the rows on which every reward function abstained: they train nothing",
-    "rewards/<function>/<mean|std>": "of one reward function, over the rows on which it did not abstain",
-    "rewards/<function>/abstained": "share of the rows on which it did; 0 in their sum if another one answered",
-    "rewards/<chosen|rejected>": "mean score that a reward model gives the better (worse) completions of a step",
-    "rewards/<chosen|rejected>_std": "unbiased standard deviation of the same",
-    "rewards/margin": "mean difference of the two over the pairs",
+    "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; "
+    "the mean return if only the environment gives rewards",
+    "reward_std": "unbiased standard deviation of that reward over all rows of the batch",
+    "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal, so without training signal",
+    "frac_abstained": "share of the rows on which every reward function abstained, so without training signal",
+    "rewards/<function>/<mean|std>": "mean or standard deviation of one reward function over the rows that it scored",
+    "rewards/<function>/abstained": "share of the rows on which the function abstained, which counts as 0 in the "
+    "weighted sum if another function scored the row",
+    "rewards/<chosen|rejected>": "mean reward model score of the better (worse) completions of a step",
+    "rewards/<chosen|rejected>_std": "unbiased standard deviation of these scores",
+    "rewards/margin": "mean difference of chosen and rejected score over the pairs",
     "rewards/accuracy": "share of the pairs whose better completion has the higher score; a tie counts half",
-    "eval/pair_<accuracy|margin>": "the same as rewards/<accuracy|margin>, of the held-out pairs",
-    "eval/pair_nll": "mean negative log-likelihood of the held-out pairs' labels in nats; 0.693 without knowledge",
+    "eval/pair_<accuracy|margin>": "rewards/<accuracy|margin> over the held-out pairs",
+    "eval/pair_nll": "mean negative log-likelihood of the held-out pairs' labels in nats; 0.693 at chance",
     "eval/pair_ece": "expected calibration error of the held-out pairs at temperature 1, mean |accuracy - confidence|",
-    "completions/<mean|min|max>_length": "action tokens a row",
-    "completions/clipped_ratio": "share of the rows that a token, turn or time limit cut off",
-    "completions/<mean|min|max>_terminated_length": "action tokens of the rows that were not cut off; 0 if none",
-    "num_turns": "mean number of policy turns a row",
-    "num_tool_calls": "mean number of tool calls a row",
-    "stop/<reason>": "share of the rows that ended for one of the STOP_REASONS; one that no row has is not logged",
-    "kl": "mean over action tokens of behaviour minus reference log-prob (k1), in nats",
+    "completions/<mean|min|max>_length": "action tokens per row",
+    "completions/clipped_ratio": "share of the rows that a token, turn or time limit truncated",
+    "completions/<mean|min|max>_terminated_length": "action tokens per row that was not truncated; 0 if there is none",
+    "num_turns": "mean number of policy turns per row",
+    "num_tool_calls": "mean number of tool calls per row",
+    "stop/<reason>": "share of the rows that ended for one of the STOP_REASONS; not logged for a reason without rows",
+    "kl": "mean over action tokens of behavior minus reference log-prob (k1), in nats",
     "staleness": "mean over the rows trained on of the current policy version minus the version that sampled the row",
-    "tasks/<task>/share": "share of the rows that are of one task of a mixture",
-    "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio>": "as for all rows, of the task's rows",
-    "logged/<name>": "mean over the calls of the step of what reward functions gave to log_metric",
-    "eval/greedy": "mean score of the held-out prompts, answered with the most likely token at each step",
-    "eval/sampled": "mean score of the held-out prompts, answered by sampling as in training",
-    "eval/<greedy|sampled>_<low|high>": "ends of its 95 % confidence interval over the held-out prompts",
-    "eval/failed": "scores of held-out completions that a scorer failed to give in this evaluation; they count 0",
-    "eval/abstained": "held-out completions that a scorer had no opinion on in this evaluation; they count 0",
-    "eval/<scorer>/greedy": "as eval/greedy, by a scorer other than the first",
-    "eval/<scorer>/greedy_<low|high>": "ends of its 95 % confidence interval",
-    "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples; expected best score of k samples; expected score "
-    "of the answer that most of k samples give; with _low and _high the ends of the 95 % confidence interval",
-    "eval/tasks/<task>/<metric>": "that metric over the held-out prompts of one task of a mixture",
-    "eval/tasks/<task>/<scorer>/<metric>": "the same",
-    "loss": "what is minimized, mean of the step's updates; near 0 on-policy at any progress: judge by the reward",
-    "entropy": "mean of minus the sampler's log-prob over the action tokens of all rows, an unbiased estimate of the "
+    "tasks/<task>/share": "share of the rows that belong to one task of a mixture",
+    "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio>": "the metric over the rows of one task",
+    "logged/<name>": "mean over the step of the values that reward functions passed to log_metric",
+    "eval/greedy": "mean score of the greedy completions of the held-out prompts",
+    "eval/sampled": "mean score of completions of the held-out prompts, sampled as in training",
+    "eval/<greedy|sampled>_<low|high>": "bounds of the 95 % confidence interval over the held-out prompts",
+    "eval/failed": "scores of held-out completions that a scorer failed to return in this evaluation; they count as 0",
+    "eval/abstained": "scores of held-out completions that a scorer abstained from in this evaluation; they count as 0",
+    "eval/<scorer>/greedy": "eval/greedy of a scorer other than the first",
+    "eval/<scorer>/greedy_<low|high>": "bounds of its 95 % confidence interval",
+    "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples (avg), expected best score of k samples (pass) or "
+    "expected score of the majority answer of k samples (maj); _low and _high bound the 95 % confidence interval",
+    "eval/tasks/<task>/<metric>": "the metric over the held-out prompts of one task of a mixture",
+    "eval/tasks/<task>/<scorer>/<metric>": "the metric of one scorer over the held-out prompts of one task",
+    "loss": "minimized loss, mean over the updates of the step; near 0 on-policy, so judge progress by the reward",
+    "entropy": "mean over the action tokens of all rows of minus the sampler's log-prob, an unbiased estimate of the "
     "entropy of the sampled distribution, in nats",
-    "entropy/with_signal": "mean entropy of the trainer's distribution per action token of the rows that the loss was "
-    "given, without those of advantage 0 where they are dropped, in nats",
+    "entropy/with_signal": "mean entropy of the trainer's distribution per action token of the rows passed to the "
+    "loss, without rows of advantage 0 if they are dropped, in nats",
     "kl_coeff": "coefficient of the KL to the reference in the step",
-    "kl_to_ref/with_signal": "mean of the loss's KL estimator per action token of the same rows, from current weights "
-    "to reference",
-    "loss_<kl_to_ref|kl_to_inference|entropy|router|centering|batch_sum>": "that term of the loss, weighted",
+    "kl_to_ref/with_signal": "mean of the loss's estimator of KL(current weights || reference) per action token of the "
+    "rows passed to the loss",
+    "loss_<kl_to_ref|kl_to_inference|entropy|router|centering|batch_sum>": "weighted term of the loss",
     "correction": "mean importance weight that corrects for the sampler, per action token trained on",
-    "kept": "share of the action tokens trained on that a correction or mask leaves a policy gradient",
+    "kept": "share of the action tokens trained on that keep a policy gradient after corrections and masks",
     "kl_approx": "mean k3 divergence of sampler from trainer per action token trained on, in nats; 0 on-policy",
     "ESS": "effective sample size of the importance ratios as a share of the rows trained on; 1 on-policy",
-    "clip_ratio/region_mean": "share of all rows (or action tokens, if the ratio is theirs) that lose their gradient",
-    "clip_ratio/<low|high>_mean": "the same, of negative and of positive advantage",
-    "log_ratio_max": "largest difference of a trainer and a sampler log-prob of one token trained on, in nats",
+    "clip_ratio/region_mean": "share of all rows, or of action tokens with token ratios, that lose their gradient",
+    "clip_ratio/<low|high>_mean": "share that loses its gradient among negative (positive) advantages",
+    "log_ratio_max": "largest difference of trainer and sampler log-prob of one token trained on, in nats",
     "parity/mean": "mean of |trainer - sampler| log-prob per action token before the first update, in nats",
-    "parity/max": "the largest of them",
+    "parity/max": "largest |trainer - sampler| log-prob of an action token before the first update, in nats",
     "parity/k3": "mean k3 divergence from sampler to trainer per action token before the first update, in nats",
-    "parity/ess": "effective sample size of whole rows' ratios of trainer to sampler, as a share of the rows",
+    "parity/ess": "effective sample size of the rows' ratios of trainer to sampler, as a share of the rows",
     "parity/outside": "share of the action tokens whose ratio of trainer to sampler is outside [0.9, 1.1]",
     "grad_norm": "norm of the gradient before clipping",
     "learning_rate": "learning rate of the next optimizer step",
-    "num_tokens": "tokens of all rows so far, prompts included",
+    "num_tokens": "tokens of all rows so far, including prompts",
     "count/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward function "
-    "failed so; it abstains on them",
-    "count/<function>/duplicates": "samples so far that took over the score of an identical one in their batch",
-    "count/<function>/repeated": "samples so far that were scored alone because a call of several had failed",
-    "count/<function>/<unnormalised|clipped>": "scores so far that shaping left as they were for want of statistics, "
+    "failed this way; it abstains on them",
+    "count/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
+    "count/<function>/repeated": "samples so far that were scored separately because a call with several had failed",
+    "count/<function>/<unnormalised|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
     "or that it clipped",
-    "count/shaped_truncated_rows": "truncated rows so far whose return was changed for it",
+    "count/shaped_truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",
-    "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far that had a signal, or why they had "
-    "none: all rewards 0, all 1, all equal, or fewer than two rows with one",
-    "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far collected to fill up "
-    "steps, groups given out, groups that were not to be had and in how many steps, and surplus that got too old",
-    "count/cache/<added|used|evicted|stale|worn|missing>": "groups so far that entered the cache, were given out, left "
-    "it for newer ones, for their age or their use, or were asked for in vain",
-    "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from the prompts preferred, and from all; "
-    "prompts that came into the target range, and that are solved too well to be drawn",
-    "count/rerolls/<queued|drawn|solved|given_up>": "prompts so far that nothing solved and that were queued, drawn "
-    "again, solved then, or not in any of the tries",
+    "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far with a signal (kept), or by why "
+    "they have none: all rewards 0, all 1, all equal, or fewer than two rows with a reward",
+    "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far that were collected to "
+    "fill steps, groups returned, groups still missing and the steps that lacked them, and surplus groups dropped as "
+    "stale",
+    "count/cache/<added|used|evicted|stale|worn|missing>": "groups so far that the cache added, returned, evicted for "
+    "newer ones, dropped for age or for use, or lacked when requested",
+    "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from preferred prompts and from all; "
+    "prompts so far that entered the target range, and that were retired as solved",
+    "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "
+    "a later try, or dropped after the last try",
     "pool/<standing>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
-    "count/<groups|rows>": "that have left MCAdvantage with advantages so far",
-    "count/expired_<groups|rows>": "that MCAdvantage gave up waiting for so far",
-    "count/failed_turns": "turns so far whose reward function raised or gave no finite number; their rows abstain",
-    "count/failed": "conversations so far that a transform (tools, feedback, a text environment) failed on and ended",
-    "count/rewritten_turns": "turns so far at which the chat template would have shown another past than was seen",
-    "count/<turn|token|time>_limit": "conversations so far that feedback would have gone on with beyond that limit",
-    "count/tools/<tool>/<calls|failed|invalid|timed_out>": "calls so far of a tool, and of those that raised, whose "
-    "arguments did not fit, and that took too long; each is told to the policy",
-    "count/tools/<malformed|unknown|refused>": "calls so far that could not be read, of tools that there are not, and "
-    "beyond a limit",
-    "count/<failed_opens|failed_closes>": "sessions of a text environment so far that could not be opened, whose "
-    "conversation ends as failed; and whose close failed",
-    "count/collector/<failed_turns|timed_out|cancelled_groups>": "turns so far that the policy failed on, "
-    "conversations that the limit of time cut while they waited, and groups that cancel() gave up",
-    "count/asked_again": "answers so far that AddThinkingPrompt questioned",
+    "count/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
+    "count/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
+    "count/failed_turns": "turns so far whose reward function raised or returned no finite number; their rows abstain",
+    "count/failed": "conversations so far that ended because a transform (tools, feedback, text environment) failed",
+    "count/rewritten_turns": "turns so far at which the chat template rewrote earlier tokens of the conversation",
+    "count/<turn|token|time>_limit": "conversations so far that this limit ended before further feedback",
+    "count/tools/<tool>/<calls|failed|invalid|timed_out>": "calls so far of a tool, and those that raised, had invalid "
+    "arguments or timed out; the policy sees each failure",
+    "count/tools/<malformed|unknown|refused>": "tool calls so far that could not be parsed, named an unknown tool, or "
+    "exceeded a limit",
+    "count/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which ends the "
+    "conversation as failed, or to close",
+    "count/collector/<failed_turns|timed_out|cancelled_groups>": "turns so far on which the policy failed, "
+    "conversations that the time limit ended while they waited, and groups that cancel() dropped",
+    "count/asked_again": "completions so far to which AddThinkingPrompt added its prompt",
     "count/<user_replies|user_ended|user_limit>": "replies so far of a simulated user, conversations that it ended, "
-    "and those cut at its limit of replies",
-    "count/top_k/<kept|left_out|expired_groups|expired_rows|late_rows>": "rows so far that a selection of each "
+    "and conversations ended by its limit of replies",
+    "count/top_k/<kept|left_out|expired_groups|expired_rows|late_rows>": "rows so far that the selection within a "
     "group kept and left out; the others as in MCAdvantage",
-    "count/late_rows": "rows so far that came after their group had left MCAdvantage; they are dropped",
+    "count/late_rows": "rows so far that arrived after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
-    "time/reward/<function>/<p50|p99|max>": "quantiles of the seconds that a reward function took for a sample, of all "
-    "in this process so far (in timings.jsonl)",
-    "cpu_seconds": "CPU seconds of the run so far, earlier processes included (in timings.jsonl)",
-    "tokens_per_second": "action tokens sampled in the step per second of collecting (in timings.jsonl)",
+    "time/reward/<function>/<p50|p99|max>": "quantiles of a reward function's seconds per sample, over all samples of "
+    "this process so far (in timings.jsonl)",
+    "cpu_seconds": "CPU seconds of the run so far, including earlier processes (in timings.jsonl)",
+    "tokens_per_second": "action tokens sampled in the step per second of collection (in timings.jsonl)",
 }
 
 
@@ -134,14 +136,18 @@ def completion_metrics(
     *,
     mask_truncated_completions: bool = False,
 ) -> dict[str, float]:
-    """What a batch of finished trajectories looks like; names as in :data:`DEFINITIONS`.
+    """Compute the metrics of a batch of finished trajectories.
 
     Args:
-        rows: batch size ``[B]``, with whole groups.
-        reward_names: names of the ``F`` reward functions; none where the environment alone rewards.
-        reward_weights: their weights.
+        rows: finished trajectories, batch size ``[B]``, with whole groups.
+        reward_names: names of the ``F`` reward functions; empty if only the environment gives rewards.
+        reward_weights: ``F`` weights of the reward functions.
         mask_truncated_completions: leave the tokens of truncated rows out of ``kl``, as the loss does.
+
+    Returns:
+        Values by name; :data:`DEFINITIONS` defines each.
     """
+    # Rewards: of the batch, its groups and each reward function
     scores = rows[keys.RAW_REWARDS if keys.RAW_REWARDS in rows.keys(True) else keys.REWARDS]
     rewards = combine_rewards(scores, reward_weights) if reward_names else rows[keys.REWARD].reshape(len(rows))
     given = rewards[~rewards.isnan()]
@@ -155,29 +161,31 @@ def completion_metrics(
         metrics[f"rewards/{name}/mean"] = column.nanmean()
         metrics[f"rewards/{name}/std"] = nanstd(column)
         metrics[f"rewards/{name}/abstained"] = column.isnan().float().mean()
+    # Lengths and ends of the completions
     actions = action_tokens(rows)
     truncated = rows[keys.TRUNCATED].reshape(-1)
-    metrics |= _lengths(actions.mask.sum(1).float(), truncated)
+    metrics |= _length_metrics(actions.mask.sum(1).float(), truncated)
     metrics["num_turns"] = rows[keys.NUM_TURNS].float().mean()
     if keys.NUM_TOOL_CALLS in rows.keys():
         metrics["num_tool_calls"] = rows[keys.NUM_TOOL_CALLS].float().mean()
     if keys.STOP_REASON in rows.keys(True):
         ends, names = Counter(rows[keys.STOP_REASON].tolist()), list(STOP_REASONS)
         metrics |= {f"stop/{names[i]}": torch.tensor(n / len(rows)) for i, n in sorted(ends.items())}
+    # Entropy and KL, if the rows have the log-probs
     if keys.LOG_PROBS in rows.keys(True):
         metrics["entropy"] = -masked_mean(gather_actions(ragged(rows, keys.LOG_PROBS), actions), actions.mask)
     if keys.REF_LOG_PROBS in rows.keys(True):
         mask = actions.mask & ~truncated[:, None] if mask_truncated_completions else actions.mask
-        metrics["kl"] = masked_mean(_k1(rows, actions), mask)
+        metrics["kl"] = masked_mean(_kl_estimates(rows, actions), mask)
     if keys.TASK in rows.keys():
-        metrics |= _by_task(rows, rewards, actions.mask.sum(1).float(), truncated)
+        metrics |= _task_metrics(rows, rewards, actions.mask.sum(1).float(), truncated)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _by_task(
+def _task_metrics(
     rows: TensorDictBase, rewards: torch.Tensor, lengths: torch.Tensor, truncated: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What the rows of each task of a mixture look like."""
+    """Compute the metrics of each task of a mixture."""
     tasks = [row[keys.TASK] for row in rows.unbind(0)]
     metrics = {}
     for task in sorted(set(tasks)):
@@ -192,18 +200,18 @@ def _by_task(
     return metrics
 
 
-def _k1(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
-    behaviour, ref = (gather_actions(ragged(rows, k), actions) for k in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
-    return k1(behaviour, ref)
+def _kl_estimates(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
+    behavior, ref = (gather_actions(ragged(rows, k), actions) for k in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
+    return k1(behavior, ref)
 
 
 def _share_of_equal_groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Groups of at least two rows that answered, all with one reward, over all groups."""
+    """Return the share of groups with at least two scored rows, all of equal reward."""
     low, high, answered = group_ranges(rewards, group_ids.unique(return_inverse=True)[1])
     return ((answered > 1) & (low == high)).float().mean()
 
 
-def _lengths(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
+def _length_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:
     terminated = lengths[~truncated]
     if not len(terminated):
         terminated = torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Do the sampler and the trainer give the same tokens the same log-probs? Measured before a run and at every step."""
+"""Parity of sampler and trainer log-probs, measured before a run and at every step."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ from torchrl_rloo.modules.recording import record_log_probs
 
 Dtype = torch.dtype | str | None
 
-# What rounding explains of the mean and of the largest gap. Measured between vLLM and transformers at equal weights: in
-# float32 3e-7 to 1e-5 nats and at most 7e-5; in bfloat16 0.7 to 2.7 % of the surprisal and at most 0.46 nats. With the
-# weights of another run, or without the temperature: 28 % and more, though only 0.01 nats where the model is sure.
+# Mean and largest gap that rounding explains. Measured between vLLM and transformers at equal weights: in float32 a
+# mean of 3e-7 to 1e-5 nats and at most 7e-5; in bfloat16 0.7 to 2.7 % of the surprisal and at most 0.46 nats.
+# Weights of another run, or a missing temperature, gave 28 % and more, but only 0.01 nats if the model is certain.
 FLOAT32_MEAN, FLOAT32_MAX = 1e-4, 1e-3
 BFLOAT16_SHARE, BFLOAT16_MAX = 0.1, 1.0
-# Where a correction begins to matter: share of the tokens outside RATIO_BOUNDS, ESS of the rows. In bfloat16 a model of
-# 30M random parameters came to 0.013 and 0.93.
+# Share of tokens outside RATIO_BOUNDS and ESS of the rows from which a correction matters. A model of 30M random
+# parameters in bfloat16 has 0.013 and 0.93.
 OUTSIDE_LIMIT, ESS_LIMIT = 0.02, 0.9
 
 
 def row_gap(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS) -> LogProbGap:
-    """:func:`log_prob_gap` over the action tokens of the rows that carry behaviour log-probs.
+    """Compute :func:`log_prob_gap` over the action tokens of the rows that have behavior log-probs.
 
     Args:
-        rows: batch size ``[B]``.
-        trainer_log_probs: where each row has those of the training model, ``[T]`` in nats.
+        rows: finished trajectories, batch size ``[B]``.
+        trainer_log_probs: key of the training model's log-probs, ``[T]`` per row, in nats.
+
+    Returns:
+        The gap, with 0 tokens if no row has behavior log-probs.
 
     Raises:
-        KeyError: if a row that carries behaviour log-probs lacks the trainer's.
+        KeyError: if a row with behavior log-probs lacks the trainer's.
     """
     sampled = [row for row in rows.unbind(0) if keys.LOG_PROBS in row.keys(True)] if len(rows) else []
     if not sampled:
         return log_prob_gap(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
     if any(trainer_log_probs not in row.keys(True) for row in sampled):
         raise KeyError(
-            f"rows have no entry {trainer_log_probs!r}: write it with record_log_probs before the first update"
+            f"rows have no entry {trainer_log_probs!r}; write it with record_log_probs before the first update"
         )
     sampled = stack_rows(sampled)
     actions = action_tokens(sampled)
@@ -51,18 +54,18 @@ def row_gap(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_L
 
 
 def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS) -> dict[str, float]:
-    """``parity/...``: how far the sampler's log-probs of a batch lie from the trainer's; see ``DEFINITIONS``.
+    """Compute the metrics ``parity/...`` of a batch: the gap between sampler and trainer log-probs.
 
     Args:
         rows: batch size ``[B]``, scored by :func:`~torchrl_rloo.modules.record_log_probs` before the first update on
-            them. Rows without behaviour log-probs do not count.
-        trainer_log_probs: where the scores are.
+            them. Rows without behavior log-probs are ignored.
+        trainer_log_probs: key of the trainer's log-probs.
 
     Returns:
-        The metrics; none if no action token was compared.
+        Values by name (``torchrl_rloo.diagnostics.DEFINITIONS``); empty if no action token was compared.
 
     Raises:
-        KeyError: if a row that carries behaviour log-probs lacks the trainer's.
+        KeyError: if a row with behavior log-probs lacks the trainer's.
     """
     gap = row_gap(rows, trainer_log_probs)
     if not gap.tokens:
@@ -72,11 +75,11 @@ def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PRO
 
 
 class ParityReport(NamedTuple):
-    """What :class:`ParityProbe` found.
+    """Result of :class:`ParityProbe`.
 
     Attributes:
-        gap: between the sampler and the trainer.
-        advice: what to do about it, most urgent first; empty where the two agree to float32.
+        gap: gap between sampler and trainer.
+        advice: steps to reduce the gap, most urgent first; empty if the two agree to float32.
     """
 
     gap: LogProbGap
@@ -84,25 +87,32 @@ class ParityReport(NamedTuple):
 
 
 class ParityProbe:
-    """Samples a turn of each prompt, scores it with the training model, and says what a gap between the two means.
+    """Probe that compares the log-probs of sampler and trainer on freshly sampled turns.
 
-    For the start of a run, and after a weight update that is in doubt. It touches no random stream of the run: each of
-    its rows has a seed of its own. Where the scorer's distribution is not the plain softmax, a large gap is measured
-    once more against that, since samplers that leave temperature or truncation out of their log-probs are common.
+    It samples one turn per prompt, scores it with the training model and advises on the gap. Run it before training,
+    or after a doubtful weight update. It leaves the run's random streams unchanged, since every row has its own seed.
+
+    Some samplers leave temperature or truncation out of their log-probs. If the scorer applies either, a large gap is
+    measured again with a scorer of the plain softmax.
 
     Args:
-        policy: what samples: anything that continues rows of ``("tokens", "prompt")`` and writes ``tokens``, ``masks``
-            and ``log_probs`` as :class:`TransformersWrapper` does.
-        scorer: the training model's wrapper, with ``generate=False`` and the sampling settings of the policy.
-        prompts: rows with ``("tokens", "prompt")``, batch size ``[B]``; a few are enough. They are left as they are.
-        max_new_tokens: most tokens of a turn.
-        seed: of the first row; each further one has the next.
-        sampler_dtype: what the sampler computes in, e.g. ``torch.bfloat16``; None if unknown.
-        trainer_dtype: the same of the trainer.
-        micro_batch_size: rows scored at once; None for all.
+        policy: sampler that continues rows with ``("tokens", "prompt")`` and writes ``tokens``, ``masks`` and
+            ``log_probs`` as :class:`TransformersWrapper` does.
+        scorer: wrapper of the training model, with ``generate=False`` and the sampling settings of the policy.
+        prompts: rows with ``("tokens", "prompt")``, batch size ``[B]``, unchanged by the probe; a few are enough.
+        max_new_tokens: largest number of tokens per turn.
+        seed: seed of the first row; row ``i`` has ``seed + i``.
+        sampler_dtype: dtype that the sampler computes in, e.g. ``torch.bfloat16``; None if unknown.
+        trainer_dtype: dtype that the trainer computes in; None if unknown.
+        micro_batch_size: rows scored per forward pass; None scores all at once.
 
     Raises:
         ValueError: if there are no prompts.
+
+    Example::
+
+        report = ParityProbe(policy, scorer, prompts, sampler_dtype=torch.bfloat16)()
+        print(report.gap.mean, *report.advice)
     """
 
     def __init__(
@@ -118,7 +128,7 @@ class ParityProbe:
         micro_batch_size: int | None = None,
     ):
         if not len(prompts):
-            raise ValueError("prompts is empty: a probe needs at least one row to sample from")
+            raise ValueError("prompts is empty; a probe requires at least one row")
         self.policy, self.scorer, self.prompts = policy, scorer, ragged(prompts, keys.PROMPT_TOKENS)
         self.max_new_tokens, self.seed, self.micro_batch_size = max_new_tokens, seed, micro_batch_size
         self.sampler_dtype, self.trainer_dtype = sampler_dtype, trainer_dtype
@@ -126,10 +136,11 @@ class ParityProbe:
     @torch.no_grad()
     def __call__(self) -> ParityReport:
         rows = as_lazy(self.policy(self._rows()))
-        rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples a prompt
+        rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
         gap, plain = self._gap(rows, self.scorer), None
         dtypes = (self.sampler_dtype, self.trainer_dtype)
-        if not _explained(gap, _exact(*dtypes)) and self.scorer.distribution != SamplingDistribution():
+        # Score the plain softmax as well: the sampler may leave temperature and truncation out of its log-probs
+        if not _is_rounding(gap, _is_float32(*dtypes)) and self.scorer.distribution != SamplingDistribution():
             unsupported = stack_rows([row.exclude(keys.SUPPORT_IDS[0]) for row in rows.unbind(0)])
             plain = self._gap(unsupported, self.scorer.get_new_version(generate_kwargs={}))
         return ParityReport(gap, advice(gap, *dtypes, plain=plain))
@@ -149,76 +160,74 @@ class ParityProbe:
 def advice(
     gap: LogProbGap, sampler_dtype: Dtype = None, trainer_dtype: Dtype = None, *, plain: LogProbGap | None = None
 ) -> list[str]:
-    """What to do about a gap, in the order in which to do it; empty where sampler and trainer agree to float32.
+    """Return the steps that reduce a gap between sampler and trainer, most urgent first.
 
     Args:
-        gap: between the sampler and the trainer.
-        sampler_dtype: what the sampler computes in; None if unknown. Unless both ends are float32, a gap is judged by
-            what bfloat16 explains.
-        trainer_dtype: the same of the trainer.
-        plain: the gap of the same rows where the trainer scores the plain softmax; None if that is what is sampled.
+        gap: gap between sampler and trainer.
+        sampler_dtype: dtype that the sampler computes in; None if unknown. Unless both dtypes are float32, the gap may
+            be as large as bfloat16 explains.
+        trainer_dtype: dtype that the trainer computes in; None if unknown.
+        plain: gap of the same rows if the trainer scores the plain softmax; None if the policy samples from it.
 
     Returns:
-        One sentence for each step.
+        One sentence per step; empty if sampler and trainer agree to float32.
     """
     if not gap.tokens:
-        return ["no action token was compared: probe with prompts that the sampler answers"]
+        return ["no action token was compared; probe with prompts that the sampler continues"]
     if not gap.mean.isfinite():
-        return [
-            "a log-prob of the sampler or the trainer is NaN or infinite: look for NaN weights, or float16 overflow"
-        ]
-    exact = _exact(sampler_dtype, trainer_dtype)
-    if not _explained(gap, exact):
-        return _errors(gap, exact, plain)
-    return [] if _explained(gap, exact=True) else _rounding(gap, _name(sampler_dtype))
+        return ["a log-prob of the sampler or the trainer is NaN or infinite; look for NaN weights or float16 overflow"]
+    exact = _is_float32(sampler_dtype, trainer_dtype)
+    if not _is_rounding(gap, exact):
+        return _advise_on_error(gap, exact, plain)
+    return [] if _is_rounding(gap, exact=True) else _advise_on_rounding(gap, _dtype_name(sampler_dtype))
 
 
-def _errors(gap: LogProbGap, exact: bool, plain: LogProbGap | None) -> list[str]:
-    """Of a gap that rounding does not explain."""
-    if plain is not None and _explained(plain, exact) and plain.mean < gap.mean / 2:
+def _advise_on_error(gap: LogProbGap, exact: bool, plain: LogProbGap | None) -> list[str]:
+    """Return the advice for a gap larger than rounding explains."""
+    if plain is not None and _is_rounding(plain, exact) and plain.mean < gap.mean / 2:
         return [
-            f"the sampler's log-probs are those of the plain softmax ({plain.mean:.2g} nats a token from it, "
-            f"{gap.mean:.2g} from the distribution that is sampled): have it report what it samples from, vLLM by "
+            f"the sampler reports log-probs of the plain softmax (gap of {plain.mean:.2g} nats per token), not of the "
+            f"sampled distribution (gap of {gap.mean:.2g}); make it report the latter, e.g. in vLLM with "
             "logprobs_mode='processed_logprobs'"
         ]
     mean, largest = _limits(gap, exact)
     steps = [
-        f"the gap of {gap.mean:.2g} nats a token (largest {gap.max:.2g}) is more than rounding explains (at most "
-        f"{mean:.2g}, largest {largest:g}): the sampler may have other weights, so push them, have it drop its prefix "
-        "cache, and probe again",
-        "if the weights are equal, compare the temperature, top_k, top_p, min_p and repetition_penalty of the sampler "
-        "and the scorer, and have vLLM report logprobs_mode='processed_logprobs': its default leaves them all out",
+        f"the gap of {gap.mean:.2g} nats per token (largest {gap.max:.2g}) exceeds rounding (at most {mean:.2g}, "
+        f"largest {largest:g}), so the sampler may have other weights; push the weights, reset its prefix cache and "
+        "probe again",
+        "if the weights are equal, compare temperature, top_k, top_p, min_p and repetition_penalty of sampler and "
+        "scorer, and set logprobs_mode='processed_logprobs' in vLLM, whose default ignores all of them",
     ]
     if not exact:
         steps.append(
-            "if those are equal too, probe with float32 at both ends: equal weights then differ by less than "
-            f"{FLOAT32_MAX:g} nats at any token"
+            "if these settings are also equal, probe with float32 in sampler and trainer, where equal weights differ "
+            f"by less than {FLOAT32_MAX:g} nats at any token"
         )
     return steps
 
 
-def _rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]:
-    """Of a gap that narrow floats explain."""
+def _advise_on_rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]:
+    """Return the advice for a gap that rounding to bfloat16 explains."""
     steps = [
-        f"the gap of {gap.mean:.2g} nats a token (largest {gap.max:.2g}) is no more than bfloat16 explains, "
-        "but weights a few steps old look the same: with float32 at both ends every gap must be below "
+        f"bfloat16 explains the gap of {gap.mean:.2g} nats per token (largest {gap.max:.2g}), but so would weights a "
+        "few steps old; to tell them apart, probe with float32 in sampler and trainer, where every gap must be below "
         f"{FLOAT32_MAX:g} nats",
-        "where memory allows, use float32 at both ends (measured: at most 1e-5 nats a token); at one end it does not "
-        "help (0.022 nats against 0.020 with bfloat16 at both)",
+        "if memory allows, use float32 in sampler and trainer (measured: at most 1e-5 nats per token); in only one of "
+        "them it does not help (0.022 nats against 0.020 with bfloat16 in both)",
     ]
     if sampler_dtype != "float32":
         steps += [
-            "give vLLM a float32 head, as the trainer's always is, by hf_overrides={'head_dtype': 'float32'}: measured "
-            "to halve the gap of a small trained model, and to take off 11 % where the layers below do the rounding",
+            "set hf_overrides={'head_dtype': 'float32'} in vLLM, since the trainer's head is always float32 (measured: "
+            "it halves the gap of a small trained model, and removes 11 % if the layers below cause the rounding)",
             "on GPUs of compute capability 8.0 or more set VLLM_BATCH_INVARIANT=1, so that vLLM's log-probs do not "
-            "depend on what else is in the batch, and let both ends use the same attention kernel if they can",
+            "depend on the rest of the batch, and use the same attention kernel in sampler and trainer if possible",
         ]
     if gap.outside > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
         low, high = RATIO_BOUNDS
         steps.append(
             f"{gap.outside:.1%} of the tokens have a ratio outside [{low}, {high}], and the rows' effective sample "
-            f"size is {gap.row_ess:.0%}: correct for it by RLOOLoss(old_log_probs='proximal', "
-            "correction='sequence_truncate'), or with ratio='token' by correction='tis'"
+            f"size is {gap.row_ess:.0%}; correct for the gap with RLOOLoss(old_log_probs='proximal', "
+            "correction='sequence_truncate'), or with correction='tis' if ratio='token'"
         )
     return steps
 
@@ -229,15 +238,15 @@ def _limits(gap: LogProbGap, exact: bool) -> tuple[float, float]:
     return max(FLOAT32_MEAN, BFLOAT16_SHARE * float(gap.surprisal)), BFLOAT16_MAX
 
 
-def _explained(gap: LogProbGap, exact: bool) -> bool:
-    """Whether rounding explains the gap: that of float32 if ``exact``, else that of bfloat16."""
+def _is_rounding(gap: LogProbGap, exact: bool) -> bool:
+    """Return whether rounding to float32 (``exact``) or bfloat16 explains the gap."""
     mean, largest = _limits(gap, exact)
     return bool(gap.mean <= mean) and bool(gap.max <= largest)
 
 
-def _exact(sampler_dtype: Dtype, trainer_dtype: Dtype) -> bool:
-    return _name(sampler_dtype) == _name(trainer_dtype) == "float32"
+def _is_float32(sampler_dtype: Dtype, trainer_dtype: Dtype) -> bool:
+    return _dtype_name(sampler_dtype) == _dtype_name(trainer_dtype) == "float32"
 
 
-def _name(dtype: Dtype) -> str | None:
+def _dtype_name(dtype: Dtype) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")

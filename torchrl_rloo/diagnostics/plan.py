@@ -1,4 +1,4 @@
-"""What a run is going to do, in numbers, before it does it; impossible settings are refused with the arithmetic."""
+"""Sizes of a run, computed and validated before it starts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The sizes of a run.
+    """Sizes of a run; ``str(plan)`` summarizes them.
 
     Args:
-        steps: rollout batches.
-        prompts_per_step: prompts drawn for each.
-        num_generations: completions of each prompt, ``G``.
-        minibatches: optimizer steps that a rollout batch is split into, by rows.
+        steps: number of rollout batches.
+        prompts_per_step: prompts drawn per rollout batch.
+        num_generations: completions per prompt, ``G``.
+        minibatches: minibatches per rollout batch, each an optimizer step; they split the batch by rows.
         epochs_per_batch: epochs over each rollout batch.
-        micro_batch_size: rows in one forward and backward pass; None for a whole minibatch.
-        train_prompts: size of the training set.
-        eval_prompts: size of the held-out set.
-        max_prompt_tokens: longest prompt of the training set.
-        max_new_tokens: limit of one turn.
-        context_length: the longest sequence that the model takes; None if it has no limit.
-        max_turns: the policy's turns in a trajectory at most; None for any number.
-        max_tokens: limit of a trajectory, prompt included; None for no limit but that of its turns.
+        micro_batch_size: rows per forward and backward pass; None takes a whole minibatch.
+        train_prompts: number of training prompts.
+        eval_prompts: number of held-out prompts.
+        max_prompt_tokens: length of the longest training prompt, in tokens.
+        max_new_tokens: largest number of tokens per turn.
+        context_length: longest sequence that the model accepts, in tokens; None if unlimited.
+        max_turns: largest number of policy turns per trajectory; None if unlimited.
+        max_tokens: largest number of tokens per trajectory, including the prompt; None leaves only the limits per turn.
 
     Raises:
-        ValueError: if the sizes do not fit together.
+        ValueError: if a size is out of range, or the sizes do not fit together.
+
+    Example:
+        >>> plan = TrainingPlan(
+        ...     steps=10,
+        ...     prompts_per_step=6,
+        ...     num_generations=4,
+        ...     minibatches=2,
+        ...     epochs_per_batch=3,
+        ...     micro_batch_size=None,
+        ...     train_prompts=30,
+        ...     eval_prompts=8,
+        ...     max_prompt_tokens=20,
+        ...     max_new_tokens=16,
+        ...     context_length=64,
+        ... )
+        >>> plan.rows_per_step, plan.optimizer_steps, plan.tokens_per_row
+        (24, 60, 16)
     """
 
     steps: int
@@ -58,42 +75,42 @@ class TrainingPlan:
                 raise ValueError(f"{name}={value} must be null or at least 1")
         if self.rows_per_step % self.minibatches:
             raise ValueError(
-                f"{self.prompts_per_step} prompts x {self.num_generations} completions = {self.rows_per_step} rows a "
-                f"step, which minibatches={self.minibatches} does not divide "
+                f"minibatches={self.minibatches} must divide the rows per step, {self.prompts_per_step} prompts x "
+                f"{self.num_generations} completions = {self.rows_per_step} "
                 f"({self.rows_per_step} / {self.minibatches} = {self.rows_per_step / self.minibatches:.2f})"
             )
         if self.train_prompts < self.prompts_per_step:
             raise ValueError(
-                f"the training set has {self.train_prompts} prompts, fewer than the {self.prompts_per_step} of a step; "
-                f"add prompts, or set prompts_per_step to at most {self.train_prompts}"
+                f"prompts_per_step={self.prompts_per_step} exceeds the {self.train_prompts} training prompts; add "
+                f"prompts, or set it to at most {self.train_prompts}"
             )
         longest = self.max_prompt_tokens + self.tokens_per_row
         if self.context_length is not None and longest > self.context_length:
             raise ValueError(
                 f"the longest prompt has {self.max_prompt_tokens} tokens and the policy may add "
-                f"{self.tokens_per_row}: {longest} in all, more than the model's context of {self.context_length}. "
+                f"{self.tokens_per_row}; the sum of {longest} exceeds the model's context of {self.context_length}. "
                 "Lower max_new_tokens, or set max_prompt_length to drop the longest prompts"
             )
 
     @property
     def rows_per_step(self) -> int:
-        """Trajectories in a rollout batch."""
+        """Number of trajectories per rollout batch."""
         return self.prompts_per_step * self.num_generations
 
     @property
     def tokens_per_row(self) -> int:
-        """The most tokens that the policy may add to a prompt."""
+        """Largest number of tokens that the policy may add to a prompt."""
         turns = self.max_new_tokens * (self.max_turns or 1)
         room = turns if self.max_tokens is None else self.max_tokens - self.max_prompt_tokens
         return max(self.max_new_tokens, room if self.max_turns is None else min(turns, room))
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return self.steps * self.minibatches * self.epochs_per_batch
 
     def epochs(self, step: int) -> float:
-        """Return the epochs over the training prompts that are done after a step."""
+        """Return the number of epochs over the training prompts after ``step`` steps."""
         return step * self.prompts_per_step / self.train_prompts
 
     def __str__(self) -> str:
@@ -105,9 +122,9 @@ class TrainingPlan:
         return "\n".join(
             [
                 f"{self.steps} steps of {self.prompts_per_step} prompts x {self.num_generations} completions "
-                f"= {rows} rows, {self.steps * rows:,} in all",
+                f"= {rows} rows, {self.steps * rows:,} in total",
                 f"{count(self.minibatches, 'minibatch', 'minibatches')} x {count(self.epochs_per_batch, 'epoch')} "
-                f"a step = {self.optimizer_steps:,} optimizer steps, {on_policy}",
+                f"per step = {self.optimizer_steps:,} optimizer steps, {on_policy}",
                 f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs; {self.eval_prompts:,} held out",
                 f"prompts up to {self.max_prompt_tokens} tokens, {turns} of up to "
                 f"{self.max_new_tokens}; at most {tokens:,} action tokens",

@@ -1,4 +1,4 @@
-"""A finished run as a picture and as one self-contained page."""
+"""Training curves and self-contained HTML report of a run."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-_COLOURS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
-_ENDS = ("low", "high")  # of a metric's interval, under names of their own
-_SAMPLES = 4  # completions shown of the first and of the last step
+_COLORS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
+_ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
+_SAMPLES = 4  # completions shown per step
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """Curves that share axes: the metrics whose names match one of ``patterns``, and none that begins with ``!``."""
+    """Curves that share axes: metrics that match any of ``patterns``, except those that match ``!pattern``."""
 
     title: str
     unit: str
     patterns: tuple[str, ...]
-    points: bool = False  # measured now and then: mark every measurement
+    points: bool = False  # mark every value of a metric that is rarely measured
     smoothed: bool = False
-    share: bool = False  # lies in 0..1, and how far from the ends is what matters
-    least: int = 1  # metrics without which it is left out
+    share: bool = False  # show the whole range 0..1
+    least: int = 1  # smallest number of metrics; with fewer, omit the panel
 
 
-_NO_SCORES = ("!eval/failed", "!eval/abstained", "!eval/tasks/*")  # counts, and what has a panel of its own
+_NO_SCORES = ("!eval/failed", "!eval/abstained", "!eval/tasks/*")  # counts, and metrics with a separate panel
 
 _DEFAULT_PANELS = (
     _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
@@ -50,32 +50,32 @@ _DEFAULT_PANELS = (
     _Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
     _Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
     _Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
-    _Panel("Groups whose rewards are all equal", "share of groups", ("frac_reward_zero_std",), share=True),
+    _Panel("Groups with equal rewards", "share of groups", ("frac_reward_zero_std",), share=True),
     _Panel("Policy entropy", "nats per token", ("entropy",)),
-    _Panel("Mean length of a completion", "tokens", ("completions/mean_length",)),
+    _Panel("Mean completion length", "tokens", ("completions/mean_length",)),
     _Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
-    _Panel("Gradients that the clip removed", "share of rows or tokens", ("clip_ratio/*",)),
-    _Panel("Log-probs of sampler against trainer", "nats at a token", ("parity/mean", "parity/max"), points=True),
+    _Panel("Clipped rows or tokens", "share of rows or tokens", ("clip_ratio/*",)),
+    _Panel("Log-prob gap of sampler and trainer", "nats per token", ("parity/mean", "parity/max"), points=True),
     _Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
 )
 
 
 def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Sequence[str]] | None = None) -> Path:
-    """Draws training curves into a PNG.
+    """Plot training curves as a PNG.
 
     Args:
-        history: one dict per entry with ``step`` and metrics; a metric may be missing, None or NaN in some of them.
-        path: the PNG to write; its directory is made if it does not exist.
-        panels: the metrics of each panel, by name or pattern (``"eval/*"``). By default the usual ones of RLOO, as far
-            as the history has them, or, if it has none of those, every metric in a panel of its own.
+        history: one dictionary per entry with ``step`` and metrics. A metric may be missing, None or NaN in some.
+        path: PNG file to write; its directory is created if missing.
+        panels: metrics of each panel, by name or pattern (``"eval/*"``). None takes the usual RLOO panels that the
+            history has metrics for, or one panel per metric if it has none of them.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: if the history has none of the metrics, or nothing for one of the ``panels`` asked for.
+        ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: half a second that only a report needs
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
     names = _numeric_names(history)
@@ -94,7 +94,7 @@ def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Se
 
 
 def _numeric_names(history: Sequence[Row]) -> list[str]:
-    """Metrics that have at least one finite value, in order of appearance."""
+    """Return the metrics with at least one finite value, in order of appearance."""
     names: dict[str, None] = {}
     for entry in history:
         names.update(dict.fromkeys(name for name, value in entry.items() if name != "step" and _is_finite(value)))
@@ -107,18 +107,18 @@ def _is_finite(value: Any) -> bool:
 
 def _choose_panels(names: Sequence[str], panels: Sequence[Sequence[str]] | None) -> list[_Panel]:
     if not names:
-        raise ValueError("history has no metric with a finite value, so there is nothing to draw.")
+        raise ValueError("history has no metric with a finite value; pass at least one")
     if panels is None:
-        usual = [panel for panel in _DEFAULT_PANELS if len(_matching(names, panel.patterns)) >= panel.least]
+        usual = [panel for panel in _DEFAULT_PANELS if len(_match_names(names, panel.patterns)) >= panel.least]
         return usual or [_Panel(name, "", (name,)) for name in names]
     for patterns in panels:
-        if not _matching(names, patterns):
-            raise ValueError(f"panels asks for {list(patterns)}, but the history has only {list(names)}.")
+        if not _match_names(names, patterns):
+            raise ValueError(f"panels requires {list(patterns)}, but the history has only {list(names)}")
     return [_Panel(", ".join(patterns), "", tuple(patterns)) for patterns in panels]
 
 
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Metrics to draw a line of; the ends of an interval are the band around one."""
+def _match_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Return the metrics to draw as lines; interval bounds are drawn as a band instead."""
     bounds = {f"{name}_{end}" for name in names for end in _ENDS}
     wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
@@ -132,22 +132,24 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row]) -> None:
+    # Draw a curve for each metric, smoothed where single values are noisy, with a band for its interval
     drawn: list[float] = []
-    for index, name in enumerate(_matching(names, panel.patterns)):
-        colour = _COLOURS[index % len(_COLOURS)]
+    for index, name in enumerate(_match_names(names, panel.patterns)):
+        color = _COLORS[index % len(_COLORS)]
         entries = [entry for entry in history if _is_finite(entry.get(name))]
         steps, values = [entry["step"] for entry in entries], [entry[name] for entry in entries]
         drawn += values
         if panel.smoothed and len(values) >= 10:
             window = max(3, len(values) // 20)
-            axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.35, label=name)
-            axes.plot(steps, _running_mean(values, window), color=colour, linewidth=2, label=f"mean of last {window}")
+            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label=name)
+            axes.plot(steps, _running_mean(values, window), color=color, linewidth=2, label=f"mean of last {window}")
         else:
             marker = "o" if panel.points or len(values) < 10 else None
-            axes.plot(steps, values, color=colour, linewidth=1.4, marker=marker, markersize=4, label=name)
+            axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=4, label=name)
         if all(f"{name}_{end}" in names for end in _ENDS):
             low, high = ([entry.get(f"{name}_{end}", math.nan) for entry in entries] for end in _ENDS)
-            axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    # Scale, label and style the axes
     if panel.share and 0 <= min(drawn) and max(drawn) <= 1:
         axes.set_ylim(-0.03, 1.03)
     else:
@@ -164,7 +166,7 @@ def _style(axes: Axes, steps: Sequence[int]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     pad = 0.02 * (max(steps) - min(steps)) or 0.5
-    axes.set_xlim(min(steps) - pad, max(steps) + pad)  # the same in all panels, however often each was measured
+    axes.set_xlim(min(steps) - pad, max(steps) + pad)  # equal in all panels
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -172,7 +174,7 @@ def _style(axes: Axes, steps: Sequence[int]) -> None:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the ``window - 1`` before it, of fewer at the start."""
+    """Average each value with up to ``window - 1`` values before it."""
     return [math.fsum(values[max(0, end - window) : end]) / min(end, window) for end in range(1, len(values) + 1)]
 
 
@@ -188,48 +190,50 @@ def write_report(
     figures: Mapping[str, str | Path] | None = None,
     title: str = "RLOO run",
 ) -> Path:
-    """Writes ``report.html``, one file that needs no other, and beside it ``curves.png`` and ``summary.json``.
+    """Write the self-contained page ``report.html``, with ``curves.png`` and ``summary.json`` next to it.
 
     Args:
-        directory: where to; made if it does not exist.
-        history: see :func:`plot_curves`.
-        summary: what a reader should see first: figures by name.
-        tables: sample completions by table name; each shows rows of its first and last ``step``.
-        definitions: what each metric means, by its name; ``<a|b>`` is one of the words, ``<word>`` any. The page has
-            those of the history's metrics.
-        settings: the run's configuration; the page ends with it.
-        panels: see :func:`plot_curves`.
-        figures: further pictures, PNG files by title.
-        title: of the page.
+        directory: output directory, created if missing.
+        history: one dictionary per entry, see :func:`plot_curves`.
+        summary: key figures by name, shown first.
+        tables: sample completions by table name; the page shows rows of the first and last ``step`` of each.
+        definitions: definitions by metric name, in which ``<a|b>`` stands for one of the words and ``<word>`` for any.
+            The page shows those of metrics in the history. None shows none.
+        settings: configuration of the run, shown last; None shows none.
+        panels: metrics of each panel, see :func:`plot_curves`.
+        figures: further PNG files by title; None adds none.
+        title: title of the page.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        ValueError: if the history has nothing to draw.
+        ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
+    # Write curves.png and summary.json
     directory = Path(directory)
     curves = plot_curves(history, directory / "curves.png", panels=panels)
     record = {**summary, "settings": settings} if settings else summary
-    text = json.dumps(_without_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
     (directory / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    # Assemble the page
     sections = [
-        _section("Summary", _pairs(summary)),
-        _section("Curves", _picture("Training curves", curves)),
-        *(_section(name, _picture(name, Path(file))) for name, file in (figures or {}).items()),
-        *(_section(f"Samples: {name}", _samples(rows)) for name, rows in (tables or {}).items() if rows),
+        _render_section("Summary", _render_table(summary)),
+        _render_section("Curves", _render_image("Training curves", curves)),
+        *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
+        *(_render_section(f"Samples: {name}", _render_samples(rows)) for name, rows in (tables or {}).items() if rows),
     ]
-    if shown := _definitions_of(history, definitions or {}):
-        sections.append(_section("What the metrics mean", _pairs(shown)))
+    if shown := _select_definitions(history, definitions or {}):
+        sections.append(_render_section("Definitions of metrics", _render_table(shown)))
     if settings:
-        sections.append(_section("Settings", _pairs(settings)))
+        sections.append(_render_section("Settings", _render_table(settings)))
     page = directory / "report.html"
     text = _PAGE.replace("%TITLE%", html.escape(title)).replace("%SECTIONS%", "\n".join(sections))
     page.write_text(text, encoding="utf-8", errors="backslashreplace")
     return page
 
 
-def _definitions_of(history: Sequence[Row], definitions: Mapping[str, str]) -> dict[str, str]:
+def _select_definitions(history: Sequence[Row], definitions: Mapping[str, str]) -> dict[str, str]:
     names = {name for entry in history for name in entry}
 
     def pattern(name: str) -> str:
@@ -240,54 +244,56 @@ def _definitions_of(history: Sequence[Row], definitions: Mapping[str, str]) -> d
     return {k: text for k, text in definitions.items() if any(re.fullmatch(pattern(k), name) for name in names)}
 
 
-def _without_nan(value: Any) -> Any:
-    """The value with None for what is not finite, which JSON cannot say."""
+def _replace_nan(value: Any) -> Any:
+    """Replace values that are not finite, which JSON does not support, by None."""
     if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}
+        return {str(key): _replace_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
+        return [_replace_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _section(title: str, content: str) -> str:
+def _render_section(title: str, content: str) -> str:
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{content}\n</section>"
 
 
-def _picture(name: str, file: Path) -> str:
+def _render_image(name: str, file: Path) -> str:
     data = base64.b64encode(file.read_bytes()).decode("ascii")
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
-def _pairs(pairs: Mapping[str, Any]) -> str:
-    rows = (f"<tr><th>{html.escape(str(name))}</th><td>{_cell(value)}</td></tr>" for name, value in pairs.items())
+def _render_table(pairs: Mapping[str, Any]) -> str:
+    rows = (
+        f"<tr><th>{html.escape(str(name))}</th><td>{_render_cell(value)}</td></tr>" for name, value in pairs.items()
+    )
     return "<table>\n" + "\n".join(rows) + "\n</table>"
 
 
-def _cell(value: Any) -> str:
-    """A value as HTML; everything is escaped, since a completion may hold markup."""
+def _render_cell(value: Any) -> str:
+    """Render a value as escaped HTML, since a completion may contain markup."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping) and set(value) == {"role", "content"}:
-        return f"<b>{html.escape(str(value['role']))}</b> {_cell(value['content'])}"
+        return f"<b>{html.escape(str(value['role']))}</b> {_render_cell(value['content'])}"
     if isinstance(value, Mapping):
-        return _pairs(value)
+        return _render_table(value)
     if isinstance(value, (list, tuple)):
-        return "<br>".join(map(_cell, value))
+        return "<br>".join(map(_render_cell, value))
     return f"<span>{html.escape(str(value))}</span>"
 
 
-def _samples(rows: Sequence[Row]) -> str:
+def _render_samples(rows: Sequence[Row]) -> str:
     steps = sorted({row["step"] for row in rows if "step" in row})
     if not steps:
-        return _cards(rows)
+        return _render_cards(rows)
     parts = []
     for step in dict.fromkeys((steps[0], steps[-1])):
-        parts.append(f"<h3>At step {step}</h3>\n{_cards([row for row in rows if row.get('step') == step])}")
+        parts.append(f"<h3>At step {step}</h3>\n{_render_cards([row for row in rows if row.get('step') == step])}")
     return '<div class="compare">\n' + "\n".join(f"<div>{part}</div>" for part in parts) + "\n</div>"
 
 
-def _cards(rows: Sequence[Row]) -> str:
-    return "\n".join(_pairs({key: row[key] for key in row if key != "step"}) for row in rows[:_SAMPLES])
+def _render_cards(rows: Sequence[Row]) -> str:
+    return "\n".join(_render_table({key: row[key] for key in row if key != "step"}) for row in rows[:_SAMPLES])
 
 
 _PAGE = """<!DOCTYPE html>

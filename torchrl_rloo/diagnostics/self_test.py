@@ -1,4 +1,4 @@
-"""Does a weight update really arrive? Found out before a run, with weights that are changed for the purpose."""
+"""Test of weight updates before a run: engines must sample with deliberately changed weights."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ PROMPTS = (
     "The answer is",
     "What is 12+30?",
     "user: Which of the two is larger? Think before you answer.\nassistant:",
-    # long enough to fill blocks of a prefix cache, which must not outlive the weights
+    # Long enough to fill blocks of a prefix cache, which the push must invalidate
     "First write down each step, then put the answer in a box. Do not guess before you know. " * 4,
 )
-PROMPT_TOKENS, NEW_TOKENS = 96, 16  # at most, of each prompt and of its continuation
+PROMPT_TOKENS, NEW_TOKENS = 96, 16  # largest number of tokens of each prompt and its continuation
 
-FLOAT32_GAP = 1e-3  # nats at any token: what rounding to float32 never explains
-HALF_GAP = 1.0  # the same of bfloat16 and float16
-MARGIN = 3.0  # the changed weights have to move log-probs by this many times what is tolerated
+FLOAT32_GAP = 1e-3  # nats at any token, more than rounding to float32 explains
+HALF_GAP = 1.0  # nats at any token, more than rounding to bfloat16 or float16 explains
+MARGIN = 3.0  # changed weights must move log-probs by this multiple of the tolerance
 
-CHANGE = 0.2  # of a tensor's root mean square; keeps models of many layers finite and moves them by nats
-OF_ZEROS = 0.05  # where that is 0, as in a fresh LoRA adapter's second factor
+CHANGE = 0.2  # noise scale as a share of a tensor's RMS: deep models stay finite, log-probs move by nats
+ZERO_CHANGE = 0.05  # noise scale of tensors that are all zeros, as the second factor of a new LoRA adapter
 
 
 class SelfTest(NamedTuple):
-    """What :func:`self_test` measured: largest differences of a sampled token's log-prob, in nats.
+    """Result of :func:`self_test`: largest differences of a sampled token's log-prob, in nats.
 
     Attributes:
-        gap_before: between engine and model with the weights of the time.
-        gap_changed: between them with changed weights.
-        movement: between the model's changed weights and its own.
-        gap_after: between engine and model with the model's own weights again.
+        gap_before: difference of engine and model with the original weights.
+        gap_changed: difference of engine and model with the changed weights.
+        movement: difference of the model's log-probs with changed and original weights.
+        gap_after: difference of engine and model with the original weights restored.
     """
 
     gap_before: float
@@ -51,7 +51,7 @@ class SelfTest(NamedTuple):
     gap_after: float
 
     def __str__(self) -> str:
-        """Say what arrived."""
+        """Summarize a passed test in a sentence."""
         return (
             f"weight updates arrive: changed weights moved the model's log-probs by {self.movement:.2g} nats, and the "
             f"engine's to within {self.gap_changed:.2g} of them"
@@ -68,26 +68,29 @@ def self_test(
     prompts: Sequence[str] | None = None,
     tolerance: float | None = None,
 ) -> SelfTest:
-    """Prove that engines get the model's weights: all of them, each in its place, and with nothing cached of old ones.
+    """Test that engines receive all of the model's weights, in the right tensors, and cache nothing of old ones.
 
-    Pushes the present weights, then changed ones, then the present ones again, each time under the engines' present
-    version, and compares the log-probs of what the engines sample with the model's. Noise changes every trained
-    parameter (of a frozen copy: those of its LoRA adapter, or all), each its own: a common factor would cancel in
-    normalized layers, and two tensors that changed places would not show. Afterwards model and engines have the same
-    bits as before. Not to be called between a forward pass and its backward pass.
+    It pushes the current weights, then changed ones, then the current ones again, each under the engines' current
+    version. After each push it compares the engines' log-probs of their samples with the model's.
+
+    Independent noise changes every trained parameter; in a frozen model, those of its LoRA adapter, or all. A common
+    factor would cancel in normalized layers and hide swapped tensors. Afterwards model and engines are bit-identical
+    to before. Do not call it between a forward pass and its backward pass.
 
     Args:
-        updater: brings the weights of ``model`` to ``engines``.
-        model: the training model, whole in this process.
-        tokenizer: its tokenizer.
-        engines: one or several, of one version, that nothing else samples from meanwhile.
-        prompts: to continue; default a few of their own.
-        tolerance: largest gap in nats; None for 1e-3, or 3 times the gap with the present weights if that is more, as
-            it is in bfloat16.
+        updater: updater that pushes the weights of ``model`` to ``engines``.
+        model: training model, unsharded in this process.
+        tokenizer: tokenizer of the model.
+        engines: one or several engines with equal versions. Nothing else may sample from them during the test.
+        prompts: prompts to continue; None takes :data:`PROMPTS`.
+        tolerance: largest gap in nats. None takes 1e-3, or 3 times the gap before if that is larger, as in bfloat16.
+
+    Returns:
+        The gaps before, with changed weights and after, and the movement of the model's log-probs.
 
     Raises:
-        WeightSyncError: if a push fails or weights did not arrive; it says when, by how much, and what to look at.
-        ValueError: if there are no engines or prompts, or the engines are of different versions.
+        WeightSyncError: if a push fails or weights do not arrive, with the gaps and their likely causes.
+        ValueError: if there are no engines or prompts, or the engines have different versions.
 
     Example:
         >>> import copy
@@ -96,69 +99,71 @@ def self_test(
         >>> from torchrl_rloo.weight_update import InProcessWeightUpdater
         >>> tokenizer = build_tokenizer()
         >>> model, sampler = build_model(tokenizer, seed=0), build_model(tokenizer, seed=1).eval()
-        >>> found = self_test(InProcessWeightUpdater(model, sampler), model, tokenizer, TransformersEngine(sampler))
-        >>> found.gap_changed < 1e-3 < 0.1 < found.movement
+        >>> result = self_test(InProcessWeightUpdater(model, sampler), model, tokenizer, TransformersEngine(sampler))
+        >>> result.gap_changed < 1e-3 < 0.1 < result.movement
         True
     """
     engines = [engines] if isinstance(engines, Engine) else list(engines)
     version = _common_version(engines)
     probe = _Probe(model, tokenizer, engines, PROMPTS if prompts is None else prompts)
     with evaluation_mode(model):
-        _push(updater, version, "the present weights")
+        # Compare with the current weights: the gap here is rounding
+        _push(updater, version, "the current weights")
         before = probe.gap(probe.sample())
+        # Compare with changed weights, and restore the current ones even if that fails
         try:
             with _changed(model):
                 _push(updater, version, "changed weights")
                 sampled = probe.sample()
                 changed, moved = probe.gap(sampled), probe.score(sampled)
         except BaseException:
-            with suppress(WeightSyncError):  # what matters is the first failure
-                _push(updater, version, "the present weights again")
+            with suppress(WeightSyncError):  # raise the first failure
+                _push(updater, version, "the current weights again")
             raise
-        _push(updater, version, "the present weights again")
+        _push(updater, version, "the current weights again")
         movement = float((moved - probe.score(sampled)).abs().max())
         after = probe.gap(probe.sample())
     found = SelfTest(before, changed, movement, after)
-    _judge(found, tolerance)
+    _check_result(found, tolerance)
     return found
 
 
-def _judge(found: SelfTest, tolerance: float | None) -> None:
+def _check_result(found: SelfTest, tolerance: float | None) -> None:
     limit = max(FLOAT32_GAP, MARGIN * found.gap_before) if tolerance is None else tolerance
     figures = (
-        f"{', '.join(f'{name} {value:.2g}' for name, value in found._asdict().items())}, tolerated {limit:.2g} nats"
+        f"{', '.join(f'{name} {value:.2g}' for name, value in found._asdict().items())}, tolerance {limit:.2g} nats"
     )
     if not found.gap_before <= (HALF_GAP if tolerance is None else tolerance):
         raise WeightSyncError(
-            f"engine and model differ with the present weights, right after a push ({figures}): the engine has another "
-            "model, dtype, head (float32 in the scorer) or log-prob mode, or the push brought nothing; compare the two "
-            "with float32 at both ends"
+            f"engine and model differ with the current weights, right after a push ({figures}): the engine has another "
+            "model, dtype, head (float32 in the scorer) or log-prob mode, or the push had no effect; compare the two "
+            "in float32"
         )
     if not found.movement >= MARGIN * limit:
         raise WeightSyncError(
-            f"changed weights moved the model's log-probs too little to tell ({figures}; it takes {MARGIN:g} times "
-            "what is tolerated): give a tolerance, or compare with float32 at both ends"
+            f"changed weights moved the model's log-probs too little to test ({figures}; required: {MARGIN:g} times "
+            "the tolerance); set tolerance, or compare engine and model in float32"
         )
     if not found.gap_changed <= limit:
-        arrived = "a part of the" if found.gap_changed < found.movement / 2 else "the"
+        arrived = "part of the" if found.gap_changed < found.movement / 2 else "the"
         raise WeightSyncError(
-            f"{arrived} changed weights did not arrive, though the push said so ({figures}): look at the names and the "
-            "number of the tensors sent (WeightSource.manifest), at a tied head, at what the prefix cache kept, and at "
-            "whether updater and engine are the ones you think"
+            f"{arrived} changed weights did not arrive, although the push succeeded ({figures}); check the names and "
+            "number of the tensors sent (WeightSource.manifest), a tied head, the prefix cache, and that the updater "
+            "pushes to this engine"
         )
     if not found.gap_after <= limit:
         raise WeightSyncError(
-            f"the present weights did not come back after changed ones ({figures}): the engine may have loaded into "
-            "what it keeps packed, or the transport sent an old buffer; restart the engine"
+            f"the current weights did not return after the changed ones ({figures}): the engine may have loaded into "
+            "packed copies, or the transport sent an old buffer; restart the engine"
         )
 
 
 class _Probe:
-    """The same requests to all engines, time after time, and the model's log-probs of what comes."""
+    """Fixed requests to all engines, and the model's log-probs of their samples."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, engines: Sequence[Engine], prompts: Sequence[str]):
         if not prompts:
-            raise ValueError("prompts is empty: give at least one")
+            raise ValueError("prompts is empty; pass at least one")
         self.scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
         self.engines = engines
         context = min([e.context_length for e in engines if e.context_length] or [PROMPT_TOKENS + NEW_TOKENS])
@@ -167,7 +172,7 @@ class _Probe:
         self.requests = [Request(prompt, limit=new, seed=i) for i, prompt in enumerate(ids)]
 
     def sample(self) -> TensorDict:
-        """A row for each engine and request, with the engine's log-probs."""
+        """Sample one row per engine and request, with the engine's log-probs."""
         rows = []
         for engine in self.engines:
             for request, sample in zip(self.requests, engine.generate(self.requests), strict=True):
@@ -178,7 +183,7 @@ class _Probe:
         return stack_rows(rows)
 
     def score(self, rows: TensorDict) -> torch.Tensor:
-        """The model's log-probs of the sampled tokens, one after the other."""
+        """Return the model's log-probs of all sampled tokens, concatenated."""
         scored = self.scorer.score(rows, entropy=False)
         return scored.log_probs[scored.actions.mask].cpu()
 
@@ -191,7 +196,9 @@ class _Probe:
 def _common_version(engines: Sequence[Engine]) -> int:
     versions = {engine.version for engine in engines}
     if len(versions) != 1:
-        raise ValueError(f"the engines have versions {sorted(versions)}: give engines of one version, pushed to before")
+        raise ValueError(
+            f"engines must have one version, got versions {sorted(versions)}; push weights to all of them first"
+        )
     return versions.pop()
 
 
@@ -204,9 +211,9 @@ def _push(updater: WeightUpdater, version: int, what: str) -> None:
 
 @contextmanager
 def _changed(model: nn.Module) -> Iterator[None]:
-    """The model with other weights, which it has had back, bit for bit, on leaving."""
+    """Change the model's weights within the context, and restore them bit for bit on exit."""
     floating = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-    adapter = [p for name, p in floating.items() if ".lora_" in name]  # of a frozen copy of a peft model
+    adapter = [p for name, p in floating.items() if ".lora_" in name]  # in a frozen copy of a peft model
     trained = [p for p in floating.values() if p.requires_grad] or adapter or list(floating.values())
     kept = [p.detach().to("cpu", copy=True) for p in trained]
     try:
@@ -214,7 +221,7 @@ def _changed(model: nn.Module) -> Iterator[None]:
             generator = torch.Generator(p.device).manual_seed(number)
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device=p.device)
             size = p.float().square().mean().sqrt()
-            p.add_(noise.mul_(torch.where(size > 0, CHANGE * size, OF_ZEROS)).to(p.dtype))
+            p.add_(noise.mul_(torch.where(size > 0, CHANGE * size, ZERO_CHANGE)).to(p.dtype))
         yield
     finally:
         for p, values in zip(trained, kept, strict=True):

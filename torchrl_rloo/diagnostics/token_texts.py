@@ -1,4 +1,4 @@
-"""TokenTexts: the text that each token of a sequence stands for; joined, the texts are what the sequence decodes to."""
+"""Text of each token of a sequence; the texts join to the decoded sequence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from os.path import commonprefix
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
-_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}  # of byte-level pieces
+_REMAPPED = sorted(set(range(256)) - set(_PRINTABLE))
+_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_REMAPPED)}  # of byte-level BPE
 
 
 class TokenTexts:
-    """Says of each token which characters it completes, whatever kind of tokenizer it is of.
+    """Splitter of decoded text into the characters that each token completes, for any tokenizer.
 
-    A character whose bytes are spread over several tokens belongs to the last of them; the ones before it have the
-    empty text. Bytes that are no character are replacement characters, as in the decoded text.
+    A character whose bytes span several tokens belongs to the last of them, and the tokens before it have empty text.
+    Invalid bytes become replacement characters, as in the decoded text.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -39,25 +39,25 @@ class TokenTexts:
         self._known: dict[int, bytes | str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """The text of each of ``T`` ids."""
+        """Return the text of each of ``T`` ids."""
         whole = self.decode(ids)
-        texts = self._joined_bytes(ids) if self._byte_level else self._own_texts(ids)
-        return texts if "".join(texts) == whole else self._by_prefixes(ids, whole)
+        texts = self._texts_by_bytes(ids) if self._byte_level else self._texts_by_token(ids)
+        return texts if "".join(texts) == whole else self._texts_by_prefixes(ids, whole)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a sequence, special tokens included."""
+        """Decode a sequence, including special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def piece(self, token: int) -> str | None:
-        """A token as its vocabulary has it; None for an id that it has not."""
+        """Return a token as the vocabulary spells it, or None for an unknown id."""
         try:
             return self.tokenizer.convert_ids_to_tokens(token)
         except (IndexError, KeyError, OverflowError, TypeError):
             return None
 
     def own_text(self, token: int) -> str | None:
-        """The text of a token wherever it stands; None if that depends on its neighbours."""
-        known = self._own(token)
+        """Return the text of a token, or None if it depends on neighboring tokens."""
+        known = self._get_own(token)
         if isinstance(known, str):
             return known
         try:
@@ -66,12 +66,12 @@ class TokenTexts:
             return None
 
     def own_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token that is not text by itself, None for others."""
-        known = self._own(token)
+        """Return the bytes of a token that is not valid text by itself, or None."""
+        known = self._get_own(token)
         return known if isinstance(known, bytes) and self.own_text(token) is None else None
 
     def is_special(self, token: int) -> bool:
-        """Whether it is one that the tokenizer calls special, or that looks like it (``<|...|>``)."""
+        """Return whether a token is special to the tokenizer, or looks special (``<|...|>``)."""
         return token in self._special
 
     @cached_property
@@ -82,11 +82,11 @@ class TokenTexts:
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        """An ordinary token and its text: a token after it keeps the space that it begins with."""
+        """Ordinary token and its text, after which another token keeps its leading space."""
         ids = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         return ids, self.decode(ids)
 
-    def _own(self, token: int) -> bytes | str:
+    def _get_own(self, token: int) -> bytes | str:
         if token not in self._known:
             self._known[token] = self._find_own(token)
         return self._known[token]
@@ -95,7 +95,7 @@ class TokenTexts:
         piece = self.piece(token)
         if piece is None:
             return ""
-        if self._byte_level:  # as tokenizers do it: a piece with any other character stands for itself
+        if self._byte_level:  # as in tokenizers, a piece with any other character is literal text
             return bytes(_BYTES[c] for c in piece) if all(c in _BYTES for c in piece) else piece.encode()
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
             return bytes.fromhex(byte[1])
@@ -103,9 +103,9 @@ class TokenTexts:
         text = self.decode([*ids, token])
         return text[len(before) :] if text.startswith(before) else self.decode([token])
 
-    def _joined_bytes(self, ids: Sequence[int]) -> list[str]:
-        """Texts where all tokens are bytes: decoded together, invalid ones replaced one by one."""
-        parts = [own if isinstance(own, bytes) else own.encode() for own in map(self._own, ids)]
+    def _texts_by_bytes(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts if all tokens are bytes; replacement characters stand for invalid ones."""
+        parts = [own if isinstance(own, bytes) else own.encode() for own in map(self._get_own, ids)]
         texts, ends, end = [""] * len(parts), [], 0
         for part in parts:
             ends.append(end := end + len(part))
@@ -117,21 +117,21 @@ class TokenTexts:
             texts[place] += text
         return texts
 
-    def _own_texts(self, ids: Sequence[int]) -> list[str]:
-        """Texts where all tokens but single bytes are text; a run of bytes is one text, or nothing that is known."""
+    def _texts_by_token(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts if all tokens but single bytes are text; a run of bytes decodes as a whole or not at all."""
         texts: list[str] = []
-        for is_bytes, run in groupby(map(self._own, ids), key=lambda own: isinstance(own, bytes)):
+        for is_bytes, run in groupby(map(self._get_own, ids), key=lambda own: isinstance(own, bytes)):
             own = list(run)
             if is_bytes:
                 try:
-                    own = _last_of_each(b"".join(own))
+                    own = _completed_characters(b"".join(own))
                 except UnicodeDecodeError:
                     own = ["\ufffd"] * len(own)
             texts += own
         return texts
 
-    def _by_prefixes(self, ids: Sequence[int], whole: str) -> list[str]:
-        """Texts by decoding every prefix: slow, and right for any tokenizer."""
+    def _texts_by_prefixes(self, ids: Sequence[int], whole: str) -> list[str]:
+        """Return the texts by decoding every prefix, which is slow but correct for any tokenizer."""
         texts, done = [], 0
         for i in range(1, len(ids) + 1):
             end = len(whole) if i == len(ids) else len(commonprefix([self.decode(ids[:i]), whole]))
@@ -141,7 +141,7 @@ class TokenTexts:
 
 
 def _characters(data: bytes) -> list[tuple[str, int]]:
-    """The characters of UTF-8 text with the number of their bytes; what is invalid as replacement characters."""
+    """Decode UTF-8 into characters with their number of bytes; invalid bytes become replacement characters."""
     found: list[tuple[str, int]] = []
     while data:
         try:
@@ -154,10 +154,10 @@ def _characters(data: bytes) -> list[tuple[str, int]]:
     return found
 
 
-def _last_of_each(data: bytes) -> list[str]:
-    """A text for each byte: the character that it completes.
+def _completed_characters(data: bytes) -> list[str]:
+    """Return the character that each byte completes, or an empty text.
 
     Raises:
-        UnicodeDecodeError: for invalid bytes.
+        UnicodeDecodeError: if the bytes are invalid.
     """
     return [text for c in data.decode() for text in [""] * (len(c.encode()) - 1) + [c]]

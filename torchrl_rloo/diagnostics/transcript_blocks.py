@@ -1,4 +1,4 @@
-"""Where in a row's tokens its messages and tool calls lie."""
+"""Positions of messages and tool calls among the tokens of a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = re.compile(
     r"|<function=.*?(?:</function>|\Z)"
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>).*",
     re.DOTALL,
-)  # tool calls in the formats of Hermes and Qwen, Llama, Mistral, and the embedded tasks
+)  # formats of Hermes and Qwen, Llama, Mistral, and the embedded tasks
 
 _ERROR = re.compile(r"\W*(?:error|traceback|\w*(?:error|exception)\b)", re.IGNORECASE)
 _ERROR_IN_USER = re.compile(r"<tool_response>\s*Error:")
@@ -25,10 +25,10 @@ class Block(NamedTuple):
     """One message of a transcript.
 
     Attributes:
-        start: its first token; it ends where the next block begins.
-        role: of the message; ``"context"`` where the tokens do not tell.
-        label: what else there is to say of it, e.g. the name of the tool.
-        error: whether it is a tool's message about a failure.
+        start: index of its first token; it ends at the start of the next block.
+        role: role of the message, or ``"context"`` if unknown.
+        label: further text for its heading, e.g. the name of the tool.
+        error: True if it is a tool's error message.
     """
 
     start: int
@@ -40,20 +40,24 @@ class Block(NamedTuple):
 def find_blocks(
     texts: Sequence[str], special: Sequence[bool], actions: Sequence[bool], contexts: Sequence[Messages]
 ) -> list[Block]:
-    """Divides tokens into messages, without encoding anything: contexts are cut around the contents they show.
+    """Split tokens into messages by searching the contents of messages in the decoded context.
 
-    What the template puts before the policy's turn belongs to that turn.
+    It encodes no text. The template's opening of a policy turn belongs to that turn.
 
     Args:
-        texts: of ``T`` tokens.
-        special: ``T`` flags: special tokens, of which templates make the seams between messages.
-        actions: ``T`` flags: the action mask.
-        contexts: the messages before the first turn of the policy, between the first and the second, and so on; may be
-            shorter than there are turns, or empty if there are no messages.
+        texts: ``T`` texts of the tokens.
+        special: ``T`` flags of special tokens, which separate messages in templates.
+        actions: ``T`` flags, the action mask.
+        contexts: messages before the first policy turn, between the first and second, and so on. It may be shorter than
+            the number of turns, or empty if there are no messages.
+
+    Returns:
+        Blocks in order; the first starts at token 0.
     """
     blocks: list[Block] = []
     start = turn = 0
-    opened = False  # the context before a turn ended with that turn's opening
+    opened = False  # the context before the turn ended with the opening of that turn
+    # Walk over runs of action tokens, each one turn, and of context tokens
     for is_action, run in groupby(actions):
         end = start + len(list(run))
         if is_action:
@@ -63,19 +67,22 @@ def find_blocks(
         else:
             messages = contexts[turn] if turn < len(contexts) else []
             last = end == len(actions)
-            blocks += _in_context(texts[start:end], special[start:end], messages, start, last)
+            blocks += _split_context(texts[start:end], special[start:end], messages, start, last)
         opened = not is_action and blocks[-1].role == "assistant"
         start = end
     return blocks
 
 
 def contexts_of(query: Any, completion: Any, before: int = 0) -> list[Messages]:
-    """The messages of a conversation by the policy's turns that they come before.
+    """Group the messages of a conversation by the policy turn that follows them.
 
     Args:
-        query: the prompt; without messages there is nothing to find.
-        completion: what followed.
-        before: turns of the policy that the tokens show as context.
+        query: prompt of the conversation.
+        completion: messages after the prompt, or text.
+        before: number of policy turns that the tokens show as context.
+
+    Returns:
+        Messages before each policy turn and after the last; empty if the prompt is not a list of messages.
     """
     if not is_conversation(query):
         return []
@@ -92,7 +99,7 @@ def contexts_of(query: Any, completion: Any, before: int = 0) -> list[Messages]:
 
 
 def find_calls(texts: Sequence[str], actions: Sequence[bool], pattern: re.Pattern[str] = CALLS) -> list[list[int]]:
-    """``[start, end]`` of the tool calls that the policy wrote, in tokens."""
+    """Return ``[start, end]``, in tokens, of each tool call that the policy wrote."""
     found, start = [], 0
     for is_action, run in groupby(actions):
         end = start + len(list(run))
@@ -106,56 +113,56 @@ def find_calls(texts: Sequence[str], actions: Sequence[bool], pattern: re.Patter
 
 
 def is_tool_error(message: dict[str, Any]) -> bool:
-    """Whether a message is a tool's, or the user's in a tool's place, and tells of a failure."""
+    """Return whether a message from a tool, or from the user in place of a tool, reports an error."""
     content = str(message["content"])
     if message["role"] == "tool":
         return bool(_ERROR.match(content))
     return message["role"] == "user" and bool(_ERROR_IN_USER.search(content))
 
 
-def _in_context(
+def _split_context(
     texts: Sequence[str], special: Sequence[bool], messages: Messages, offset: int, last: bool
 ) -> list[Block]:
-    """The blocks of a run of context tokens; one of an unknown role if a message is not found in it."""
+    """Split a run of context tokens into blocks; if a message is not found, return one block."""
     text, ends = "".join(texts), list(accumulate(map(len, texts)))
     shown = [message for message in messages if str(message["content"]).strip()]
-    places = _places(text, shown)
-    if not places:
+    spans = _find_contents(text, shown)
+    if not spans:
         return [Block(offset, messages[0]["role"] if len(messages) == 1 else "context")]
     blocks, start = [], 0
-    for message, (_, end), (following, _) in zip(shown, places, [*places[1:], (len(text), 0)], strict=True):
+    for message, (_, end), (next_start, _) in zip(shown, spans, [*spans[1:], (len(text), 0)], strict=True):
         blocks.append(Block(offset + start, message["role"], _label(message), is_tool_error(message)))
-        after = _token_at(ends, following) if following < len(text) else len(texts)
-        start = _seam(special, _token_at(ends, end - 1) + 1, after)
-    if start < len(texts) and not last:  # how the policy's turn is opened
+        after = _token_at(ends, next_start) if next_start < len(text) else len(texts)
+        start = _find_message_start(special, _token_at(ends, end - 1) + 1, after)
+    if start < len(texts) and not last:  # the template's opening of the policy turn
         blocks.append(Block(offset + start, "assistant"))
     return blocks
 
 
-def _places(text: str, messages: Messages) -> list[tuple[int, int]]:
-    """Where the contents of messages lie in a text, one after the other; empty if one is not found."""
-    places, position = [], 0
+def _find_contents(text: str, messages: Messages) -> list[tuple[int, int]]:
+    """Return the span of each message's content in a text, in order; empty if one is not found."""
+    spans, position = [], 0
     for message in messages:
         whole = str(message["content"]).strip()
-        for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates leave out earlier thinking
+        for content in (whole, whole.rpartition("</think>")[2].strip()):  # templates drop earlier thinking
             at = text.find(content, position)
             if content and at >= 0:
                 break
         else:
             return []
         position = at + len(content)
-        places.append((at, position))
-    return places
+        spans.append((at, position))
+    return spans
 
 
-def _seam(special: Sequence[bool], start: int, end: int) -> int:
-    """Where a message begins: at the second special token after the last content, or after the only one."""
+def _find_message_start(special: Sequence[bool], start: int, end: int) -> int:
+    """Return the start of a message: the second special token after the last content, or after the only one."""
     marks = [i for i in range(start, end) if special[i]]
     return marks[1] if len(marks) > 1 else marks[0] + 1 if marks else end
 
 
 def _token_at(ends: Sequence[int], position: int) -> int:
-    """The token that a character belongs to, given where the text of each token ends."""
+    """Return the index of the token that contains a character, given the end of each token's text."""
     return bisect_right(ends, position)
 
 

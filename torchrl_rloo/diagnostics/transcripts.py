@@ -1,4 +1,4 @@
-"""Transcripts: conversations as one HTML page to read, down to the log-prob and the advantage of each token."""
+"""Transcripts of conversations as one HTML page, with the log-prob and advantage of each token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.diagnostics.transcript_blocks import CALLS, contexts_of, find_blocks, find_calls
 
 _PAGE = Path(__file__).parent / "transcripts_page"
-_LARGEST = 2**53  # to which the page knows all integers
-_SNIPPET = 160  # characters of a prompt or an answer in the list
-_OF_LAST_SAMPLE = (keys.TOKEN_REWARDS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY)
-_OF_LAST_SAMPLE += (keys.STATE_VALUE, keys.VALUE_TARGET)
-_NOT_SHOWN = (keys.TOOLS, keys.TASK, *keys.RESERVED)
+_MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
+_SNIPPET = 160  # characters of a prompt or completion in the list
+_LAST_SAMPLE_KEYS = (keys.TOKEN_REWARDS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY)
+_LAST_SAMPLE_KEYS += (keys.STATE_VALUE, keys.VALUE_TARGET)
+_HIDDEN_KEYS = (keys.TOOLS, keys.TASK, *keys.RESERVED)
 
 
 def write_transcripts(
@@ -44,32 +44,31 @@ def write_transcripts(
     call_pattern: re.Pattern[str] = CALLS,
     max_rows: int = 500,
 ) -> Path:
-    """Writes finished conversations as a page that a browser opens without anything else.
+    """Write finished conversations as one self-contained HTML page.
 
-    The page lists the conversations, sorts and filters them, and shows each with its exact tokens: which of them the
-    policy sampled, their log-probs, rewards and advantages. Nothing that a completion holds can act as markup. A row of
-    1,000 tokens takes about 15 kB.
+    The page lists, sorts and filters the conversations, and shows the exact tokens of each, with action mask,
+    log-probs, rewards and advantages. Markup in completions is shown as text. A row of 1,000 tokens takes about 15 kB.
 
     Args:
-        path: the HTML file; its directory is made if it does not exist.
-        rows: finished trajectories (:mod:`torchrl_rloo.data.keys`). Tokens and action mask are needed; whatever else a
-            row has of the schema is shown. Rows without their messages show tokens without roles.
-        tokenizer: of the policy.
-        title: of the page.
-        settings: shown beside it, e.g. step and sampling parameters.
-        reward_names: of the reward functions, in the order of the rows' ``("next", "rewards")``.
-        call_pattern: finds tool calls in what the policy wrote, for people to see.
-        max_rows: the first of the rows are written; the page says how many were left out.
+        path: HTML file to write; its directory is created if missing.
+        rows: finished trajectories (:mod:`torchrl_rloo.data.keys`). Tokens and action mask are required; the page also
+            shows every other entry of the schema that a row has. Without messages, tokens have no roles.
+        tokenizer: tokenizer of the policy.
+        title: title of the page.
+        settings: settings to show, e.g. step and sampling parameters; None shows none.
+        reward_names: names of the reward functions, in the order of ``("next", "rewards")``.
+        call_pattern: pattern of the tool calls to mark in policy turns.
+        max_rows: largest number of rows to write, from the first; the page reports how many were left out.
 
     Returns:
         ``path``.
 
     Raises:
         KeyError: if a row has no tokens or no action mask.
-        ValueError: for no rows, or ``max_rows`` below 1.
+        ValueError: if ``rows`` is empty, or ``max_rows`` is below 1.
     """
     rows = list(rows.unbind(0)) if isinstance(rows, TensorDictBase) else list(rows)
-    _check(rows, max_rows)
+    _check_rows(rows, max_rows)
     reader = _Reader(tokenizer, call_pattern)
     entries = [reader.entry(row, place) for place, row in enumerate(rows[:max_rows])]
     return _write(path, entries, reader, title, settings, reward_names, len(rows))
@@ -85,68 +84,74 @@ def write_evaluation_transcripts(
     call_pattern: re.Pattern[str] = CALLS,
     max_rows: int = 500,
 ) -> Path:
-    """Writes the conversations of an evaluation, with its scores in the place of rewards.
+    """Write the conversations of an evaluation as a page, with its scores in place of rewards.
 
     See :func:`write_transcripts`.
 
     Args:
-        path: the HTML file.
-        result: of ``Evaluation.run(keep_rows=True)``.
-        tokenizer: of the policy.
-        title: of the page; default: the evaluation's label.
-        settings: shown beside the evaluation's own.
-        call_pattern: finds tool calls.
-        max_rows: the first of the conversations, in the order of the prompts, are written.
+        path: HTML file to write.
+        result: result of ``Evaluation.run(keep_rows=True)``.
+        tokenizer: tokenizer of the policy.
+        title: title of the page; empty takes the evaluation's label.
+        settings: settings to show in addition to those of the evaluation; None adds none.
+        call_pattern: pattern of the tool calls to mark.
+        max_rows: largest number of conversations to write, in the order of the prompts.
+
+    Returns:
+        ``path``.
 
     Raises:
-        ValueError: if the result has no rows.
+        ValueError: if the result has no rows, or ``max_rows`` is below 1.
     """
     if result.rows is None:
-        raise ValueError("the result has no rows: keep them with Evaluation.run(keep_rows=True)")
+        raise ValueError("result has no rows; keep them with Evaluation.run(keep_rows=True)")
     pairs = sorted(zip(result.samples, result.rows, strict=True), key=lambda pair: pair[0].prompt_id)
-    _check(pairs, max_rows)
+    _check_rows(pairs, max_rows)
     reader, scorers = _Reader(tokenizer, call_pattern), result.settings.scorers
     entries = [
-        reader.entry(row, place) | _of_sample(sample, scorers) for place, (sample, row) in enumerate(pairs[:max_rows])
+        reader.entry(row, place) | _sample_fields(sample, scorers)
+        for place, (sample, row) in enumerate(pairs[:max_rows])
     ]
-    asked = {name: value for name, value in vars(result.settings).items() if name != "scorers"}
+    evaluation = {name: value for name, value in vars(result.settings).items() if name != "scorers"}
+    # Show metrics and settings of the evaluation with the given settings
     metrics = {name: f"{mean:.4g} [{low:.4g}, {high:.4g}]" for name, (mean, low, high) in result.intervals.items()}
-    shown = {**(settings or {}), "metrics": metrics, "evaluation": asked}
+    shown = {**(settings or {}), "metrics": metrics, "evaluation": evaluation}
     title = title or f"Evaluation {result.settings.label}".strip()
     return _write(path, entries, reader, title, shown, scorers, len(pairs))
 
 
-def _check(rows: Sequence[Any], max_rows: int) -> None:
+def _check_rows(rows: Sequence[Any], max_rows: int) -> None:
     if not rows:
-        raise ValueError("rows is empty: a page needs at least one finished trajectory")
+        raise ValueError("rows is empty; a page requires at least one finished trajectory")
     if max_rows < 1:
         raise ValueError(f"max_rows={max_rows} must be at least 1")
 
 
-def _of_sample(sample: EvaluatedSample, scorers: Sequence[str]) -> dict[str, Any]:
+def _sample_fields(sample: EvaluatedSample, scorers: Sequence[str]) -> dict[str, Any]:
     return {
         "group": sample.prompt_id,
         "kind": "greedy" if sample.sample is None else f"sample {sample.sample}",
-        "reward": _plain(sample.scores[scorers[0]]),
-        "rewards": [_plain(sample.scores[name]) for name in scorers],
-        "columns": _plain({"extracted": sample.extracted, **sample.columns}),
+        "reward": _to_plain(sample.scores[scorers[0]]),
+        "rewards": [_to_plain(sample.scores[name]) for name in scorers],
+        "columns": _to_plain({"extracted": sample.extracted, **sample.columns}),
     }
 
 
 class _Reader:
-    """Makes plain data of rows, and keeps the vocabulary that they use."""
+    """Converter of rows to plain data, which collects the vocabulary that they use."""
 
     def __init__(self, tokenizer, call_pattern: re.Pattern[str]):
         self.texts, self.call_pattern = TokenTexts(tokenizer), call_pattern
         self.used: set[int] = set()
 
     def entry(self, row: TensorDictBase, place: int) -> dict[str, Any]:
-        """All that the page says of a row."""
+        """Return the data of a row for the page."""
         query, completion = row.get(keys.QUERY, None), row.get(keys.COMPLETION, None)
         query = query if query is None else row[keys.QUERY]
         completion = completion if completion is None else row[keys.COMPLETION]
+        # Split the row into samples: a template that rewrites the past makes several
         parts, turns = [], 0
-        for sample in _samples(row):
+        for sample in _split_samples(row):
             parts.append(self._part(sample, contexts_of(query, completion, before=turns)))
             turns += len(parts[-1]["mask"])
         ended = any(key in row.keys(True) for key in (keys.STOP_REASON, keys.STOP_REASON[1]))
@@ -162,12 +167,12 @@ class _Reader:
             "tokens": sum(part["tokens"] for part in parts),
             "actions": sum(part["actions"] for part in parts),
             "stop": stop_reason(row) if ended else None,
-            "task": _plain(row[keys.TASK]) if keys.TASK in row.keys() else None,
+            "task": _to_plain(row[keys.TASK]) if keys.TASK in row.keys() else None,
             "reward": _number(row, keys.REWARD),
-            "rewards": _plain(row[keys.REWARDS]) if keys.REWARDS in row.keys(True) else [],
+            "rewards": _to_plain(row[keys.REWARDS]) if keys.REWARDS in row.keys(True) else [],
             "advantage": _advantage(row),
-            "prompt": self._asked(row, query),
-            "answer": self._answered(row, completion),
+            "prompt": self._prompt_snippet(row, query),
+            "answer": self._completion_snippet(row, completion),
             "columns": _columns(row),
             "parts": parts,
         }
@@ -181,7 +186,7 @@ class _Reader:
             "tokens": len(ids),
             "actions": sum(actions),
             "ids": _pack(row[keys.TOKENS], torch.int32),
-            "mask": _runs(actions),
+            "mask": _find_runs(actions),
             "blocks": [list(b) for b in find_blocks(texts, special, actions, contexts)],
             "calls": find_calls(texts, actions, self.call_pattern),
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.own_text(ids[i])},
@@ -194,10 +199,10 @@ class _Reader:
         if (versions := row.get(keys.ACTION_VERSIONS, None)) is not None:
             part["versions"] = _pack(versions, torch.int32)
         if (rewards := row.get(keys.TOKEN_REWARDS, None)) is not None:
-            part["token_rewards"] = {i: _plain(r) for i, r in enumerate(rewards.tolist()) if r != 0}
+            part["token_rewards"] = {i: _to_plain(r) for i, r in enumerate(rewards.tolist()) if r != 0}
         return part
 
-    def _asked(self, row: TensorDictBase, query: Any) -> str:
+    def _prompt_snippet(self, row: TensorDictBase, query: Any) -> str:
         if is_conversation(query):
             query = next((m["content"] for m in reversed(query) if m["role"] == "user"), query[-1]["content"])
         if not isinstance(query, str):
@@ -205,16 +210,16 @@ class _Reader:
             query = self.texts.decode(row[keys.TOKENS][: int(mask.int().argmax())].tolist()[-2 * _SNIPPET :])
         return query[:_SNIPPET]
 
-    def _answered(self, row: TensorDictBase, completion: Any) -> str:
+    def _completion_snippet(self, row: TensorDictBase, completion: Any) -> str:
         if isinstance(completion, Sequence) and not isinstance(completion, str):
-            said = [str(m["content"]) for m in completion if m["role"] == "assistant"]
-            completion = said[-1] if said else ""
+            replies = [str(m["content"]) for m in completion if m["role"] == "assistant"]
+            completion = replies[-1] if replies else ""
         if completion is None:
             completion = self.texts.decode(row[keys.TOKENS][row[keys.ACTION_MASK]].tolist())
         return completion if len(completion) <= _SNIPPET else f"\u2026{completion[-_SNIPPET:]}"
 
     def vocabulary(self) -> dict[int, list[Any]]:
-        """By id of the tokens that were used: ``[text, piece, kind, bytes]``, shortened where the rest is plain."""
+        """Return ``[text, piece, special, bytes]`` of each used id, without redundant entries at the end."""
         return {token: self._token(token) for token in sorted(self.used)}
 
     def _token(self, token: int) -> list[Any]:
@@ -226,64 +231,64 @@ class _Reader:
         return [text] if text == piece else [text, piece]
 
 
-def _samples(row: TensorDictBase) -> list[TensorDictBase]:
-    """The row, after its earlier samples with actions if the template rewrote the past."""
+def _split_samples(row: TensorDictBase) -> list[TensorDictBase]:
+    """Return the earlier samples with actions, if the template rewrote the past, then the row itself."""
     if keys.PREVIOUS_SEGMENTS not in row.keys():
         return [row]
-    samples = split_segments(stack_rows([row.exclude(*_OF_LAST_SAMPLE)])).unbind(0)
+    samples = split_segments(stack_rows([row.exclude(*_LAST_SAMPLE_KEYS)])).unbind(0)
     masks = row[keys.PREVIOUS_SEGMENTS]["mask"].split(row[keys.PREVIOUS_SEGMENTS]["sizes"].tolist())
     return [*samples[: sum(bool(mask.any()) for mask in masks)], row]
 
 
 def _columns(row: TensorDictBase) -> dict[str, Any]:
-    columns = {name: _plain(row[name]) for name in row.keys() if name not in _NOT_SHOWN}
-    return columns | (_plain(row[keys.LOG_EXTRA]) if keys.LOG_EXTRA in row.keys(True) else {})
+    columns = {name: _to_plain(row[name]) for name in row.keys() if name not in _HIDDEN_KEYS}
+    return columns | (_to_plain(row[keys.LOG_EXTRA]) if keys.LOG_EXTRA in row.keys(True) else {})
 
 
 def _number(row: TensorDictBase, key: Any, default: float | None = None) -> float | None:
     value = row.get(key, None)
-    return default if value is None else _plain(value.reshape(-1)[0].item())
+    return default if value is None else _to_plain(value.reshape(-1)[0].item())
 
 
 def _advantage(row: TensorDictBase) -> float | None:
-    """Of the row, or the mean of its action tokens."""
+    """Return the advantage of the row, or the mean over its action tokens."""
     values = row.get(keys.ADVANTAGE, None)
     if values is None:
         return None
     values = values.reshape(-1).cpu()
     mask = row[keys.ACTION_MASK].cpu()
-    return _plain(float((values[mask] if len(values) == len(mask) else values).mean()))
+    return _to_plain(float((values[mask] if len(values) == len(mask) else values).mean()))
 
 
-def _runs(flags: Sequence[bool]) -> list[list[int]]:
-    """``[start, end]`` of each run of True."""
+def _find_runs(flags: Sequence[bool]) -> list[list[int]]:
+    """Return ``[start, end]`` of each run of True."""
     edges = [i for i, (a, b) in enumerate(zip([False, *flags], [*flags, False], strict=True)) if a != b]
     return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _pack(values: torch.Tensor, dtype: torch.dtype) -> str:
-    """Numbers as base64 of their bytes (little-endian): half the size of decimals, and exact."""
+    """Encode numbers as base64 of their little-endian bytes, which is exact and half the size of decimals."""
     array = values.detach().cpu().reshape(-1).to(dtype).numpy()
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
 
 
-def _plain(value: Any) -> Any:
-    """The value as the page can read it: None for what is not finite, text for what else its numbers are not."""
+def _to_plain(value: Any) -> Any:
+    """Convert a value to JSON types: None if it is not finite, text for large integers and other types."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, float):
-        return _shortest(value) if math.isfinite(value) else None
-    if isinstance(value, int) and abs(value) > _LARGEST:
+        return _shorten(value) if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
         return str(value)
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 
-def _shortest(value: float) -> float:
-    """A float32 as its shortest decimal, so that 0.8 is 0.8; any other number as it is."""
+def _shorten(value: float) -> float:
+    """Round a float32 to its shortest exact decimal (0.8, not 0.800000011920929); return other floats unchanged."""
     if c_float(value).value != value:
         return value
     return next(short for d in (7, 8, 9) if c_float(short := float(f"{value:.{d}g}")).value == value)
@@ -300,7 +305,7 @@ def _write(
 ) -> Path:
     data = {
         "title": title,
-        "settings": _plain(settings or {}),
+        "settings": _to_plain(settings or {}),
         "reward_names": list(reward_names),
         "stop_reasons": STOP_REASONS,
         "total": total,
@@ -330,7 +335,7 @@ def _hash(text: str) -> str:
 
 
 def _inert_json(data: Any) -> str:
-    """JSON in ASCII that cannot end or comment out the element around it; lone surrogates stay what they are."""
+    """Encode ASCII JSON that cannot close or comment out its HTML element; lone surrogates survive."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return _escape(text, "<>&")
 

@@ -1,4 +1,4 @@
-"""Policies that generate and score, over TorchRL's LLM wrapper contract."""
+"""Policies that generate and score under TorchRL's LLM wrapper contract, references, critics and reward models."""
 
 from torchrl_rloo.modules.loading import (
     add_adapter,

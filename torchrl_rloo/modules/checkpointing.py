@@ -1,4 +1,4 @@
-"""Gradient checkpointing in evaluation mode, where Transformers would silently skip it."""
+"""Gradient checkpointing in evaluation mode, where Transformers silently skips it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from torch import nn
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Let the layers that have gradient checkpointing enabled recompute in the backward pass of what runs inside.
+    """Recompute layers that have gradient checkpointing enabled, although the model is in evaluation mode.
 
-    Transformers recomputes a layer only while ``layer.training`` is True, and a policy trains in evaluation mode. The
-    flag is set for the decision only: the layer itself runs in evaluation mode, without dropout, in both passes.
-    Layers in training mode, and a forward pass without gradient, are left alone.
+    Transformers recomputes a layer only while ``layer.training`` is True, but a policy trains in evaluation mode. The
+    context sets the flag for that decision only. The layer runs in evaluation mode, without dropout, in both passes.
+    It ignores layers in training mode, and does nothing without gradients.
 
     Args:
-        model: any module that contains Transformers layers.
+        model: module that contains Transformers layers.
+
+    Example::
+
+        with checkpointed(model):
+            loss = model(input_ids=ids).logits.sum()
+        loss.backward()  # recomputes the layers
     """
     layers = [layer for layer in checkpointing_layers(model) if not layer.training] if torch.is_grad_enabled() else []
     functions = [layer._gradient_checkpointing_func for layer in layers]

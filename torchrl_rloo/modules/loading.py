@@ -1,4 +1,4 @@
-"""Loading of a model and its tokenizer from a hub id or a directory."""
+"""Loading and saving of a model with its tokenizer, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_rloo.modules.checkpointing import checkpointing_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 def load_model(
@@ -30,37 +30,43 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
 
-    The model is in evaluation mode for good: without dropout, trainer and sampler agree.
+    The model is in evaluation mode, also for training: without dropout, trainer and sampler agree.
 
     Args:
-        name: a hub id or a local directory.
+        name: hub id or local directory.
         dtype: ``"float32"``, ``"bfloat16"``, ...
-        device: where to put the model.
-        gradient_checkpointing: recompute each layer in the backward pass: less memory, about a third more time.
-            :class:`~torchrl_rloo.modules.TransformersWrapper`, ``ValueHead`` and ``RewardModel`` recompute in
-            evaluation mode too.
-        chat_template: replaces the tokenizer's own and is saved with it: a ``.jinja`` file, a directory of a tokenizer,
-            or the template itself. None keeps the tokenizer's.
-        **kwargs: passed to ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that locate
-            a model (``revision=``, ``trust_remote_code=``, ...) go to :func:`load_tokenizer` as well.
+        device: device of the model.
+        gradient_checkpointing: recompute each layer in the backward pass, which saves memory and takes about a third
+            more time. :class:`~torchrl_rloo.modules.TransformersWrapper`, ``ValueHead`` and ``RewardModel`` also
+            recompute in evaluation mode.
+        chat_template: template that replaces the tokenizer's, also when it is saved: a ``.jinja`` file, the directory
+            of a tokenizer, or the template itself. None keeps the tokenizer's.
+        **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
+            locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
-        ValueError: for an unknown dtype, a missing CUDA device, a tokenizer without an end-of-sequence token, or
-            ``gradient_checkpointing`` of a model without it.
-        FileNotFoundError: if there is no such model or template.
+        ValueError: if the dtype is unknown, the CUDA device is missing, the tokenizer has no end-of-sequence token, or
+            the model does not support ``gradient_checkpointing``.
+        FileNotFoundError: if the model or template does not exist.
     """
-    tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in _OF_THE_HUB if k in kwargs})
+    tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
     from transformers import AutoModelForCausalLM  # takes 2 s
 
     torch_dtype = parse_dtype(dtype)
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch {torch.__version__} finds no CUDA device: set device='cpu'")
+        raise ValueError(
+            f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"
+        )
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         if not checkpointing_layers(model):
             raise ValueError(
-                f"gradient_checkpointing=True, but {type(model).__name__} has no layers that recompute: set it to False"
+                f"gradient_checkpointing=True, but {type(model).__name__} has no layers that support it; "
+                "set it to False"
             )
     return model.to(device).eval(), tokenizer
 
@@ -68,16 +74,16 @@ def load_model(
 def load_tokenizer(
     name: str | os.PathLike, *, chat_template: str | os.PathLike | None = None, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; one without a pad token pads with its end of sequence.
+    """Load a model's tokenizer; without a pad token, it pads with the end-of-sequence token.
 
     Args:
         name: hub id or local directory.
-        chat_template: see :func:`load_model`.
-        **kwargs: passed to ``AutoTokenizer.from_pretrained``.
+        chat_template: template that replaces the tokenizer's, see :func:`load_model`; None keeps it.
+        **kwargs: arguments of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: for a tokenizer without an end-of-sequence token.
-        FileNotFoundError: if there is no such model or template.
+        ValueError: if the tokenizer has no end-of-sequence token.
+        FileNotFoundError: if the model or template does not exist.
     """
     _check_path(name, kwargs.get("subfolder", ""))
     template = None if chat_template is None else read_chat_template(chat_template)
@@ -92,18 +98,18 @@ def load_tokenizer(
         tokenizer.chat_template = template
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {name} has no eos_token, so a turn could never end: set tokenizer.eos_token"
+            f"the tokenizer of {name} has no eos_token, so a turn could never end; set tokenizer.eos_token"
         )
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked by length, so sharing the id does no harm
+        tokenizer.pad_token = tokenizer.eos_token  # safe, since padding is masked by length
     return tokenizer
 
 
 def read_chat_template(source: str | os.PathLike) -> str:
-    """Return a chat template.
+    """Return a chat template from a file, a tokenizer or text.
 
     Args:
-        source: a ``.jinja`` file, a directory of a tokenizer, or the template itself.
+        source: ``.jinja`` file, directory of a tokenizer, or the template itself.
 
     Raises:
         FileNotFoundError: if it is none of these.
@@ -121,38 +127,38 @@ def read_chat_template(source: str | os.PathLike) -> str:
     if not path.is_dir():
         raise FileNotFoundError(
             f"chat_template={str(source)!r} is neither a file (no {str(path.absolute())!r}), nor a directory of a "
-            "tokenizer, nor a template with {{ }}: correct the path"
+            "tokenizer, nor a template with {{ }}; correct the path"
         )
     from transformers import AutoTokenizer
 
     template = AutoTokenizer.from_pretrained(path).chat_template
     if not template:
-        raise ValueError(f"chat_template={str(source)!r}: the tokenizer there has no chat template")
+        raise ValueError(f"chat_template={str(source)!r} has no chat template in its tokenizer; name a file with one")
     return template
 
 
 def _check_path(name: str | os.PathLike, subfolder: str) -> None:
-    """Refuse a local path that does not lead to a model, before anything slow."""
+    """Raise if a local path has no model, before slow imports."""
     check_path("model", name)
     path, files = Path(name).expanduser(), ("config.json", "adapter_config.json")
     if path.is_dir() and not any((path / subfolder / file).is_file() for file in files):
         raise FileNotFoundError(
-            f"model={os.fspath(name)!r} is a directory without config.json: give one with a saved model"
+            f"model={os.fspath(name)!r} is a directory without config.json; name one with a saved model"
         )
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> Path:
-    """Save a model with its tokenizer in Hugging Face format, in place of what an earlier run saved there.
+    """Save a model with its tokenizer in Hugging Face format.
 
-    Weights that an earlier model left behind would be loaded with these, such as an adapter's.
+    It first deletes weights in the folder: weights of an earlier model, such as an adapter, would be loaded with these.
 
     Args:
-        model: the model, or its LoRA adapter.
-        tokenizer: its tokenizer.
-        folder: made if it does not exist.
+        model: model, or its LoRA adapter.
+        tokenizer: tokenizer of the model.
+        folder: output directory, created if missing.
 
     Returns:
-        The folder.
+        ``folder`` as a path.
     """
     folder = Path(folder)
     for stale in (
@@ -170,11 +176,11 @@ def count_trained(model: torch.nn.Module) -> int:
     """Return the number of trained parameters.
 
     Raises:
-        ValueError: if there are none, as in a saved adapter that was loaded to answer.
+        ValueError: if there are none, as in a saved adapter that was loaded for inference.
     """
     number = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not number:
-        raise ValueError("the model has no trained parameters: merge a saved adapter into its base model")
+        raise ValueError("the model has no trained parameters; merge a saved adapter into its base model")
     return number
 
 
@@ -182,31 +188,34 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
     """Add a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) to a model; only the adapter is trained.
 
     Args:
-        model: the base model; its weights are frozen.
+        model: base model; its weights are frozen.
         config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``.
+
+    Returns:
+        The ``PeftModel``, in evaluation mode.
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: for a model that has an adapter, or a ``lora_dropout`` other than 0: a policy trains in evaluation
-            mode, so that its log-probs are those of the sampler, and dropout is off there.
+        ValueError: if the model already has an adapter, or ``lora_dropout`` is not 0. A policy trains in evaluation
+            mode, without dropout, so that its log-probs equal the sampler's.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            "the model has an adapter already, which a new one would replace: merge it first "
+            "the model already has an adapter, which a new one would replace; merge it first "
             "(peft: AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(...))"
         )
     if config.get("lora_dropout"):
         raise ValueError(
-            f"lora_dropout={config['lora_dropout']} would have no effect: the model trains in evaluation mode, so that "
-            "trainer and sampler agree. Set it to 0, or regularize with weight decay or a KL term"
+            f"lora_dropout={config['lora_dropout']} would have no effect, since the model trains in evaluation mode so "
+            "that trainer and sampler agree. Set it to 0, or regularize with weight decay or a KL term"
         )
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("an adapter needs peft: pip install 'torchrl_rloo[peft]'") from error
+        raise ImportError("an adapter requires peft: pip install 'torchrl_rloo[peft]'") from error
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence a model takes, in tokens; None if its configuration names no limit."""
+    """Return the longest sequence that a model accepts, in tokens; None if its configuration has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -1,8 +1,8 @@
-"""Attention over a pack: many rows in one sequence, each of which sees itself and the prompt it shares, nothing else.
+"""Attention over a pack of rows in one sequence, in which each row attends only to itself and its shared prompt.
 
-Transformers can replace a model's attention by name. The name is set for one forward pass only. The plan travels in a
-context variable, since model families differ in the keyword arguments that they pass on. No mask of all tokens by all
-tokens is ever made.
+Transformers can replace a model's attention by name; the name is set for one forward pass only. A context variable
+holds the plan, since model families differ in the keyword arguments that they pass on. The full ``[N, N]`` mask is
+never built.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import nn
 from torchrl_rloo.engines.attention import attention_of
 
 REMEDY = 'use packing="none"'
-MIN_FILL = 0.8  # rows share one attention call if each is at least this share of the longest; 0.6 to 0.9 is as fast
+MIN_FILL = 0.8  # smallest share of the longest row to join its attention call; 0.6 to 0.9 is equally fast
 
 _NAME = "torchrl_rloo_packed"
 _PLAN: ContextVar[AttentionPlan | None] = ContextVar("attention_plan", default=None)
-# Passed on by models, without effect on a call that has a plan. Anything else that is set is refused.
-_HARMLESS = frozenset({"position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position"})
+# Arguments without effect on a call that has a plan. Any other argument that is set raises.
+_IGNORED_KWARGS = frozenset({"position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position"})
 
 
 class Segment(NamedTuple):
-    """Run of consecutive tokens of a pack; each sees those before it in the run, and the whole prefix.
+    """Run of consecutive tokens of a pack; each attends to earlier tokens of the run and to the whole prefix.
 
     Attributes:
         start: index of the first token in the pack.
-        length: how many, at least 1.
-        prefix_start: where the prefix begins.
-        prefix_length: how many tokens it has; 0 for none.
+        length: number of tokens, at least 1.
+        prefix_start: index of the first token of the prefix.
+        prefix_length: number of tokens of the prefix; 0 for none.
     """
 
     start: int
@@ -45,13 +45,13 @@ class Segment(NamedTuple):
 
 
 class _Block:
-    """Segments of like lengths as one rectangular attention call, padded on the right."""
+    """Segments of similar lengths as one rectangular attention call, padded on the right."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device):
         lengths = torch.tensor([s.length for s in segments])
         column = torch.arange(int(lengths.max()))
         self.real = (column < lengths[:, None]).flatten()
-        # Padding repeats a row's first token. It comes after all that is real, so no real token sees it.
+        # Pad with a row's first token: padding follows all real tokens, so none attends to it
         own = torch.tensor([[s.start] for s in segments]) + torch.where(column < lengths[:, None], column, 0)
         prefix = torch.tensor([[s.prefix_start] for s in segments]) + torch.arange(segments[0].prefix_length)
         self.queries = own.flatten().to(device)
@@ -61,7 +61,7 @@ class _Block:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """``[L, P + L]`` bool, True where a query sees a key; None if plain causal attention says the same."""
+        """Return bool ``[L, P + L]``, True where a query attends to a key; None if plain causal attention is equal."""
         if window is not None and window >= self.prefix_length + self.length:
             window = None
         if window is None and not self.prefix_length:
@@ -75,11 +75,11 @@ class _Block:
 
 
 class AttentionPlan:
-    """Plan of which tokens of a pack see which, prepared once for all layers.
+    """Plan of the attention within a pack, prepared once for all layers.
 
     Args:
-        segments: they cover the pack, in order.
-        device: where the model is.
+        segments: segments that cover the pack, in order.
+        device: device of the model.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device):
@@ -89,7 +89,8 @@ class AttentionPlan:
 
     @cached_property
     def blocks(self) -> tuple[list[_Block], torch.Tensor]:
-        """Return the attention calls, and ``[N]``: each token's place in their concatenated padded outputs."""
+        """Attention calls, and the index ``[N]`` of each token in their concatenated padded outputs."""
+        # Group segments with prefixes of equal length and similar lengths, longest first
         order = sorted(self.segments, key=lambda s: (s.prefix_length, -s.length))
         members: list[list[Segment]] = []
         for s in order:
@@ -99,13 +100,14 @@ class AttentionPlan:
             else:
                 members.append([s])
         blocks = [_Block(m, self.device) for m in members]
+        # Map each token to its place among the padded outputs
         real = torch.cat([b.real for b in blocks]).nonzero()[:, 0]
         tokens = torch.cat([torch.arange(s.start, s.start + s.length) for m in members for s in m])
         return blocks, real[tokens.argsort()].to(self.device)
 
     @cached_property
     def ragged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """For variable-length kernels: key indices, offsets of queries and of keys, and the longest of either."""
+        """Inputs of variable-length kernels: key indices, offsets of queries and keys, and the longest of each."""
         keys = [
             torch.cat([torch.arange(s.prefix_start, s.prefix_start + s.prefix_length), torch.arange(s.start, stop)])
             for s in self.segments
@@ -128,23 +130,25 @@ def _packed_attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attend ``[1, heads, N, D]`` to ``[1, N, heads, D]``: the attention function of Transformers."""
+    """Attend over heads-first ``[1, heads, N, D]`` and return ``[1, N, heads, D]``, as Transformers expects."""
     plan = _PLAN.get()
     if plan is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called while another thread runs a packed forward of the same model: give "
-            "each thread a model of its own"
+            f"{type(module).__name__} was called while another thread runs a packed forward of the same model; use a "
+            "separate model per thread"
         )
     if tuple(query.shape[::2]) != (1, plan.num_tokens) or key.shape[2] != plan.num_tokens:
         raise RuntimeError(f"expected a pack of {plan.num_tokens} tokens, got query {list(query.shape)}")
+    # Reject every kind of attention that the plan cannot describe
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    extra = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
+    extra = sorted(k for k, v in kwargs.items() if k not in _IGNORED_KWARGS and v is not None and v is not False)
     if not causal or attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} is not plainly causal")
     if extra:
         raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(extra)}")
     if dropout:
-        raise NotImplementedError(f"attention dropout {dropout} cannot be packed: set it to 0, or {REMEDY}")
+        raise NotImplementedError(f"attention dropout {dropout} cannot be packed; set it to 0, or {REMEDY}")
+    # Attend within the segments, and record the window for the probe of packing
     plan.windows.append(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _attend_ragged if _has_ragged_kernel(query) else _attend_blocks
@@ -154,11 +158,11 @@ def _packed_attention(
 def _attend_blocks(
     plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attend ``[N, heads, D]`` to ``[N, heads, D]``, a few segments of similar length at a time."""
+    """Attend over ``[N, heads, D]`` in blocks of segments of similar length."""
     blocks, places = plan.blocks
 
     def take(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-        rows = x.flatten(1).index_select(0, index)  # whole rows of memory: three times as fast as head by head
+        rows = x.flatten(1).index_select(0, index)  # gather whole rows: three times as fast as single heads
         return rows.view(size, -1, *x.shape[1:]).transpose(1, 2)
 
     outputs = []
@@ -180,7 +184,7 @@ def _attend_blocks(
 def _attend_ragged(
     plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attend in one call of a kernel for ragged rows, which aligns a row's last query with its last key."""
+    """Attend in one call of a kernel for ragged rows, which aligns each row's last query with its last key."""
     from torch.nn.attention.varlen import varlen_attn
 
     keys, query_offsets, key_offsets, longest_query, longest_key = plan.ragged
@@ -208,11 +212,11 @@ def _has_ragged_kernel(query: torch.Tensor) -> bool:
     return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
-def _run(config, plan: AttentionPlan, function: Callable, *args):
+def _call_with_plan(config, plan: AttentionPlan, function: Callable, *args):
     """Call ``function(*args)`` with the model's attention replaced by the plan's."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, _packed_attention)  # no mask function of that name: models then make no mask
+    AttentionInterface.register(_NAME, _packed_attention)  # without a mask function of that name, models build no mask
     with attention_of(config, _NAME):
         token = _PLAN.set(plan)
         try:
@@ -222,37 +226,40 @@ def _run(config, plan: AttentionPlan, function: Callable, *args):
 
 
 @contextmanager
-def _recompute_alike(decoder: nn.Module, config, plan: AttentionPlan) -> Iterator[None]:
-    """Let layers that gradient checkpointing recomputes attend by the same plan."""
+def _recompute_with_plan(decoder: nn.Module, config, plan: AttentionPlan) -> Iterator[None]:
+    """Apply the same plan when gradient checkpointing recomputes layers."""
     with ExitStack() as stack:
         for module in decoder.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 checkpoint = module._gradient_checkpointing_func
                 stack.callback(setattr, module, "_gradient_checkpointing_func", checkpoint)
-                module._gradient_checkpointing_func = partial(_checkpoint_alike, checkpoint, config, plan)
+                module._gradient_checkpointing_func = partial(_checkpoint_with_plan, checkpoint, config, plan)
         yield
 
 
-def _checkpoint_alike(checkpoint: Callable, config, plan: AttentionPlan, function: Callable, *args):
-    return checkpoint(partial(_run, config, plan, function), *args)
+def _checkpoint_with_plan(checkpoint: Callable, config, plan: AttentionPlan, function: Callable, *args):
+    return checkpoint(partial(_call_with_plan, config, plan, function), *args)
 
 
 def forward_pack(
     decoder: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
-    """Compute the hidden states ``[N, H]`` of a pack.
+    """Compute the hidden states of a pack.
 
-    The decoder's attention is restored afterwards. The model's own gradient checkpointing works, that of wrappers
-    around layers does not.
+    The decoder's attention is restored afterwards. The model's gradient checkpointing works; checkpointing wrappers
+    around its layers do not.
 
     Args:
-        decoder: a transformers decoder, e.g. ``model.get_decoder()``.
+        decoder: Transformers decoder, e.g. ``model.get_decoder()``.
         ids: ``[N]`` int64.
         position_ids: ``[N]`` int64, counted within each row.
-        plan: what each token sees.
+        plan: attention plan of the pack.
+
+    Returns:
+        Hidden states ``[N, H]``.
 
     Raises:
-        NotImplementedError: if the attention is of a kind that a plan cannot describe.
+        NotImplementedError: if a plan cannot describe the decoder's attention.
     """
     config = decoder.config.get_text_config()
 
@@ -260,5 +267,5 @@ def forward_pack(
         out = decoder(input_ids=ids[None], position_ids=position_ids[None], use_cache=False)
         return out.last_hidden_state[0]
 
-    with _recompute_alike(decoder, config, plan):
-        return _run(config, plan, forward)
+    with _recompute_with_plan(decoder, config, plan):
+        return _call_with_plan(config, plan, forward)

@@ -2,10 +2,10 @@
 
 Packings differ in speed and memory, not in the result:
 
-* ``"packed"``: all rows end to end, without padding;
-* ``"shared_prefix"``: a prompt that several rows begin with is also read only once.
+* ``"packed"`` concatenates all rows.
+* ``"shared_prefix"`` also processes a prompt that several rows share only once.
 
-Both leave out a row's last action token and what follows it, on which nothing depends.
+Both leave out the last action token of each row and the tokens after it, since no prediction depends on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torchrl_rloo.modules.packed_attention import REMEDY, AttentionPlan, Segment
 
 PACKED = PACKINGS[1:]
 
-_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # probed decoders; None: can be packed
+_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = (
+    WeakKeyDictionary()
+)  # reason by probed decoder; None if it can be packed
 
 
 def action_hidden(
@@ -34,101 +36,113 @@ def action_hidden(
 ) -> torch.Tensor:
     """Compute hidden states at the positions that predict the action tokens, differentiable.
 
-    They are those of rows padded to a rectangle, up to rounding. A probe checks the decoder on first use.
+    They equal those of padded rows up to rounding. A probe checks the decoder on first use.
 
     Args:
-        decoder: ids to hidden states, e.g. ``model.get_decoder()``; its attention is replaced for this pass only.
+        decoder: module from ids to hidden states, e.g. ``model.get_decoder()``; its attention is replaced for this pass
         tokens: ids of ``B`` rows, ``[T_i]`` each, on any device. They may be padded on the right.
-        action_masks: True on action tokens, bool ``[T_i]`` each.
+        action_masks: ``B`` bool masks ``[T_i]``, True on action tokens.
         packing: ``"packed"`` or ``"shared_prefix"``.
 
     Returns:
         ``[N, H]`` for ``N`` action tokens, in row order.
 
     Raises:
-        ValueError: for no rows, rows of the wrong shape, or a row that begins with an action token.
+        ValueError: if there are no rows, shapes differ, or a row begins with an action token.
         NotImplementedError: if the decoder cannot be packed; see :func:`supports_packing`.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> decoder = build_model(build_tokenizer(), seed=0).eval().get_decoder()
+        >>> tokens = [torch.arange(5), torch.arange(3)]
+        >>> masks = [torch.arange(5) >= 2, torch.arange(3) >= 2]
+        >>> action_hidden(decoder, tokens, masks, "shared_prefix").shape[0]  # 3 + 1 action tokens
+        4
     """
     check_packing(decoder)
     return _action_hidden(decoder, tokens, action_masks, packing)
 
 
 def supports_packing(decoder: nn.Module) -> bool:
-    """Return whether :func:`action_hidden` is right for a decoder; a probe of a few tokens decides, once.
+    """Return whether :func:`action_hidden` is exact for a decoder, after a probe of a few tokens on first use.
 
-    False for a model in which tokens mix by other means than plain causal attention (state space layers, convolutions,
-    chunked attention, attention sinks, soft-capped attention), or whose attention or positions cannot be set.
+    It is False if tokens interact other than by plain causal attention: state space layers, convolutions, and chunked,
+    soft-capped or sink attention. It is also False if the decoder's attention or positions cannot be set.
 
     Raises:
-        MemoryError: if the probe runs out of memory; nothing is then remembered. On CUDA ``torch.OutOfMemoryError``.
+        MemoryError: if the probe runs out of memory (on CUDA ``torch.OutOfMemoryError``). The next call probes again.
     """
     return _refusal(decoder) is None
 
 
 def check_packing(decoder: nn.Module) -> None:
-    """Raise a NotImplementedError with the reason where :func:`supports_packing` is False."""
+    """Raise a NotImplementedError with the reason if :func:`supports_packing` is False."""
     if reason := _refusal(decoder):
-        raise NotImplementedError(f"{type(decoder).__name__} cannot be packed ({reason}): {REMEDY}")
+        raise NotImplementedError(f"{type(decoder).__name__} cannot be packed ({reason}); {REMEDY}")
 
 
 def _refusal(decoder: nn.Module) -> str | None:
     if decoder not in _REFUSALS:
         try:
             device = decoder.get_input_embeddings().weight.device
-            with (
-                evaluation_mode(decoder),
-                torch.autocast(device.type, enabled=False),
-            ):  # whose rounding would look like a leak
+            # Disable autocast: its rounding would look like attention between rows
+            with evaluation_mode(decoder), torch.autocast(device.type, enabled=False):
                 _REFUSALS[decoder] = _probe(decoder)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a model that cannot be called like this may raise anything; not remembered
+        except Exception as error:  # an unsupported model may raise anything; not cached
             return f"{type(error).__name__}: {error}"
     return _REFUSALS[decoder]
 
 
 @torch.no_grad()
 def _probe(decoder: nn.Module) -> str | None:
-    """Compare a few packed rows, two with a common prompt, with each row alone."""
+    """Compare a few packed rows, two of which share a prompt, with separate forward passes."""
     config = decoder.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
+    # Run each row by itself for the expected hidden states
     embeddings = decoder.get_input_embeddings().weight
     rows = [torch.tensor(r) % len(embeddings) for r in ([1, 2, 3, 4, 5, 6], [7, 8, 9, 2], [1, 2, 3, 7, 8])]
     masks = [torch.arange(len(r)) >= 3 for r in rows]
     alone = [decoder(input_ids=r[None].to(embeddings.device), use_cache=False).last_hidden_state[0] for r in rows]
     expected = torch.cat([h[:-1][m[1:].to(h.device)] for h, m in zip(alone, masks, strict=True)]).float()
     tolerance = (2e-2 if embeddings.dtype in (torch.float16, torch.bfloat16) else 1e-4) * float(expected.abs().max())
+    # Compare both packings with them
     for packing in PACKED:
         windows: list[int | None] = []
         hidden = _action_hidden(decoder, rows, masks, packing, windows).float()
         if not torch.allclose(hidden, expected, rtol=0, atol=tolerance):
-            return f"packed rows are not the same as rows alone (off by {float((hidden - expected).abs().max()):.2g})"
+            return f"packed rows differ from separate rows by {float((hidden - expected).abs().max()):.2g}"
         if (reason := _window_refusal(config, windows)) is not None:
             return reason
     return None
 
 
 def _window_refusal(config, windows: list[int | None]) -> str | None:
-    """Check that attention calls receive the sliding window, which is longer than the probe."""
+    """Return a reason unless attention calls receive the sliding window, which is too long for the probe to show."""
     if not windows:
         return "its attention cannot be replaced"
     types = getattr(config, "layer_types", None)
     everywhere = len(windows) if getattr(config, "sliding_window", None) else 0
     expected = list(types).count("sliding_attention") if types else everywhere
-    told = sum(w is not None for w in windows)
-    return None if told == expected else f"{expected} layers have a sliding window, {told} tell their attention of it"
+    received = sum(w is not None for w in windows)
+    return (
+        None
+        if received == expected
+        else f"{expected} layers have a sliding window, but {received} pass it to their attention"
+    )
 
 
 class _Pack(NamedTuple):
-    """Rows as one sequence.
+    """Rows packed into one sequence.
 
     Attributes:
-        ids: ``[N]`` tokens.
+        ids: ``[N]`` token ids.
         position_ids: ``[N]``, counted within each row.
         predictors: index of the token before each action token, in row order.
-        segments: runs of tokens and what they see.
+        segments: segments of the attention plan.
     """
 
     ids: torch.Tensor
@@ -138,6 +152,7 @@ class _Pack(NamedTuple):
 
 
 def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str, trim: bool) -> _Pack:
+    # Find the last needed token of each row, and the groups of rows that share a prompt
     mask = pad(action_masks, False)
     stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist() if trim else [len(t) for t in tokens]
     prompts, groups = [0] * len(tokens), [[i] for i in range(len(tokens))]
@@ -145,7 +160,7 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
         prompts = prompt_lengths(action_masks)
         groups = prompt_groups(tokens, prompts)
     runs, segments = [], []
-    places = [(0, 0, 0)] * len(tokens)  # of each row: length and start of the shared prompt, start of the rest
+    places = [(0, 0, 0)] * len(tokens)  # per row: length and start of the shared prompt, start of the rest
     size = 0
 
     def append(row: int, start: int, stop: int, prefix: Segment) -> Segment:
@@ -157,6 +172,7 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
         size += segment.length
         return segment
 
+    # Append each shared prompt once, then the rest of its rows
     for group in groups:
         members = [i for i in group if stops[i]]
         prompt = nothing = Segment(0, 0)
@@ -165,8 +181,9 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
         for i in members:
             own = append(i, prompt.length, stops[i], prompt)
             places[i] = prompt.length, prompt.start, own.start
-    if not size:  # no row has an action token: the decoder still runs, so that its parameters are in the graph
+    if not size:  # without action tokens, run the decoder anyway, so that its parameters are in the graph
         append(0, 0, 1, Segment(0, 0))
+    # Map each action token to the pack index of the token before it, in the shared prompt or in the rest
     row, column = mask[:, 1:].nonzero(as_tuple=True)
     length, prompt_start, own_start = torch.tensor(places)[row].unbind(1)
     predictors = column + torch.where(column < length, prompt_start, own_start - length)
@@ -194,7 +211,7 @@ def _action_hidden(
 
 
 def _rope_depends_on_length(config) -> bool:
-    """Return whether the longest row of a batch sets the rotary frequencies, so that rows must stay whole."""
+    """Return whether rotary frequencies depend on the longest row, so that rows must not be trimmed."""
     scaling = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     return "longrope" in scaling or "dynamic" in scaling
 
@@ -210,4 +227,4 @@ def _check(tokens: list[torch.Tensor], action_masks: list[torch.Tensor], packing
             f"{[list(m.shape) for m in action_masks]}"
         )
     if any(m[0] for m in action_masks):
-        raise ValueError("the first token of a row is an action token, but a policy needs at least one prompt token")
+        raise ValueError("the first token of a row is an action token; every row requires at least one prompt token")

@@ -1,7 +1,7 @@
 """TransformersWrapper: a Hugging Face model as policy and as scorer of rows.
 
-Replaces TorchRL's class of the name, which sets the first sampled log-prob to 0, drops a sampled EOS equal to the
-padding id, reports log-probs of a distribution other than the sampled one, and scores with full logits.
+It replaces TorchRL's class of the same name. That class sets the first sampled log-prob to 0 and drops a sampled EOS
+equal to the padding id. Its log-probs are not those of the sampled distribution, and it scores with full logits.
 """
 
 from __future__ import annotations
@@ -36,38 +36,40 @@ from torchrl_rloo.modules.turns import TurnPolicy, actions_before
 class TransformersWrapper(TurnPolicy):
     """Policy and scorer on a Hugging Face model: samples a turn for each row, or scores the rows' action tokens.
 
-    ``generate=True`` reads ``("tokens", "prompt")``, and where a row has none ``("text", "prompt")`` or ``("history",
-    "prompt")``. It writes ``"tokens"``, ``"masks"`` and ``"log_probs"`` over the whole trajectory so far (those of
-    earlier turns stay as they are), ``"response_truncated"``, and ``"text"`` or ``"history"`` in these modes.
-    ``generate=False`` reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` and writes ``("log_probs",
-    "full")``; a loss calls :meth:`score`. Rows may have any lengths and numbers of turns.
+    With ``generate=True`` it reads ``("tokens", "prompt")``, or for rows without it ``("text", "prompt")`` or
+    ``("history", "prompt")``. It writes ``"tokens"``, ``"masks"`` and ``"log_probs"`` over the whole trajectory so far,
+    and ``"response_truncated"``. Values of earlier turns stay unchanged. An ``input_mode`` of ``"text"`` or
+    ``"history"`` also writes the key of that name.
 
-    TorchRL's arguments: ``generate_kwargs``, ``generate`` and ``num_samples`` are the same; ``input_mode`` is
-    ``"tokens"`` by default instead of ``"history"``; ``return_log_probs`` is always on and ``pad_output`` always off;
-    ``pad_model_input=False`` is ``packing="packed"``; names of keys are fixed but for the attribute ``log_probs_key``.
+    With ``generate=False`` it reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` and writes
+    ``("log_probs", "full")``; losses call :meth:`score`. Rows may have any lengths and numbers of turns.
+
+    A row's ``"seed"`` (int64) makes its tokens independent of the batch and of the policy's random stream; its
+    ``num_samples`` samples derive seeds from it. A row's ``"max_new_tokens"`` lowers the general limit.
+
+    Differences from TorchRL: ``input_mode`` defaults to ``"tokens"``, ``return_log_probs`` is always on and
+    ``pad_output`` always off. ``pad_model_input=False`` is ``packing="packed"``. Key names are fixed, except
+    ``log_probs_key``.
 
     Args:
-        model: a Hugging Face causal language model. Its train/eval mode is left alone; a policy wants ``model.eval()``.
-            Gradient checkpointing that is enabled on it works in evaluation mode.
-        tokenizer: its tokenizer.
-        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: where a prompt without ids comes from.
-        generate: generate, or score.
-        generate_kwargs: see :class:`~torchrl_rloo.engines.generation.GenerationConfig`; a scorer takes its sampling
-            distribution from them.
-        num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
-        record_support: write the ids that top-k, top-p and min-p left at each action token, as ``("support", "ids")``
-            and ``("support", "sizes")``. Rows that carry them are scored over exactly those ids, so that ratios stay
-            exact after the weights have moved; other rows are truncated again.
-        packing: layout of scored rows: ``"none"`` padded to a rectangle, ``"packed"`` end to end, ``"shared_prefix"``
-            packed with the prompt of several rows read once. They differ only in time and memory.
+        model: Hugging Face causal language model. Its training mode is not changed; use ``model.eval()``. Gradient
+            checkpointing that is enabled on it works in evaluation mode.
+        tokenizer: tokenizer of the model.
+        input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
+        generate: True generates, False scores.
+        generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`. A scorer takes the
+            sampling distribution from them.
+        num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
+        record_support: write the ids that top-k, top-p and min-p keep at each action token, as ``("support", "ids")``
+            and ``("support", "sizes")``. Rows with these keys are scored over exactly those ids, so ratios stay exact
+            after weight updates. Other rows are truncated again.
+        packing: layout of scored rows: ``"none"`` (padded), ``"packed"`` (concatenated) or ``"shared_prefix"``
+            (concatenated, with a shared prompt processed once). Only time and memory differ.
 
     Raises:
-        ValueError: for ``record_support`` of a scorer or of a distribution that truncates nothing; for an unknown
-            ``packing``, or one other than ``"none"`` with ``generate=True``.
-        NotImplementedError: for packing a model that cannot be packed exactly.
-
-    A row's own ``"seed"`` (int64) makes its tokens independent of the batch and of the policy's stream; its
-    ``num_samples`` derive seeds from it. Its own ``"max_new_tokens"`` lowers the general limit.
+        ValueError: if ``record_support`` is set for a scorer or without truncation, or ``packing`` is unknown or set
+            with ``generate=True``.
+        NotImplementedError: if the model cannot be packed exactly.
 
     Example:
         >>> from tensordict import TensorDict
@@ -106,7 +108,7 @@ class TransformersWrapper(TurnPolicy):
             stop_ids=end_of_sequence_ids(tokenizer, model),
         )
         if num_samples is not None and not generate:
-            raise ValueError(f"num_samples={num_samples} needs generate=True")
+            raise ValueError(f"num_samples={num_samples} requires generate=True")
         self.model, self.generate = model, generate
         self.record_support = record_support
         if record_support:
@@ -121,15 +123,15 @@ class TransformersWrapper(TurnPolicy):
     def _check_records_support(self) -> None:
         distribution = self.config.distribution
         if not self.generate:
-            raise ValueError("record_support=True needs generate=True: a scorer reads the supports that rows carry")
+            raise ValueError("record_support=True requires generate=True; a scorer reads the supports that rows have")
         if distribution.temperature == 0 or not distribution.truncates:
             raise ValueError(
-                f"record_support=True needs a distribution that truncates, got {distribution}: set top_k, top_p or "
-                "min_p at a temperature above 0, or leave record_support out, since every token is in the support"
+                f"record_support=True requires a distribution that truncates, got {distribution}; set top_k, top_p or "
+                "min_p at a temperature above 0, or record_support=False, since the support is the whole vocabulary"
             )
 
     def _current_head(self) -> Head | None:
-        """Return the output head, found again if an adapter or resized embeddings have replaced it."""
+        """Return the output head, or the new one after an adapter or resized embeddings replaced it."""
         head = current_head(self.model, self.head, warn=not self.generate)
         if head is not self.head:
             self.head = head
@@ -142,18 +144,18 @@ class TransformersWrapper(TurnPolicy):
         if self.packing not in PACKINGS:
             raise ValueError(f"packing={self.packing!r} must be one of {PACKINGS}")
         if self.generate:
-            raise ValueError(f"packing={self.packing!r} packs rows to score; set generate=False")
+            raise ValueError(f"packing={self.packing!r} requires generate=False")
         if self.head is None:
             raise NotImplementedError(
-                f"packing={self.packing!r} needs a model whose output head is found; set packing='none'"
+                f"packing={self.packing!r} requires a model whose output head can be found; set packing='none'"
             )
         check_packing(self.head.decoder)
 
     def get_new_version(self, **kwargs) -> TransformersWrapper:
         """Return a wrapper of the same model and tokenizer with other settings, e.g. ``generate=False`` to score.
 
-        A version that scores keeps the sampling distribution unless ``generate_kwargs`` is given. One that generates
-        from a truncated distribution keeps ``record_support``.
+        A scoring version keeps the sampling distribution unless ``generate_kwargs`` is given. A generating version with
+        a truncated distribution keeps ``record_support``.
         """
         config = GenerationConfig.from_kwargs(kwargs.get("generate_kwargs", self.generate_kwargs))
         truncates = config.distribution.truncates and config.distribution.temperature > 0
@@ -175,9 +177,12 @@ class TransformersWrapper(TurnPolicy):
 
         Args:
             tensordict: rows, batch size ``[B]``.
-            tensordict_out: rows to write to; None for ``tensordict``.
+            tensordict_out: rows to write to; None writes to ``tensordict``.
             logits_only: with ``generate=False``, write ``"logits"`` ``[T, V]`` of each row instead, for TorchRL's
-                ``get_dist``. Position ``t`` holds the sampled distribution's logits of token ``t``.
+                ``get_dist``. Position ``t`` has the sampled distribution's logits of token ``t``.
+
+        Returns:
+            Rows of batch size ``[B]``, or ``[B, num_samples]``.
         """
         if self.generate:
             return super().forward(tensordict, tensordict_out=tensordict_out)
@@ -190,7 +195,7 @@ class TransformersWrapper(TurnPolicy):
         if rows.get(keys.SEED, None) is None:
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
-            uniforms = torch.stack([_own_uniforms(row, length) for row in rows.unbind(0)])
+            uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
         return generate(
             self.model,
             prompts,
@@ -203,21 +208,21 @@ class TransformersWrapper(TurnPolicy):
             record_support=self.record_support,
         )
 
-    def _with_actions(self, rows: TensorDictBase) -> TensorDictBase:
-        """Return the rows with ids and action masks: their own, or those of a finished conversation."""
+    def _ensure_actions(self, rows: TensorDictBase) -> TensorDictBase:
+        """Set ids and action masks on rows that lack them, from prompts or a finished conversation."""
         if rows.get(keys.TOKENS, None, as_list=True) is not None:
             if rows.get(keys.ACTION_MASK, None, as_list=True) is not None:
                 return rows
             if (prompts := rows.get(keys.PROMPT_TOKENS, None, as_list=True)) is None:
                 raise KeyError(
                     f"rows to score have neither {keys.ACTION_MASK} nor {keys.PROMPT_TOKENS}, so their action tokens "
-                    "are unknown: set one of the two"
+                    "are unknown; set one of the two"
                 )
             for row, prompt in zip(rows.unbind(0), prompts, strict=True):
                 row.set(keys.ACTION_MASK, torch.arange(len(row[keys.TOKENS])) >= len(prompt))
             return rows
         if self.input_mode != "history":
-            raise KeyError(f"rows to score need {keys.TOKENS}; they have {list(rows.keys())}")
+            raise KeyError(f"rows to score require {keys.TOKENS}; they have {list(rows.keys())}")
         for row in rows.unbind(0):
             ids, mask = encode_conversation(self.tokenizer, from_history(row["history", "full"]))
             row.set("tokens", collection(Tokens, full=torch.tensor(ids)))
@@ -227,28 +232,33 @@ class TransformersWrapper(TurnPolicy):
     def score(self, rows: TensorDictBase, *, entropy: bool = True, router_loss: bool = False) -> ScoredActions:
         """Score the rows' action tokens, with gradient if enabled.
 
-        Logits exist at action positions only, a tile at a time. Rows that carry supports (``record_support``) are
-        scored over those.
+        Logits are computed only at action positions, one tile at a time. Rows with supports (``record_support``) are
+        scored over these.
 
         Args:
-            rows: batch size ``[B]``, with token ids and action masks.
-            entropy: compute entropies; their gradient costs time only where it is used.
-            router_loss: compute the load-balancing loss of a mixture of experts over the rows' real tokens; add it to
-                the loss times the model's ``config.router_aux_loss_coef``.
+            rows: rows with token ids and action masks, batch size ``[B]``.
+            entropy: compute entropies; their gradient takes time only if it is used.
+            router_loss: compute the load-balancing loss of a mixture of experts over the rows' real tokens. Multiply it
+                by the model's ``config.router_aux_loss_coef`` and add it to the loss.
+
+        Returns:
+            Log-probs and entropies ``[B, A]``, with the positions of the action tokens.
 
         Raises:
-            ValueError: for ``router_loss`` of a model without experts or with packing, or supports that do not fit the
-                rows.
+            RuntimeError: if the wrapper has ``generate=True``.
+            ValueError: if ``router_loss`` is set with packing or for a model without experts, or supports do not fit
+                the rows.
         """
         if self.generate:
-            raise RuntimeError("this wrapper generates; score with wrapper.get_new_version(generate=False)")
+            raise RuntimeError("score requires generate=False; use wrapper.get_new_version(generate=False)")
         if router_loss:
             if self.packing != "none":
-                raise ValueError(f"router_loss=True needs packing='none', this wrapper has {self.packing!r}")
+                raise ValueError(f"router_loss=True requires packing='none', got packing={self.packing!r}")
             check_has_router(self.model)
-        rows = self._with_actions(as_lazy(rows))
+        rows = self._ensure_actions(as_lazy(rows))
         actions = action_tokens(rows, self.tokenizer.pad_token_id or 0)
         actions = ActionTokens(*(t.to(self.model.device) for t in actions))
+        # Apply the head only to the states that predict action tokens
         head = self._current_head()
         states, router = self._hidden_states(head, rows, actions, router_loss)
         scored = score_positions(
@@ -267,13 +277,13 @@ class TransformersWrapper(TurnPolicy):
     def _hidden_states(
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the states that predict the action tokens, and the router loss if asked for."""
+        """Return the states that predict the action tokens, and the router loss or None."""
         with checkpointed(self.model):
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
                 return action_hidden(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
-            asked = {"output_router_logits": True} if router_loss else {}
-            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **asked)
+            router_kwargs = {"output_router_logits": True} if router_loss else {}
+            states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **router_kwargs)
         if not router_loss:
             return states, None
         lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
@@ -287,7 +297,7 @@ class TransformersWrapper(TurnPolicy):
         return target
 
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
-        rows = self._with_actions(rows)
+        rows = self._ensure_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
         logits = sampled_logits(self.model, tokens, self.distribution)
         for row, values in zip(rows.unbind(0), logits, strict=True):
@@ -296,7 +306,7 @@ class TransformersWrapper(TurnPolicy):
         return rows
 
 
-def _own_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
-    """Continue the row's own stream after its earlier action tokens."""
+def _row_uniforms(row: TensorDictBase, length: int) -> torch.Tensor:
+    """Continue the random stream of a row's seed after its earlier action tokens."""
     used = actions_before(row)
     return torch.rand(used + length, generator=torch.Generator().manual_seed(int(row[keys.SEED])))[used:]

@@ -1,4 +1,4 @@
-"""Scores recorded on rows, for later steps that do not have the model."""
+"""Recording of scores on rows, for later steps without the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_rloo.modules.policies import ScoredActions
 
 
 class Scorer(Protocol):
-    """Anything that scores the action tokens of rows: a policy with ``generate=False``, or a reference."""
+    """Scorer of the action tokens of rows, such as a policy with ``generate=False`` or a reference."""
 
     def score(self, rows: TensorDictBase) -> ScoredActions:
         """Return log-probs and entropies of the rows' action tokens."""
@@ -30,22 +30,32 @@ def record_log_probs(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
 ) -> TensorDictBase:
-    """Score rows without gradient and write the score of each action token, 0 on other tokens.
+    """Score rows without gradient and write the log-prob of each action token, 0 on other tokens.
 
-    The training model before its first update of a batch gives the log-probs of the proximal policy
-    (``keys.PROXIMAL_LOG_PROBS``); a reference gives those of the KL (``keys.REF_LOG_PROBS``).
+    Before the first update on a batch, the training model gives the log-probs of the proximal policy
+    (``keys.PROXIMAL_LOG_PROBS``). A reference gives those of the KL term (``keys.REF_LOG_PROBS``).
 
     Args:
-        scorer: scores the rows.
-        rows: batch size ``[B]``, any lengths; a lazy stack is written in place.
-        log_probs: key of the log-probs, ``[T]`` float32 on each row.
-        entropy: key of the entropies of the sampled distribution, ``[T]``, e.g. ``keys.PROXIMAL_ENTROPY``; None for no
-            entropies.
-        micro_batch_size: rows of one forward pass; None for any number.
-        max_tokens: tokens of one forward pass, as the scorer's packing counts them; None for any number.
+        scorer: scorer of the rows.
+        rows: rows of any lengths, batch size ``[B]``; a lazy stack is written in place.
+        log_probs: key of the log-probs, ``[T]`` float32 per row.
+        entropy: key of the entropies of the sampled distribution, ``[T]`` per row, e.g. ``keys.PROXIMAL_ENTROPY``; None
+            records none.
+        micro_batch_size: largest number of rows per forward pass; None disables the limit.
+        max_tokens: largest number of tokens per forward pass, as the scorer's packing counts them; None disables the
+            limit.
 
     Returns:
-        The rows, in their order.
+        The rows in the same order, batch size ``[B]``.
+
+    Raises:
+        ValueError: if a row has earlier segments, which the scores would not cover.
+
+    Example::
+
+        scorer = policy.get_new_version(generate=False)
+        rows = record_log_probs(scorer, rows, micro_batch_size=8)
+        rows[0]["proximal_log_probs", "full"]  # [T]
     """
     rows = as_lazy(rows)
     for row in rows.unbind(0):

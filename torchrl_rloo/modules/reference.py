@@ -1,6 +1,6 @@
-"""References for a KL term: scorers whose weights no optimizer moves.
+"""References for a KL term: scorers with frozen weights.
 
-Each has ``score(rows)``, ``generate`` (False) and ``distribution``, like a scoring policy; scores carry no gradient.
+Like a scoring policy, each has ``score(rows)``, ``generate`` (False) and ``distribution``. Scores have no gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ def frozen_reference(
     """Copy a policy's current model into a scorer of the same distribution, in evaluation mode.
 
     Args:
-        policy: generates or scores; an adapter of its model is copied as well.
-        dtype: of the copy's parameters; None for that of the model.
-        device: of the copy; None for that of the model.
+        policy: policy that generates or scores; an adapter of its model is also copied.
+        dtype: dtype of the copy's parameters; None keeps the model's.
+        device: device of the copy; None keeps the model's.
+
+    Returns:
+        A scorer with the policy's sampling distribution.
     """
     return policy.get_new_version(model=frozen_copy(policy.model, dtype, device), generate=False)
 
@@ -31,15 +34,19 @@ def frozen_reference(
 def frozen_copy(
     model: torch.nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> torch.nn.Module:
-    """Copy a model without gradients, e.g. to sample with in another precision.
+    """Copy a model without gradients, e.g. to sample in another precision.
 
     Args:
-        model: the model to copy.
-        dtype: of the copy's parameters; None for that of the model. Buffers keep theirs: rotary frequencies rounded to
-            bfloat16 would shift late positions.
-        device: of the copy; None for that of the model.
+        model: model to copy.
+        dtype: dtype of the copy's parameters; None keeps the model's. Buffers always keep theirs, since rotary
+            frequencies rounded to bfloat16 would shift late positions.
+        device: device of the copy; None keeps the model's.
+
+    Returns:
+        The copy, in evaluation mode.
     """
-    memo: dict[int, Any] = {}  # one by one: the source device never holds a second model
+    # Move tensors one by one: the source device then never holds a second model
+    memo: dict[int, Any] = {}
     for p in model.parameters():
         copied = p.detach().to(device=device, dtype=dtype if p.is_floating_point() else None, copy=True)
         memo[id(p)] = torch.nn.Parameter(copied, requires_grad=False)
@@ -49,14 +56,19 @@ def frozen_copy(
 
 
 class AdapterReference:
-    """Reference that scores with a policy's adapter switched off, so that the base model needs no copy.
+    """Reference that scores with the policy's adapter disabled, without a copy of the base model.
 
     Args:
-        policy: its model is a peft ``PeftModel`` in evaluation mode.
+        policy: policy whose model is a peft ``PeftModel`` in evaluation mode.
 
     Raises:
         ImportError: if peft is not installed.
         TypeError: if the model is not a ``PeftModel``.
+
+    Example::
+
+        reference = AdapterReference(policy)
+        log_probs = reference.score(rows).log_probs  # [B, A], of the base model
     """
 
     generate = False
@@ -65,25 +77,25 @@ class AdapterReference:
         try:
             from peft import PeftModel
         except ImportError as error:
-            raise ImportError("AdapterReference needs peft: pip install 'torchrl_rloo[peft]'") from error
+            raise ImportError("AdapterReference requires peft: pip install 'torchrl_rloo[peft]'") from error
         if not isinstance(policy.model, PeftModel):
             raise TypeError(
-                f"policy.model is a {type(policy.model).__name__}, not a peft PeftModel: use frozen_reference(policy)"
+                f"policy.model={type(policy.model).__name__} must be a peft PeftModel; use frozen_reference(policy)"
             )
         self.scorer = policy.get_new_version(generate=False)
 
     @property
     def distribution(self) -> SamplingDistribution:
-        """Return the distribution that log-probs are of."""
+        """Distribution of the log-probs."""
         return self.scorer.distribution
 
     @torch.no_grad()
     def score(self, rows: TensorDictBase) -> ScoredActions:
-        """Score the rows' action tokens under the base model; the adapter is restored."""
+        """Score the rows' action tokens with the base model, then enable the adapter again."""
         parameters = [(p, p.requires_grad) for p in self.scorer.model.parameters()]
         try:
             with self.scorer.model.disable_adapter():
                 return self.scorer.score(rows)
-        finally:  # peft makes the whole adapter trainable when it is switched on again
+        finally:  # peft makes the whole adapter trainable when it enables it again
             for p, required in parameters:
                 p.requires_grad_(required)

@@ -1,4 +1,4 @@
-"""RewardModel: scores of rows of tokens by a sequence classifier of one label."""
+"""RewardModel: a sequence classifier with one label as a scorer of rows."""
 
 from __future__ import annotations
 
@@ -21,32 +21,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD_TOKEN = "<|pad|>"
-_OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 class RewardModel(nn.Module):
-    """Scores rows with a Transformers sequence classifier and its own head.
+    """Scorer of rows with a Transformers sequence classifier and its head.
 
-    A model saved with ``model.save_pretrained`` gives the same scores in Transformers. Rows are padded on the right; a
-    decoder reads the score at a row's last token that is not the pad token.
+    It reads ``("tokens", "full")`` and returns one score per row. Rows are padded on the right, and a decoder's score
+    is read at the last token that is not the pad token. A model saved with ``model.save_pretrained`` gives equal scores
+    in Transformers.
 
     Args:
-        model: an ``AutoModelForSequenceClassification`` of one label, e.g. of :func:`load_reward_model`.
+        model: ``AutoModelForSequenceClassification`` with one label, e.g. from :func:`load_reward_model`.
 
     Raises:
         ValueError: if the model has another number of labels, or no pad token.
+
+    Example::
+
+        model, tokenizer = load_reward_model("Qwen/Qwen2.5-0.5B-Instruct")
+        rows = encode_pairs(pairs, tokenizer)
+        margins = RewardModel(model).score(rows["chosen"]) - RewardModel(model).score(rows["rejected"])  # [P]
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         if model.config.num_labels != 1:
-            raise ValueError(f"model has {model.config.num_labels} labels; a reward model has one: num_labels=1")
+            raise ValueError(
+                f"model has {model.config.num_labels} labels, but a reward model has one; set num_labels=1"
+            )
         if model.config.get_text_config().pad_token_id is None:
-            raise ValueError("model.config.pad_token_id is None, so rows of unequal length have no last token: set it")
+            raise ValueError("model.config.pad_token_id is None, so the last token of a padded row is unknown; set it")
         self.model = model
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:
-        """Score rows of batch size ``[B]`` with token ids; ``[B]`` float32, with gradient if enabled."""
+        """Score rows with token ids, batch size ``[B]``; return float32 ``[B]``, with gradient if enabled."""
         tokens = ragged(rows, keys.TOKENS)
         lengths = torch.tensor([len(t) for t in tokens])
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
@@ -60,30 +69,36 @@ class RewardModel(nn.Module):
 def load_reward_model(
     name: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", **kwargs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a sequence classifier of one label in evaluation mode (no dropout), and its tokenizer.
+    """Load a sequence classifier with one label in evaluation mode (no dropout), and its tokenizer.
 
-    A causal language model gets a head of one output that starts at zero, so all first scores are 0. It also gets a pad
-    token that is not the end of turn, unless it has one: the classifier would overlook a turn's end. A classifier is
-    left as it is.
+    A causal language model gets a head with one output that starts at zero, so initial scores are 0. It also gets a pad
+    token other than the end of turn, if it has none: the classifier would otherwise ignore the end of turn. A
+    classifier stays unchanged.
 
     Args:
-        name: a hub id or a local directory, of a causal language model or a classifier.
+        name: hub id or local directory of a causal language model or classifier.
         dtype: ``"float32"``, ``"bfloat16"``, ...
-        device: where to put the model.
-        **kwargs: passed to ``AutoModelForSequenceClassification.from_pretrained``; those that locate a model
-            (``revision=``, ``trust_remote_code=``, ...) also to its tokenizer and configuration.
+        device: device of the model.
+        **kwargs: arguments of ``AutoModelForSequenceClassification.from_pretrained``. Those that locate a model
+            (``revision=``, ``trust_remote_code=``, ...) are also passed to its tokenizer and configuration.
+
+    Returns:
+        The model and its tokenizer, which pads on the right.
 
     Raises:
-        ValueError: for an unknown dtype, or a classifier of several labels.
-        OSError: if there is no such model.
+        ValueError: if the dtype is unknown, or a classifier has several labels.
+        OSError: if the model does not exist.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # takes 2 s
 
-    torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in _OF_THE_HUB if k in kwargs}
+    torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
     config = AutoConfig.from_pretrained(name, **where)
     trained = any("SequenceClassification" in architecture for architecture in config.architectures or ())
     if trained and config.num_labels != 1:
-        raise ValueError(f"{name} is a classifier of {config.num_labels} labels; a reward model has one")
+        raise ValueError(
+            f"{name} is a classifier of {config.num_labels} labels, but a reward model has one; use another model"
+        )
+    # A new head and pad token are for language models only: a classifier stays unchanged
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, dtype=torch_dtype, num_labels=1, output_loading_info=True, **kwargs
@@ -96,7 +111,7 @@ def load_reward_model(
 
 
 def _zero_head(model: PreTrainedModel, missing: Iterable[str]) -> None:
-    """Zero the new parameters of the single output."""
+    """Zero the newly initialized parameters of the output."""
     parameters = dict(model.named_parameters())
     for name in set(missing) & parameters.keys():
         if parameters[name].shape[0] == 1:
@@ -115,27 +130,28 @@ def _set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 def encode_pairs(examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> TensorDictBase:
-    """Encode pairs as rows to train a reward model on.
+    """Encode pairs as rows for training a reward model.
 
-    Unlike :func:`~torchrl_rloo.data.encode_preferences`, rows hold the whole output of the chat template, including
-    what follows the last turn's end, and plain text as it is: the input of
-    :class:`~torchrl_rloo.rewards.classifier.SequenceClassifier`. A row gets its example's ``"margin"``, if any.
+    Rows have the whole output of the chat template, or unchanged plain text, as
+    :class:`~torchrl_rloo.rewards.classifier.SequenceClassifier` reads them. Unlike rows of
+    :func:`~torchrl_rloo.data.encode_preferences`, they include the tokens after the end of the last turn. A row keeps
+    the ``"margin"`` of its example, if any.
 
     Args:
-        examples: pairs of :func:`~torchrl_rloo.data.load_preferences`, or of the same form.
-        tokenizer: of the model; its chat template is used, whatever markup the examples were loaded for.
+        examples: pairs as :func:`~torchrl_rloo.data.load_preferences` returns them.
+        tokenizer: tokenizer of the model, whose chat template is used.
 
     Returns:
         Ragged rows, batch size ``[P]``, with sub-rows ``"chosen"`` and ``"rejected"``.
 
     Raises:
-        ValueError: if two completions have the same tokens.
+        ValueError: if the two completions of a pair have the same tokens.
     """
     rows = []
     for i, example in enumerate(examples):
         parts = {part: scored_ids(tokenizer, example["prompt"], example[part]) for part in (CHOSEN, REJECTED)}
         if parts[CHOSEN] == parts[REJECTED]:
-            raise ValueError(f"example {i}: chosen and rejected have the same tokens, so there is nothing to prefer")
+            raise ValueError(f"example {i}: chosen and rejected have the same tokens; drop the example")
         row = TensorDict({p: TensorDict({keys.TOKENS: torch.tensor(ids)}, []) for p, ids in parts.items()}, [])
         if MARGIN in example:
             row.set(MARGIN, torch.tensor(float(example[MARGIN])))

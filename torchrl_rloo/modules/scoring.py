@@ -1,4 +1,4 @@
-"""Parts of scoring: the supports that rows carry, and the router loss of mixtures of experts."""
+"""Parts of scoring: recorded supports of rows, and the router loss of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ScoredActions(NamedTuple):
     """Log-probs of rows' action tokens under a model.
 
     Attributes:
-        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's own action tokens; carries the gradient.
-        entropy: ``[B, A]`` float32 in nats, of the distribution scored, with gradient; None if not asked for.
+        log_probs: ``[B, A]`` float32 in nats, left-aligned, 0 beyond a row's action tokens, with gradient.
+        entropy: ``[B, A]`` float32 in nats, entropy of the scored distribution, with gradient; None if not requested.
         actions: positions of the action tokens.
-        router_loss: scalar, load-balancing loss of a mixture of experts; None if not asked for.
+        router_loss: scalar load-balancing loss of a mixture of experts; None if not requested.
     """
 
     log_probs: torch.Tensor
@@ -31,7 +31,7 @@ class ScoredActions(NamedTuple):
 
 
 def row_support(row: TensorDictBase) -> Support | None:
-    """Return the recorded supports of a row's action tokens; None if it carries none.
+    """Return the recorded supports of a row's action tokens, or None.
 
     Raises:
         ValueError: if they do not fit the row's action tokens.
@@ -43,8 +43,8 @@ def row_support(row: TensorDictBase) -> Support | None:
     actions = 0 if mask is None else int(mask.sum())
     if len(sizes) != actions or int(sizes.sum()) != len(ids) or (actions and int(sizes.min()) < 1):
         raise ValueError(
-            f"a row with {actions} action tokens carries {len(sizes)} support sizes with sum {int(sizes.sum())} and "
-            f"{len(ids)} support ids: every action token needs one size of at least 1, and every size its ids"
+            f"a row with {actions} action tokens has {len(sizes)} support sizes with sum {int(sizes.sum())} and "
+            f"{len(ids)} support ids; every action token requires one size of at least 1, and every size its ids"
         )
     return Support(ids, sizes)
 
@@ -54,8 +54,9 @@ def extend_support(row: TensorDictBase, actions_before: int, support: Support) -
 
     Args:
         row: one row.
-        actions_before: its earlier action tokens; with 0, the row's supports are of another conversation and dropped.
-        support: of the new turn.
+        actions_before: number of its earlier action tokens. With 0, supports on the row belong to another conversation
+            and are dropped.
+        support: supports of the new turn.
 
     Raises:
         ValueError: if the row has earlier action tokens without supports.
@@ -63,7 +64,7 @@ def extend_support(row: TensorDictBase, actions_before: int, support: Support) -
     before = row_support(row) if actions_before else None
     if before is None and actions_before:
         raise ValueError(
-            f"record_support=True, but a row brings {actions_before} action tokens without {keys.SUPPORT_IDS}: record "
+            f"record_support=True, but a row has {actions_before} action tokens without {keys.SUPPORT_IDS}; record "
             "the supports of all its turns"
         )
     if before is not None:
@@ -73,23 +74,24 @@ def extend_support(row: TensorDictBase, actions_before: int, support: Support) -
 
 
 def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None:
-    """Return the supports of all action tokens in row order, on the device of ``actions``; None if no row has one.
+    """Return the supports of all action tokens in row order, on the device of ``actions``, or None.
 
     Raises:
-        ValueError: if only some rows have one, or if a sampled token is not in its own support.
+        ValueError: if only some rows have supports, or a sampled token is not in its support.
     """
     supports = [row_support(row) for row in rows.unbind(0)]
     if without := [i for i, support in enumerate(supports) if support is None]:
         if len(without) == len(supports):
             return None
         raise ValueError(
-            f"rows {without[:5]} carry no {keys.SUPPORT_IDS} but others do: score the two kinds in separate batches"
+            f"rows {without[:5]} have no {keys.SUPPORT_IDS} but others do; score the two kinds in separate batches"
         )
+    # Check that every sampled token is in its support
     device = actions.tokens.device
     ids, sizes = (torch.cat(part).to(device) for part in zip(*supports, strict=True))
     sampled = actions.tokens[actions.action_mask]
-    lines = torch.arange(len(sizes), device=device).repeat_interleave(sizes.long(), output_size=len(ids))
-    found = torch.zeros_like(sampled).index_add_(0, lines, (ids == sampled[lines]).to(sampled.dtype))
+    token_index = torch.arange(len(sizes), device=device).repeat_interleave(sizes.long(), output_size=len(ids))
+    found = torch.zeros_like(sampled).index_add_(0, token_index, (ids == sampled[token_index]).to(sampled.dtype))
     if not bool((found > 0).all()):
         at = int((found == 0).nonzero()[0])
         raise ValueError(f"action token {int(sampled[at])}, number {at} of the batch, is not in its recorded support")
@@ -99,9 +101,9 @@ def batch_support(rows: TensorDictBase, actions: ActionTokens) -> Support | None
 def check_has_router(model: torch.nn.Module) -> None:
     """Raise a ValueError if the model is not a mixture of experts with a load-balancing loss."""
     model = _without_adapters(model)
-    if not hasattr(_modelling(model), "load_balancing_loss_func") or not getattr(model, "num_experts", None):
+    if not hasattr(_modeling_module(model), "load_balancing_loss_func") or not getattr(model, "num_experts", None):
         raise ValueError(
-            f"router_loss=True needs a mixture of experts with a load-balancing loss; model type "
+            f"router_loss=True requires a mixture of experts with a load-balancing loss; model type "
             f"{model.config.model_type!r} has none"
         )
 
@@ -109,20 +111,20 @@ def check_has_router(model: torch.nn.Module) -> None:
 def load_balancing_loss(
     model: torch.nn.Module, router_logits: tuple[torch.Tensor, ...], lengths: Sequence[int], width: int
 ) -> torch.Tensor:
-    """Compute the model family's own load-balancing loss (Fedus et al. 2021, arXiv 2101.03961) over real tokens.
+    """Compute the model family's load-balancing loss (Fedus et al. 2021, arXiv 2101.03961) over real tokens.
 
     Args:
-        model: the causal language model.
-        router_logits: of each layer ``[B * T, experts]``, as its decoder returns them.
-        lengths: of the ``B`` rows, which are padded on the right.
-        width: ``T``.
+        model: causal language model.
+        router_logits: logits ``[B * T, experts]`` of each layer, as the decoder returns them.
+        lengths: lengths of the ``B`` rows, which are padded on the right.
+        width: padded length ``T``.
 
     Returns:
-        A scalar; with evenly used experts, the number of experts per token.
+        A scalar; the number of experts per token if experts are used evenly.
     """
     model, device = _without_adapters(model), router_logits[0].device
     real = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-    function = _modelling(model).load_balancing_loss_func
+    function = _modeling_module(model).load_balancing_loss_func
     return function(router_logits, model.num_experts, model.num_experts_per_tok, real.long())
 
 
@@ -130,6 +132,6 @@ def _without_adapters(model: torch.nn.Module) -> torch.nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _modelling(model: torch.nn.Module):
-    """Return the Python module that defines the model's class."""
+def _modeling_module(model: torch.nn.Module):
+    """Return the Python module of the model's class."""
     return sys.modules[type(model).__module__]

@@ -1,6 +1,6 @@
-"""TurnPolicy: the part of a policy around its sampler, from prompts to turns written on rows.
+"""TurnPolicy: base of policies, from prompts to sampled turns on rows.
 
-Ids that a row carries are never encoded again.
+Token ids on a row are never encoded again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torchrl_rloo.modules.scoring import extend_support
 
 
 class TurnPolicy(LLMWrapperBase):
-    """Continues each row by one turn; a subclass samples turns in :meth:`_sample`.
+    """Base of policies that continue each row by one turn; a subclass implements :meth:`_sample`.
 
     Args:
-        tokenizer: encodes prompts without ids and decodes turns.
-        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: source of prompts without ids.
-        generate_kwargs: see :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names are refused.
-        num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
+        tokenizer: tokenizer that encodes prompts without ids and decodes turns.
+        input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
+        generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names raise.
+        num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
         stop_ids: ids of model and tokenizer that end a turn, unless ``ignore_eos`` is set.
     """
 
@@ -68,15 +68,15 @@ class TurnPolicy(LLMWrapperBase):
 
     @property
     def distribution(self) -> SamplingDistribution:
-        """Return the sampled distribution, which log-probs are of."""
+        """Sampled distribution, which log-probs refer to."""
         return self.config.distribution
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
-        """Return the state of the policy's random stream; empty if it draws from torch's global one."""
+        """Return the state of the policy's random stream; empty if it uses torch's global generator."""
         return {} if self.generator is None else {"generator": self.generator.get_state()}
 
     def load_sampler_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore :meth:`sampler_state`."""
+        """Restore a state returned by :meth:`sampler_state`."""
         if self.generator is not None:
             self.generator.set_state(state["generator"])
 
@@ -85,7 +85,11 @@ class TurnPolicy(LLMWrapperBase):
 
         Args:
             tensordict: rows, batch size ``[B]``.
-            tensordict_out: rows to write to; None for ``tensordict``. With ``num_samples`` the output is always new.
+            tensordict_out: rows to write to; None writes to ``tensordict``. With ``num_samples`` the output is always
+                new.
+
+        Returns:
+            Rows of batch size ``[B]``, or ``[B, num_samples]``.
         """
         rows = self._rows(tensordict)
         prompts = self._prompts(rows)
@@ -93,7 +97,7 @@ class TurnPolicy(LLMWrapperBase):
             out = self._write(rows, prompts, self._sample(rows, prompts))
             return out if tensordict_out is None else tensordict_out.update(out)
         n = self.num_samples
-        repeated = stack_rows([_sample_of(row, i) for row in rows.unbind(0) for i in range(n)])
+        repeated = stack_rows([_copy_for_sample(row, i) for row in rows.unbind(0) for i in range(n)])
         prompts = [p for p in prompts for _ in range(n)]
         flat = self._write(repeated, prompts, self._sample(repeated, prompts)).unbind(0)
         return stack_rows([stack_rows(flat[i : i + n]) for i in range(0, len(flat), n)])
@@ -102,7 +106,7 @@ class TurnPolicy(LLMWrapperBase):
     def _rows(tensordict: TensorDictBase) -> TensorDictBase:
         rows = as_lazy(tensordict)
         if rows.ndim != 1:
-            raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}: flatten them first")
+            raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}; flatten them first")
         return rows
 
     @abstractmethod
@@ -122,11 +126,11 @@ class TurnPolicy(LLMWrapperBase):
         return min(self.config.max_new_tokens, int(own))
 
     def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
-        """Return the ids to continue: the row's own, else its encoded text or conversation."""
+        """Return the ids to continue: those on the row, else its encoded text or conversation."""
         prompts = [self._prompt(row) for row in rows.unbind(0)]
         if empty := [i for i, p in enumerate(prompts) if p.numel() == 0]:
             raise ValueError(
-                f"the prompts of rows {empty[:5]} are empty; a policy needs at least one token to continue"
+                f"the prompts of rows {empty[:5]} are empty; a policy requires at least one token to continue"
             )
         return prompts
 
@@ -137,7 +141,7 @@ class TurnPolicy(LLMWrapperBase):
             return torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"]))
         if self.input_mode == "history":
             return torch.tensor(encode_prompt(self.tokenizer, from_history(row["history", "prompt"])))
-        raise KeyError(f"input_mode='tokens' needs {keys.PROMPT_TOKENS}; the rows have {list(row.keys())}")
+        raise KeyError(f"input_mode='tokens' requires {keys.PROMPT_TOKENS}; the rows have {list(row.keys())}")
 
     def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
         for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):
@@ -145,8 +149,9 @@ class TurnPolicy(LLMWrapperBase):
         return rows
 
     def _write_row(self, row: TensorDictBase, prompt: torch.Tensor, turn: Generated) -> TensorDictBase:
+        # Extend what the row has of earlier turns
         sampled, n = torch.ones_like(turn.tokens, dtype=torch.bool), len(prompt)
-        mask, log_probs = _earlier_turns(row, n)
+        mask, log_probs = _previous_values(row, n)
         if turn.support is not None:
             extend_support(row, int(mask.sum()), turn.support)
         if turn.versions is not None:
@@ -161,6 +166,7 @@ class TurnPolicy(LLMWrapperBase):
             "masks": collection(Masks, **masks),
             "log_probs": collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])),
         }
+        # Write the turn as ids, and as text or messages if the environment reads these
         put(row, turns)
         row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
         if self.input_mode == "text":
@@ -171,7 +177,7 @@ class TurnPolicy(LLMWrapperBase):
         return row
 
     def set_unsampled(self, row: TensorDictBase) -> TensorDictBase:
-        """Set empty outputs on a row that ended before its first turn, so that it stacks with other rows."""
+        """Set empty outputs on a row that ended before its first turn, so that it can be stacked with others."""
         if keys.ACTION_VERSIONS in self.out_keys and keys.ACTION_VERSIONS not in row.keys():
             row.set(keys.ACTION_VERSIONS, torch.zeros(0, dtype=torch.long))
         if keys.SUPPORT_IDS[0] in self.out_keys and keys.SUPPORT_IDS[0] not in row.keys():
@@ -182,7 +188,7 @@ class TurnPolicy(LLMWrapperBase):
     def _history(self, prompt, turn: Generated) -> ChatHistory:
         messages = from_history(prompt)
         text = decode_response(self.tokenizer, turn.tokens)
-        if messages[-1]["role"] == "assistant":  # an unfinished turn was continued
+        if messages[-1]["role"] == "assistant":  # the turn continues an unfinished one
             text = messages.pop()["content"] + text
         answer = {"role": "assistant", "content": text}
         return ChatHistory(prompt=prompt, response=to_history([[answer]])[0], full=to_history([[*messages, answer]])[0])
@@ -194,15 +200,15 @@ def actions_before(row: TensorDictBase) -> int:
     return (0 if mask is None else int(mask.sum())) + (0 if earlier is None else int(earlier["mask"].sum()))
 
 
-def _earlier_turns(row: TensorDictBase, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the action mask and the log-probs of a prompt of ``length`` ids; zeros for a row that brings neither."""
+def _previous_values(row: TensorDictBase, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the action mask and log-probs of a prompt of ``length`` ids, zeros if the row has neither."""
     mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
     if mask is None and log_probs is None:
         return torch.zeros(length, dtype=torch.bool), torch.zeros(length)
     for key, values in ((keys.ACTION_MASK, mask), (keys.LOG_PROBS, log_probs)):
         if values is None or len(values) != length:
             raise ValueError(
-                f"a prompt of {length} ids has {'no' if values is None else len(values)} values of {key}: extend the "
+                f"a prompt of {length} ids has {'no' if values is None else len(values)} values of {key}; extend the "
                 "masks and log_probs of earlier turns with the ids, or delete both"
             )
     return mask.cpu(), log_probs.cpu()
@@ -212,13 +218,13 @@ def _extend_versions(row: TensorDictBase, before: int, versions: torch.Tensor) -
     earlier = row.get(keys.ACTION_VERSIONS, versions[:0])
     if len(earlier) != before:
         raise ValueError(
-            f"a row has {before} action tokens, but {keys.ACTION_VERSIONS!r} of {len(earlier)}: keep the two together"
+            f"a row has {before} action tokens, but {keys.ACTION_VERSIONS!r} of {len(earlier)}; keep the two together"
         )
     row.set(keys.ACTION_VERSIONS, torch.cat([earlier.cpu(), versions]))
 
 
-def _sample_of(row: TensorDictBase, index: int) -> TensorDictBase:
-    """Copy a row for one of its samples, with its own stream if the row has a seed."""
+def _copy_for_sample(row: TensorDictBase, index: int) -> TensorDictBase:
+    """Copy a row for one of its samples, with a separate seed if the row has one."""
     row = row.copy()
     if (seed := row.get(keys.SEED, None)) is not None:
         row.set(keys.SEED, torch.tensor((int(seed) + index * 0x9E3779B97F4A7C1) % 2**62))

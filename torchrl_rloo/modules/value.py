@@ -1,4 +1,4 @@
-"""ValueHead: estimates of a trajectory's return before each of its action tokens."""
+"""ValueHead: critic that estimates the return of a trajectory before each action token."""
 
 from __future__ import annotations
 
@@ -16,24 +16,33 @@ class ValueHead(nn.Module):
     """Critic of PPO: a Hugging Face decoder with a linear head of one output.
 
     The estimate for an action token is read at the position before it, so it does not depend on the token. The head is
-    float32 and starts at zero, so all first estimates are 0.
+    float32 and starts at zero, so all initial estimates are 0.
 
     Args:
-        model: a causal language model with ``get_decoder()``.
-        share_trunk: use the model's own decoder instead of a copy. The value loss then trains it as well, but only the
-            head's parameters belong to this module.
+        model: causal language model with ``get_decoder()``.
+        share_trunk: use the model's decoder instead of a copy. The value loss then also trains the decoder, but only
+            the head's parameters belong to this module.
 
     Raises:
-        TypeError: if ``get_decoder()`` finds no decoder.
+        TypeError: if ``model.get_decoder()`` is missing or returns the model itself.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> critic = ValueHead(build_model(build_tokenizer(), seed=0).eval())
+        >>> mask = torch.tensor([[False, False, True, True]])
+        >>> entries = {("tokens", "full"): torch.arange(4)[None], ("masks", "all_assistant_mask"): mask}
+        >>> critic.values(TensorDict(entries, [1]))[0].tolist()
+        [[0.0, 0.0]]
     """
 
     def __init__(self, model: nn.Module, *, share_trunk: bool = False):
         super().__init__()
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         if decoder is None or decoder is model:
-            raise TypeError(f"model has no decoder to be found by get_decoder(); it is a {type(model).__name__}")
+            raise TypeError(f"model must have a decoder that get_decoder() returns; it is a {type(model).__name__}")
         if share_trunk:
-            self.__dict__["trunk"] = decoder  # not a submodule: an optimizer must not be given its weights twice
+            self.__dict__["trunk"] = decoder  # not a submodule, or an optimizer would get its weights twice
         else:
             self.trunk = copy.deepcopy(decoder)
         hidden_size = model.config.get_text_config().hidden_size
@@ -46,10 +55,10 @@ class ValueHead(nn.Module):
         """Estimate the return before each action token, with gradient if enabled.
 
         Args:
-            rows: batch size ``[B]``, with token ids and action masks.
+            rows: rows with token ids and action masks, batch size ``[B]``.
 
         Returns:
-            ``values [B, A]`` float32, 0 beyond a row's own action tokens, and the positions of action tokens.
+            Values ``[B, A]`` float32, 0 beyond a row's action tokens, and the positions of action tokens.
         """
         actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(as_lazy(rows))))
         with checkpointed(self.trunk):

@@ -1,7 +1,7 @@
 """vLLMWrapper: a policy that samples with an engine, under the same contract as TransformersWrapper.
 
-It replaces TorchRL's class of the same name, which requires vLLM's own objects, scores with log-probs of whole prompts
-from vLLM, ignores seeds and limits of rows, and does not report the weights that sampled a token.
+It replaces TorchRL's class of the same name. That class requires vLLM objects and scores with vLLM's prompt log-probs.
+It ignores seeds and limits of rows, and does not report the policy version of a token.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ _logger = logging.getLogger(__name__)
 
 
 class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
-    """Generates turns with any :class:`~torchrl_rloo.engines.Engine`; the name is TorchRL's.
+    """Policy that generates turns with any :class:`~torchrl_rloo.engines.Engine`; the name is TorchRL's.
 
-    It reads and writes the keys of :class:`TransformersWrapper`, and ``"action_versions"``: the policy version that
-    sampled each action token. Log-probs are of the sampled distribution. Rows with a common prefix share the engine's
-    work on it. A turn that a pause aborted is continued after the pause.
+    It reads and writes the keys of :class:`TransformersWrapper`, including ``"seed"`` and ``"max_new_tokens"`` of rows.
+    It also writes ``"action_versions"``, the policy version that sampled each action token. Log-probs refer to the
+    sampled distribution. The engine computes a common prefix of rows once. A turn that a pause aborts continues after
+    the pause.
 
-    TorchRL's arguments: ``model`` is ``engine``; ``generate_kwargs``, ``num_samples`` and ``input_mode`` are as in
-    :class:`TransformersWrapper`. It never scores: ``get_new_version(generate=False, model=...)`` makes a scorer.
+    Every request has a seed, from its row or from the policy's random stream. A turn therefore does not depend on other
+    requests of the engine.
+
+    TorchRL's ``model`` is ``engine``; ``generate_kwargs``, ``num_samples`` and ``input_mode`` are as in
+    :class:`TransformersWrapper`. The policy never scores: ``get_new_version(generate=False, model=...)`` returns a
+    scorer.
 
     Args:
-        engine: samples the turns. The wrapper does not close it.
-        tokenizer: the model's tokenizer.
-        input_mode: ``"tokens"``, ``"text"`` or ``"history"``: source of prompts without ids.
-        generate_kwargs: see :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names are refused.
-        num_samples: samples of each row; the output then has batch size ``[B, num_samples]``.
-        recover: restarts a dead engine with its current weights, e.g. ``EngineUpdater.restart``. The turns are then
-            sampled again from the same seeds. None raises the engine's error.
-
-    A row's own ``"seed"`` and ``"max_new_tokens"`` apply as in TransformersWrapper. Every request has a seed, from the
-    row or drawn from the policy's stream, so that a turn does not depend on the engine's other requests.
+        engine: engine that samples the turns. The wrapper does not close it.
+        tokenizer: tokenizer of the model.
+        input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
+        generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names raise.
+        num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
+        recover: callback that restarts a dead engine with its current weights, e.g. ``EngineUpdater.restart``. The
+            turns are then sampled again with the same seeds. None raises the engine's error.
 
     Example:
         >>> from tensordict import TensorDict
@@ -70,8 +72,8 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
     ):
         if not isinstance(engine, Engine):
             raise TypeError(
-                f"engine={type(engine).__name__} must be a torchrl_rloo.engines.Engine: use VLLMEngine, "
-                "VLLMServer or another of them"
+                f"engine={type(engine).__name__} must be a torchrl_rloo.engines.Engine; use e.g. VLLMEngine or "
+                "VLLMServer"
             )
         super().__init__(
             tokenizer=tokenizer,
@@ -87,40 +89,43 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         """Return a policy of the same engine and tokenizer with other settings.
 
         ``generate=False`` with ``model=``, the training model, returns a :class:`TransformersWrapper` that scores under
-        the same distribution; engines return log-probs of their own samples only.
+        the same distribution, since engines return log-probs of samples only.
+
+        Raises:
+            ValueError: if ``generate=False`` is passed without ``model``.
         """
         own = {"tokenizer": self.tokenizer, "input_mode": self.input_mode, "generate_kwargs": self.generate_kwargs}
         if not kwargs.get("generate", True):
             if "model" not in kwargs:
-                raise ValueError("generate=False scores with the training model: pass model= as well")
+                raise ValueError("generate=False requires the training model; pass model=")
             return TransformersWrapper(kwargs.pop("model"), **(own | kwargs))
         own |= {"num_samples": self.num_samples, "recover": self.recover}
         kwargs.pop("generate", None)
         return type(self)(kwargs.pop("engine", self.engine), **(own | kwargs))
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        return [_generated(sample) for sample in self._generate(self._requests(rows, prompts))]
+        return [_to_generated(sample) for sample in self._generate(self._requests(rows, prompts))]
 
     async def turn(self, row: TensorDictBase, sample: Callable[[Request], Awaitable[Sample]]) -> TensorDictBase:
         """Continue one row by one turn.
 
         Args:
-            row: without batch dimensions, with its own seed.
-            sample: samples a request. An aborted turn is continued by another call.
+            row: row with a seed, without batch dimensions.
+            sample: function that samples a request; another call continues an aborted turn.
 
         Returns:
-            The row, with all outputs set at the end.
+            The row; its outputs are set only after the whole turn.
         """
         prompt = self._prompt(row)
-        request = self._request(row, prompt, self._own_seed(row))
+        request = self._request(row, prompt, self._turn_seed(row))
         sampled = await sample(request)
-        while _is_cut(request, sampled):
-            sampled = self._joined(sampled, await sample(_rest(request, sampled)))
-        return self._write_row(row, prompt, _generated(sampled))
+        while _is_aborted(request, sampled):
+            sampled = self._join(sampled, await sample(_remaining_request(request, sampled)))
+        return self._write_row(row, prompt, _to_generated(sampled))
 
     def _requests(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Request]:
-        """Return one request per row, seeded by the row's seed and turn, or from the policy's stream."""
-        seeds = [self._own_seed(row) for row in rows.unbind(0)]
+        """Return one request per row, seeded by the row's seed and turn, or from the policy's random stream."""
+        seeds = [self._turn_seed(row) for row in rows.unbind(0)]
         if None in seeds:
             seeds = torch.randint(2**62, (len(seeds),), generator=self.generator).tolist()
         return [self._request(*each) for each in zip(rows.unbind(0), prompts, seeds, strict=True)]
@@ -136,21 +141,21 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         )
 
     @staticmethod
-    def _own_seed(row: TensorDictBase) -> int | None:
+    def _turn_seed(row: TensorDictBase) -> int | None:
         seed = row.get(keys.SEED, None)
-        return None if seed is None else _mix(int(seed), actions_before(row))
+        return None if seed is None else _derive_seed(int(seed), actions_before(row))
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
-        """Sample, and continue aborted turns to their end."""
+        """Sample, and continue aborted turns until they finish."""
         samples = self._attempt(requests)
-        while cut := [i for i, (r, s) in enumerate(zip(requests, samples, strict=True)) if _is_cut(r, s)]:
-            rests = self._attempt([_rest(requests[i], samples[i]) for i in cut])
+        while cut := [i for i, (r, s) in enumerate(zip(requests, samples, strict=True)) if _is_aborted(r, s)]:
+            rests = self._attempt([_remaining_request(requests[i], samples[i]) for i in cut])
             for i, rest in zip(cut, rests, strict=True):
-                samples[i] = self._joined(samples[i], rest)
+                samples[i] = self._join(samples[i], rest)
         return samples
 
     def _attempt(self, requests: list[Request]) -> list[Sample]:
-        """Sample requests; restart a dead engine once."""
+        """Sample requests; if the engine is dead, restart it and try once more."""
         try:
             return self.engine.generate(requests)
         except EngineDeadError as error:
@@ -160,12 +165,13 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             self.recover()
             return self.engine.generate(requests)
 
-    def _joined(self, first: Sample, rest: Sample) -> Sample:
-        """Join a continued turn, and end it at a stop string across the cut, which the engine could not see."""
+    def _join(self, first: Sample, rest: Sample) -> Sample:
+        """Join the parts of a turn, and end it at a stop string that spans them, which the engine cannot detect."""
         tokens, log_probs = first.tokens + rest.tokens, first.log_probs + rest.log_probs
         sample = Sample(tokens, log_probs, rest.finish, first.versions + rest.versions)
         cut, strings = len(first.tokens), self.config.stop_strings
-        longest = cut + 4 * max(map(len, strings), default=0)  # a character has at most four bytes, a byte one token
+        # A stop string spans at most this many tokens: a character has at most four bytes, a byte one token
+        longest = cut + 4 * max(map(len, strings), default=0)
         for n in range(cut + 1, min(len(sample.tokens), longest) + 1):
             text = self.tokenizer.decode(sample.tokens[:n])
             if any(string in text for string in strings):
@@ -173,28 +179,28 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         return sample
 
 
-def _is_cut(request: Request, sample: Sample) -> bool:
+def _is_aborted(request: Request, sample: Sample) -> bool:
     return sample.finish == "abort" and len(sample.tokens) < request.limit
 
 
-def _rest(request: Request, sample: Sample) -> Request:
+def _remaining_request(request: Request, sample: Sample) -> Request:
     """Return the request for the rest of an aborted turn."""
     done = len(sample.tokens)
     return replace(
         request,
         prompt=[*request.prompt, *sample.tokens],
         limit=request.limit - done,
-        seed=_mix(request.seed, done) if done else request.seed,
+        seed=_derive_seed(request.seed, done) if done else request.seed,
     )
 
 
-def _mix(seed: int, position: int) -> int:
-    """Derive the seed of what follows ``position`` tokens; position 0 keeps the seed."""
-    step = 0x2545F4914F6CDD1D  # differs from the step between samples of a row, so that no two share a seed
+def _derive_seed(seed: int, position: int) -> int:
+    """Derive the seed of the tokens after ``position`` tokens; position 0 keeps the seed."""
+    step = 0x2545F4914F6CDD1D  # differs from the step between samples of a row, so seeds do not collide
     return (seed + position * step) % 2**62
 
 
-def _generated(sample: Sample) -> Generated:
+def _to_generated(sample: Sample) -> Generated:
     return Generated(
         tokens=torch.tensor(sample.tokens, dtype=torch.long),
         log_probs=torch.tensor(sample.log_probs, dtype=torch.float32),

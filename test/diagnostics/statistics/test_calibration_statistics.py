@@ -20,7 +20,7 @@ def sigmoid(x: float) -> float:
 
 
 def drawn_margins(scale: float, n: int = 20_000, seed: int = 0) -> torch.Tensor:
-    """Margins of a model that is right with the probability it should have at temperature ``scale``."""
+    """Draw margins of a model that is calibrated at temperature ``scale``."""
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(n, dtype=torch.double, generator=g)
     label_is_first = torch.rand(n, dtype=torch.double, generator=g) < logits.sigmoid()
@@ -49,10 +49,10 @@ def test_the_fit_is_the_minimum_of_the_likelihood():
 
 def test_what_cannot_be_fitted_has_a_defined_temperature():
     right = torch.full((98,), 5.0)
-    separable = fit_temperature(right)  # every margin is positive: as sure as 98 right predictions allow
+    separable = fit_temperature(right)  # all margins positive: as confident as 98 correct predictions allow
     assert sigmoid(5 / separable) == pytest.approx(99 / 100)
     assert fit_temperature(torch.cat([right, right])) < separable
-    assert fit_temperature(-right) == 1e3  # worse than chance: no trust at all
+    assert fit_temperature(-right) == 1e3  # worse than chance: the largest temperature
     assert fit_temperature(torch.tensor([1.0, -1.0]), bounds=(0.5, 20.0)) == 20.0
     assert fit_temperature(right, bounds=(2.0, 20.0)) == 2.0
     assert fit_temperature(torch.zeros(3)) == 1.0

@@ -1,4 +1,4 @@
-"""pass@k, maj@k and intervals, against enumeration of all subsets and against published figures."""
+"""pass@k, maj@k and intervals, against enumeration of all subsets and published values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ small = st.lists(st.tuples(st.sampled_from([None, "a", "b", "c"]), st.sampled_fr
 
 
 def vote(answers, score_of):
-    """The expected score of the majority of these answers, over fair draws among ties."""
+    """Return the expected score of the majority answer, over fair draws among ties."""
     counts = {a: answers.count(a) for a in answers if a is not None}
     if not counts:
         return 0.0
@@ -99,7 +99,7 @@ def test_maj_at_k_knows_neither_order_nor_names(samples, data):
 
 
 def test_maj_at_k_of_one_is_the_mean_of_those_that_vote():
-    assert maj_at_k(["a", None, "b", "a"], [1.0, 1.0, 0.0, 1.0], 1) == pytest.approx(2 / 4)  # who abstains scores 0
+    assert maj_at_k(["a", None, "b", "a"], [1.0, 1.0, 0.0, 1.0], 1) == pytest.approx(2 / 4)  # no answer, no score
 
 
 def test_maj_at_k_of_all_is_the_plain_majority():
@@ -128,7 +128,7 @@ def test_k_beyond_the_samples_is_refused(k):
             call()
     with pytest.raises(ValueError, match="must be between 0 and"):
         pass_at_k(torch.tensor([5]), 3, 1)
-    with pytest.raises(ValueError, match="one entry a sample, got 2 and 1"):
+    with pytest.raises(ValueError, match="equal lengths, got 2 and 1"):
         maj_at_k(["a", "b"], [1.0], 1)
 
 
@@ -179,7 +179,7 @@ def test_rounding_does_not_hide_that_values_are_whole():
 
 @pytest.mark.parametrize(("a", "b"), [(0.3, 0.3), (0.05, 2.0)])
 def test_coverage_is_near_the_level_also_of_hard_tasks(a, b):
-    """20 prompts of 4 samples. A t interval holds the truth in 73 % of the hard cases; a bootstrap in 68 %."""
+    """With 20 prompts of 4 samples, a t interval covers 73 % of the hard cases and a bootstrap 68 %."""
     torch.manual_seed(0)
     chance = torch.distributions.Beta(a, b).sample((600, 20))
     values = torch.binomial(torch.full_like(chance, 4.0), chance) / 4

@@ -60,7 +60,7 @@ def test_interval_of_binary_pairs_is_that_of_bonett_and_price():
     half = 1.959964 * math.sqrt((up + down - (up - down) ** 2) / 52)
     assert (low, high) == (pytest.approx(up - down - half), pytest.approx(up - down + half))
     none = paired_binary_interval(0, 0, 20)
-    assert none[0] == -none[1] and 0.1 < none[1] < 0.15  # no prompt changed, which is not no doubt
+    assert none[0] == -none[1] and 0.1 < none[1] < 0.15  # no prompt changed, but the interval has a width
     assert paired_binary_interval(3, 0, 3)[1] <= 1.0
 
 
@@ -86,5 +86,5 @@ def test_paired_test_of_other_values_has_a_t_interval():
 
 def test_other_shapes_are_refused():
     for first, second in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
-        with pytest.raises(ValueError, match="one value for each of the same prompts"):
+        with pytest.raises(ValueError, match="must have equal shapes"):
             paired_test(first, second)

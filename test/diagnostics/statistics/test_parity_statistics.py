@@ -132,7 +132,7 @@ def test_k3_estimates_the_divergence_from_sampler_to_trainer():
     drawn = sampler.exp().multinomial(200_000, replacement=True, generator=generator)[None]
     gap = log_prob_gap(sampler[drawn], trainer[drawn], torch.ones_like(drawn, dtype=torch.bool))
     assert gap.k3.item() == pytest.approx(kl.item(), rel=0.02)
-    assert abs(kl - (trainer.exp() * (trainer - sampler)).sum()) > 0.05 * kl  # the other direction is another number
+    assert abs(kl - (trainer.exp() * (trainer - sampler)).sum()) > 0.05 * kl  # the other direction differs
 
 
 def test_no_gradient():

@@ -1,4 +1,4 @@
-"""Statistics of evaluation: intervals, paired tests, calibration, log-prob gaps; pure functions of tensors."""
+"""Statistics of evaluations as pure functions of tensors: intervals, paired tests, calibration, log-prob gaps."""
 
 from torchrl_rloo.diagnostics.statistics.calibration import fit_temperature
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, best_at_k, maj_at_k, mean_interval, pass_at_k

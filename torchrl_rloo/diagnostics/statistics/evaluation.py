@@ -1,6 +1,6 @@
-r"""What ``n`` samples of each prompt say of a policy: pass@k, maj@k, and intervals for their means over the prompts.
+r"""Estimates from ``n`` samples per prompt: pass@k, maj@k, and intervals of their means over the prompts.
 
-All figures are exact expectations over the subsets of ``k`` of the ``n`` samples: none adds noise of its own.
+Estimates are exact expectations over the subsets of ``k`` of the ``n`` samples, so they add no noise.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from torchrl_rloo.functional.statistics import wilson_interval
 
-LEVEL = 0.95  # of all intervals, unless another is asked for
+LEVEL = 0.95  # default confidence level of all intervals
 
 
 class Interval(NamedTuple):
-    """A mean and the ends of its confidence interval, NaN where there are too few values to tell."""
+    """Mean with the bounds of its confidence interval, NaN if there are too few values."""
 
     mean: float
     low: float
@@ -26,14 +26,15 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(correct: torch.Tensor, total: torch.Tensor | int, k: int) -> torch.Tensor:
-    r"""Unbiased estimate of the chance that one of ``k`` samples is right (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    r"""Return the unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
-    :math:`1 - \binom{n-c}{k} / \binom{n}{k}`, as a product, which neither overflows nor cancels.
+    It computes :math:`1 - \binom{n-c}{k} / \binom{n}{k}`, the probability that one of ``k`` samples is correct, as a
+    product that neither overflows nor cancels.
 
     Args:
-        correct: ``[P]``, :math:`c`: right samples of each prompt.
-        total: :math:`n`: samples of each prompt, ``[P]`` or one number; at least ``k``.
-        k: at least 1.
+        correct: ``[P]``, number :math:`c` of correct samples per prompt.
+        total: number :math:`n` of samples per prompt, ``[P]`` or one number; at least ``k``.
+        k: number of samples per subset, at least 1.
 
     Returns:
         ``[P]``, float64.
@@ -49,18 +50,18 @@ def pass_at_k(correct: torch.Tensor, total: torch.Tensor | int, k: int) -> torch
     _check_k(k, int(total.min()))
     if bool((correct < 0).any()) or bool((correct > total).any()):
         raise ValueError(f"correct={correct.tolist()} must be between 0 and total={total.tolist()}")
-    return 1.0 - _all_among(total - correct, total, k)
+    return 1.0 - _subset_probability(total - correct, total, k)
 
 
 def best_at_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    r"""Expected best score of ``k`` of a prompt's ``n`` samples; of scores 0 and 1 it is :func:`pass_at_k`.
+    r"""Return the expected best score of ``k`` of a prompt's ``n`` samples.
 
-    :math:`\sum_i s_{(i)} [F(i) - F(i-1)]` with :math:`F(i) = \binom{i}{k} / \binom{n}{k}`, the chance that all
-    ``k`` are among the ``i`` lowest.
+    It computes :math:`\sum_i s_{(i)} [F(i) - F(i-1)]` with :math:`F(i) = \binom{i}{k} / \binom{n}{k}`, the
+    probability that all ``k`` are among the ``i`` lowest. With scores 0 and 1 it equals :func:`pass_at_k`.
 
     Args:
-        scores: ``[P, n]``, any finite numbers.
-        k: between 1 and ``n``.
+        scores: ``[P, n]``, finite numbers.
+        k: number of samples per subset, between 1 and ``n``.
 
     Returns:
         ``[P]``, float64.
@@ -74,20 +75,23 @@ def best_at_k(scores: torch.Tensor, k: int) -> torch.Tensor:
     """
     n = scores.shape[-1]
     _check_k(k, n)
-    among_lowest = _all_among(torch.arange(n + 1), torch.tensor(n), k)
+    among_lowest = _subset_probability(torch.arange(n + 1), torch.tensor(n), k)
     return scores.double().sort(-1).values @ among_lowest.diff()
 
 
 def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
-    r"""Expected score of the answer that most of ``k`` of a prompt's ``n`` samples give.
+    r"""Return the expected score of the majority answer of ``k`` of a prompt's ``n`` samples.
 
-    The exact mean over all subsets of ``k`` samples, and over fair draws among answers that tie. Samples without an
-    answer do not vote; a subset without votes scores 0. An answer's score is the mean of the samples that give it.
+    It is the exact mean over all subsets of ``k`` samples and over fair draws among tied answers. Samples without an
+    answer do not vote, and a subset without votes scores 0. An answer scores the mean of its samples.
 
     Args:
         answers: ``n`` answers, None for no answer.
-        scores: ``n`` numbers, what each sample would score.
-        k: between 1 and ``n``.
+        scores: ``n`` scores of the samples.
+        k: number of samples per subset, between 1 and ``n``.
+
+    Returns:
+        The expected score of one prompt.
 
     Raises:
         ValueError: if ``k`` is not in ``1..n``, or the lengths differ.
@@ -100,33 +104,37 @@ def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int
     """
     n = len(answers)
     if len(scores) != n:
-        raise ValueError(f"answers and scores must have one entry a sample, got {n} and {len(scores)}")
+        raise ValueError(f"answers and scores must have equal lengths, got {n} and {len(scores)}")
     _check_k(k, n)
     earned: dict[Hashable, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
             earned.setdefault(answer, []).append(float(score))
     counts = [len(values) for values in earned.values()]
-    wins = {count: _win_chance(counts, count, n, k) for count in set(counts)}
+    wins = {count: _win_probability(counts, count, n, k) for count in set(counts)}
     return math.fsum(wins[len(values)] * math.fsum(values) / len(values) for values in earned.values())
 
 
 def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LEVEL) -> Interval:
-    r"""Mean over prompts, which are the independent units, with a confidence interval.
+    r"""Return the mean over prompts, which are the independent units, with a confidence interval.
 
-    Values in ``[0, 1]`` get Wilson's score interval (1927), which stays inside and has a width where all values are 0
-    or all 1 (0 of 20 gives 0 to 0.16). Values that are not all 0 or 1 enter with their effective number of Bernoulli
-    trials, :math:`\mu (1-\mu) P / s^2`, and a Student quantile (Korn and Graubard 1998). For hard or easy tasks its
-    coverage is near the level where that of t and bootstrap intervals is far below. Other values get a t interval.
+    Values in ``[0, 1]`` have Wilson's score interval (1927), which stays within the range. Its width is positive even
+    if all values are 0 or all are 1 (0 of 20 gives 0 to 0.16). Values that are not all 0 or 1 use their effective
+    number of Bernoulli trials, :math:`\mu (1-\mu) P / s^2`, and a Student quantile (Korn and Graubard 1998). On hard or
+    easy tasks this interval keeps its coverage, where t and bootstrap intervals fall far below the level. Other values
+    have a t interval.
 
     Args:
-        values: ``[P]``, one per prompt.
-        draws: independent samples behind each value: ``draws * P`` bounds the effective number of trials, which is
-            without bound where the values are all equal.
-        level: of confidence.
+        values: ``[P]``, one value per prompt.
+        draws: independent samples behind each value. ``draws * P`` bounds the effective number of trials, which is
+            infinite if all values are equal.
+        level: confidence level.
+
+    Returns:
+        The mean with its bounds, NaN for a single value that is not 0 or 1.
 
     Raises:
-        ValueError: for no values.
+        ValueError: if there are no values.
 
     Example:
         >>> interval = mean_interval(torch.zeros(20))
@@ -135,36 +143,42 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LE
     """
     values, n = clean(values), len(values)
     if not n:
-        raise ValueError("values is empty: an interval needs at least one prompt")
+        raise ValueError("values is empty; an interval requires at least one prompt")
     mean, variance = float(values.mean()), float(values.var()) if n > 1 else 0.0
     z = NormalDist().inv_cdf(0.5 + level / 2)
     if is_binary(values):
         return _wilson(mean, n, z)
     if n == 1:
         return Interval(mean, math.nan, math.nan)
+    # Values outside of [0, 1] have no binomial model: use a t interval
     t = student_quantile(0.5 + level / 2, n - 1)
     if float(values.min()) < 0 or float(values.max()) > 1:
         half = t * math.sqrt(variance / n)
         return Interval(mean, mean - half, mean + half)
+    # Wilson's interval at the number of Bernoulli trials that have the observed variance
     limit = max(draws, 1.0) * n
     trials = min(limit, mean * (1 - mean) * n / variance) if variance > 0 else limit
     return _wilson(mean, trials * (z / t) ** 2, z)
 
 
 def clean(values: torch.Tensor) -> torch.Tensor:
-    """The values in float64 without what rounding left of sums that are whole numbers."""
+    """Convert values to float64, rounded to 12 decimals to remove the rounding errors of sums."""
     return values.double().round(decimals=12)
 
 
 def is_binary(values: torch.Tensor) -> bool:
-    """Whether all values are 0 or 1."""
+    """Return whether all values are 0 or 1."""
     return bool(((values == 0) | (values == 1)).all())
 
 
 def student_quantile(p: float, df: int) -> float:
-    """The value that a Student t variable of ``df`` degrees of freedom stays below with probability ``p`` of 0.5 to 1.
+    """Return the quantile of Student's t distribution with ``df`` degrees of freedom.
 
-    From the finite series of Abramowitz and Stegun 26.7.3-4, inverted by bisection.
+    It inverts the finite series of Abramowitz and Stegun 26.7.3-4 by bisection.
+
+    Args:
+        p: probability, from 0.5 to 1.
+        df: degrees of freedom, at least 1. Above 5000 it returns the normal quantile.
 
     Example:
         >>> round(student_quantile(0.975, 9), 4)
@@ -194,49 +208,52 @@ def _student_cdf(t: float, df: int) -> float:
 
 def _wilson(mean: float, n: float, z: float) -> Interval:
     low, high = map(float, wilson_interval(torch.tensor(mean).double(), torch.tensor(n).double(), z))
-    # at the ends the formula is exact but for rounding
+    # Remove the rounding error of bounds that are 0 or 1 exactly
     return Interval(mean, 0.0 if mean == 0 else low, 1.0 if mean == 1 else high)
 
 
 def _check_k(k: int, n: int) -> None:
     if not 1 <= k <= n:
-        raise ValueError(f"k={k} must be between 1 and the {n} samples of a prompt: lower k or sample more")
+        raise ValueError(f"k={k} must be between 1 and the {n} samples of a prompt; lower k or sample more")
 
 
-def _all_among(part: torch.Tensor, total: torch.Tensor, k: int) -> torch.Tensor:
-    r"""Chance that ``k`` of ``total`` drawn without replacement are all of ``part``, :math:`\prod_j (m-j) / (n-j)`."""
+def _subset_probability(part: torch.Tensor, total: torch.Tensor, k: int) -> torch.Tensor:
+    r"""Return the probability that ``k`` of ``total`` are all among ``part``, :math:`\prod_{j<k} (m-j) / (n-j)`."""
     taken = torch.arange(k, dtype=torch.float64)
     return ((part[..., None] - taken).clamp(min=0.0) / (total[..., None] - taken)).prod(-1)
 
 
-def _win_chance(counts: Sequence[int], own: int, n: int, k: int) -> float:
-    """Chance that an answer of ``own`` of the ``n`` samples wins the vote of ``k`` of them.
+def _win_probability(counts: Sequence[int], own: int, n: int, k: int) -> float:
+    """Return the probability that an answer of ``own`` of the ``n`` samples wins the vote of ``k`` of them.
 
-    A subset of ``k`` is what remains of drawing each sample with probability ``k/n`` when ``k`` were drawn in all, and
-    independent draws multiply: ``ways[t, r, v]`` is the chance that the other answers get ``v`` votes together, ``r``
-    of them exactly ``t`` and none more.
+    Draw each sample independently with probability ``k/n``: given ``k`` draws in total, all subsets of ``k`` are
+    equally likely, and independent probabilities multiply. ``ways[t, r, v]`` is the probability that the other answers
+    have ``v`` votes in total, ``r`` of them exactly ``t`` and none more.
     """
+    # Start with the samples without an answer, which draw but do not vote
     others = list(counts)
     others.remove(own)
     most = min(own, k)
     ties = min(len(others), k)
     ways = torch.zeros(most + 1, ties + 1, k + 1, dtype=torch.float64)
-    ways[:, 0] = torch.tensor(_binomial(n - sum(counts), n, k), dtype=torch.float64)  # of samples without an answer
+    ways[:, 0] = torch.tensor(_binomial_probabilities(n - sum(counts), n, k), dtype=torch.float64)
+    # Add the votes of the other answers, one answer at a time
     for count in others:
         ways, before = torch.zeros_like(ways), ways
-        for votes, chance in enumerate(_binomial(count, n, k)):
+        for votes, chance in enumerate(_binomial_probabilities(count, n, k)):
             if chance == 0 or votes > most:
-                continue  # an answer with more votes than this one can have: it does not win
+                continue  # this answer cannot win against more votes than it can have
             ways[votes + 1 :, :, votes:] += chance * before[votes + 1 :, :, : k + 1 - votes]
             ways[votes, 1:, votes:] += chance * before[votes, :-1, : k + 1 - votes]
+    # Win with more votes than all others, or by a fair draw among the tied answers
     share = 1.0 / torch.arange(1, ties + 2, dtype=torch.float64)
-    own_votes = _binomial(own, n, k)
+    own_votes = _binomial_probabilities(own, n, k)
     won = math.fsum(own_votes[t] * float(ways[t, :, k - t] @ share) for t in range(1, most + 1))
-    return won / _binomial(n, n, k)[k]
+    return won / _binomial_probabilities(n, n, k)[k]
 
 
-def _binomial(count: int, n: int, k: int) -> list[float]:
-    """Chances that 0 to ``k`` of ``count`` samples are drawn, each with probability ``k/n``."""
+def _binomial_probabilities(count: int, n: int, k: int) -> list[float]:
+    """Return the probabilities that 0 to ``k`` of ``count`` samples are drawn, each with probability ``k/n``."""
     p = k / n
     chances = [
         math.exp(_log_choose(count, v) + v * math.log(p) + (count - v) * math.log1p(-p)) if p < 1 else float(v == count)

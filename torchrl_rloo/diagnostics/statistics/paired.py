@@ -1,6 +1,6 @@
-r"""Two policies on the same prompts: how far they differ, and whether chance alone would.
+r"""Paired tests of two policies on the same prompts.
 
-The prompts are the independent units. What is compared is one value per prompt and policy: a score, pass@k, ...
+The prompts are the independent units. Each policy has one value per prompt: a score, pass@k, ...
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 
 from torchrl_rloo.diagnostics.statistics.evaluation import LEVEL, clean, is_binary, student_quantile
 
-_ENUMERATED = 16  # differing prompts up to which all 2^16 sign patterns are tried
-_DRAWN = 100_000  # sign patterns tried otherwise
-_TOLERANCE = 1e-9  # sums of signed differences that are equal but for rounding
+_ENUMERATED = 16  # largest number of differing prompts whose sign patterns are all enumerated
+_DRAWN = 100_000  # sign patterns drawn for more prompts
+_TOLERANCE = 1e-9  # relative rounding error of sums of signed differences
 
 
 class PairedTest(NamedTuple):
-    """What :func:`paired_test` finds, of ``second - first``.
+    """Result of :func:`paired_test` on ``second - first``.
 
     Attributes:
-        difference: mean over the prompts.
-        low: lower end of its confidence interval.
-        high: upper end.
-        p_value: two-sided, of the hypothesis that the two do not differ.
-        p_error: standard error of ``p_value`` where sign patterns were drawn; 0 where it is exact.
-        better: prompts on which the second has the higher value.
-        worse: prompts on which it has the lower.
+        difference: mean difference over the prompts.
+        low: lower bound of its confidence interval.
+        high: upper bound of its confidence interval.
+        p_value: two-sided p-value of the hypothesis that the policies do not differ.
+        p_error: standard error of ``p_value`` from the draw of sign patterns; 0 if it is exact.
+        better: number of prompts on which the second has the higher value.
+        worse: number of prompts on which the second has the lower value.
     """
 
     difference: float
@@ -41,16 +41,19 @@ class PairedTest(NamedTuple):
 
 
 def paired_test(first: torch.Tensor, second: torch.Tensor, *, level: float = LEVEL, seed: int = 0) -> PairedTest:
-    """Compares two policies' values of the same prompts.
+    """Compare two policies' values on the same prompts.
 
-    Values 0 and 1 are tested by McNemar's exact test and have the interval of :func:`paired_binary_interval`; others by
-    :func:`sign_flip_test`, which is the same test where the values are 0 and 1, and a t interval.
+    If all values are 0 or 1, it uses McNemar's exact test and :func:`paired_binary_interval`. Otherwise it uses
+    :func:`sign_flip_test`, which equals McNemar's test on binary values, and a t interval.
 
     Args:
-        first: ``[P]``, at least one.
-        second: ``[P]``, of the same prompts in the same order.
-        level: of confidence.
-        seed: of the sign patterns, where there are too many to try all.
+        first: ``[P]``, values of the first policy, for at least one prompt.
+        second: ``[P]``, values of the second policy for the same prompts, in the same order.
+        level: confidence level.
+        seed: seed of the sign patterns, if they are too many to enumerate.
+
+    Returns:
+        The mean difference with its interval, p-value and counts.
 
     Raises:
         ValueError: if the shapes differ or there is no prompt.
@@ -62,7 +65,7 @@ def paired_test(first: torch.Tensor, second: torch.Tensor, *, level: float = LEV
     """
     if first.shape != second.shape or first.ndim != 1 or not len(first):
         raise ValueError(
-            f"first and second must have one value for each of the same prompts, got shapes {list(first.shape)} and "
+            f"first and second must have equal shapes [P], P at least 1, got {list(first.shape)} and "
             f"{list(second.shape)}"
         )
     first, second = clean(first), clean(second)
@@ -78,11 +81,13 @@ def paired_test(first: torch.Tensor, second: torch.Tensor, *, level: float = LEV
 
 
 def mcnemar_test(better: int, worse: int) -> float:
-    r"""Two-sided exact p-value of McNemar's test: both changes are as likely, :math:`2 P(X \le \min)`, at most 1.
+    r"""Return the exact two-sided p-value of McNemar's test.
+
+    The p-value is :math:`\min(1, 2 P(X \le \min(b, w)))` with :math:`X` binomial of :math:`b + w` fair draws.
 
     Args:
-        better: prompts that only the second policy got right.
-        worse: prompts that only the first did.
+        better: :math:`b`, number of prompts that only the second policy solves.
+        worse: :math:`w`, number of prompts that only the first policy solves.
 
     Example:
         >>> mcnemar_test(5, 0), mcnemar_test(3, 3)
@@ -90,20 +95,20 @@ def mcnemar_test(better: int, worse: int) -> float:
     """
     n = better + worse
     tail = sum(math.comb(n, i) for i in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / 2**n)  # whole numbers, so exact for any n
+    return min(1.0, 2 * tail / 2**n)  # integers, so exact for any n
 
 
 def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, float]:
-    """Two-sided p-value of a mean difference, if each prompt's difference were as likely of the other sign.
+    """Return the two-sided p-value of a mean difference under random signs of the prompts' differences.
 
-    All sign patterns are tried up to 16 differences other than 0, else 100,000 drawn ones and the observed one.
+    It enumerates all sign patterns of up to 16 nonzero differences. Beyond, it draws 100,000 and adds the observed one.
 
     Args:
-        difference: ``[P]``.
-        seed: of the drawn patterns.
+        difference: ``[P]``, difference per prompt.
+        seed: seed of the drawn patterns.
 
     Returns:
-        The p-value, and its standard error from the draw of patterns (0 where all were tried).
+        The p-value, and its standard error from the draw of patterns (0 if all are enumerated).
 
     Example:
         >>> sign_flip_test(torch.tensor([0.5, 0.25, 0.0]))
@@ -114,10 +119,12 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
     m = len(size)
     if not m:
         return 1.0, 0.0
+    # Count sums that equal the observed one up to rounding as equally extreme
     observed = abs(float(difference.double().sum())) - _TOLERANCE * float(size.sum())
     if m <= _ENUMERATED:
         patterns = torch.arange(2**m)[:, None] >> torch.arange(m) & 1
         return float(((2.0 * patterns.double() - 1) @ size).abs().ge(observed).double().mean()), 0.0
+    # Draw patterns in chunks of bounded memory
     generator, hits, chunk = torch.Generator().manual_seed(seed), 0, max(1, 2_000_000 // m)
     for start in range(0, _DRAWN, chunk):
         rows = min(chunk, _DRAWN - start)
@@ -128,15 +135,18 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
 
 
 def paired_binary_interval(better: int, worse: int, total: int, level: float = LEVEL) -> tuple[float, float]:
-    """Interval of the difference of two shares of the same prompts (Bonett and Price 2012).
+    """Return the confidence interval of the difference of two paired shares (Bonett and Price 2012).
 
-    A Wald interval after adding one prompt to either kind of change, so it has a width where no prompt changed.
+    It is a Wald interval after adding one prompt to each kind of change, so its width is positive without changes.
 
     Args:
-        better: prompts that only the second policy got right.
-        worse: prompts that only the first did.
-        total: all prompts.
-        level: of confidence.
+        better: number of prompts that only the second policy solves.
+        worse: number of prompts that only the first policy solves.
+        total: number of all prompts.
+        level: confidence level.
+
+    Returns:
+        Lower and upper bound, within [-1, 1].
     """
     up, down = (better + 1) / (total + 2), (worse + 1) / (total + 2)
     z = NormalDist().inv_cdf(0.5 + level / 2)

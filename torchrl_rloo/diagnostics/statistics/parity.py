@@ -1,7 +1,7 @@
-r"""How far the log-probs of a sampler and of a trainer lie apart, on tokens that the sampler drew.
+r"""Gap between the log-probs of a sampler and a trainer, on tokens that the sampler drew.
 
-Both are to be of one distribution under the same weights: what remains between them is rounding, old weights, or a
-distribution that one of the two does not apply.
+Both should be log-probs of one distribution under the same weights. A gap comes from rounding, from stale weights, or
+from sampling settings that only one of the two applies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ RATIO_BOUNDS = (0.9, 1.1)
 
 
 class LogProbGap(NamedTuple):
-    r"""What :func:`log_prob_gap` measures, float64 scalars; all but ``tokens`` are NaN where there is no token.
+    r"""Result of :func:`log_prob_gap`, float64 scalars; all except ``tokens`` are NaN without action tokens.
 
     Attributes:
-        mean: of :math:`|\log \pi(a_t) - \log \mu(a_t)|` over the action tokens, in nats.
-        max: the largest of them.
+        mean: mean of :math:`|\log \pi(a_t) - \log \mu(a_t)|` over the action tokens, in nats.
+        max: maximum of :math:`|\log \pi(a_t) - \log \mu(a_t)|` over the action tokens, in nats.
         k3: mean k3 estimate of :math:`KL(\mu \| \pi)` per action token, in nats.
         token_ess: effective sample size of the tokens' importance ratios :math:`\pi / \mu`, as a share of the tokens.
-        row_ess: the same of whole rows, whose ratio is the product of their tokens', as a share of the rows.
+        row_ess: effective sample size of the rows' ratios, products over their tokens, as a share of the rows.
         outside: share of the tokens whose ratio is outside :data:`RATIO_BOUNDS`.
-        surprisal: mean of :math:`-\log \mu(a_t)`, in nats, which estimates the sampler's entropy: what a gap is small
-            or large beside.
+        surprisal: mean of :math:`-\log \mu(a_t)`, in nats, which estimates the sampler's entropy. Compare gaps to it.
         tokens: number of action tokens.
     """
 
@@ -43,16 +42,19 @@ class LogProbGap(NamedTuple):
 
 @torch.no_grad()
 def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> LogProbGap:
-    r"""Compares :math:`\log \mu`, by which tokens were sampled, with :math:`\log \pi`, by which they are trained.
+    r"""Compare the sampler's log-probs :math:`\log \mu` with the trainer's :math:`\log \pi` of the same tokens.
 
-    All figures are of all tokens (or rows) at once, so those of several batches are those of the rows put together,
-    padded to one width; there is nothing to average. Rows without action tokens do not count. A difference that is NaN
-    makes the mean and the largest NaN, and counts as outside.
+    All values are over all tokens or rows. To measure several batches, concatenate them padded to one width; averages
+    over batches would differ. Rows without action tokens are ignored. A NaN difference makes ``mean`` and ``max`` NaN,
+    and counts as ``outside``.
 
     Args:
-        sampler_log_probs: ``[B, A]`` in nats; anything outside the mask.
-        trainer_log_probs: ``[B, A]`` of the same tokens, in nats.
+        sampler_log_probs: ``[B, A]`` in nats; ignored outside the mask.
+        trainer_log_probs: ``[B, A]`` in nats; ignored outside the mask.
         mask: ``[B, A]`` bool, True on action tokens.
+
+    Returns:
+        Float64 scalars.
 
     Example:
         >>> gap = log_prob_gap(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2).bool())
@@ -61,17 +63,17 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
     """
     sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
     difference = trainer - sampler
-    of_tokens = difference[mask]
-    of_rows = torch.where(mask, difference, 0.0).sum(-1)[mask.any(-1)]
-    ratio = of_tokens.exp()
+    token_log_ratios = difference[mask]
+    row_log_ratios = torch.where(mask, difference, 0.0).sum(-1)[mask.any(-1)]
+    ratio = token_log_ratios.exp()
     inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
-    size = of_tokens.abs()
+    size = token_log_ratios.abs()
     return LogProbGap(
         mean=size.mean(),
         max=size.max() if size.numel() else size.new_tensor(torch.nan),
         k3=k3(sampler[mask], trainer[mask]).mean(),
-        token_ess=effective_sample_size(of_tokens),
-        row_ess=effective_sample_size(of_rows),
+        token_ess=effective_sample_size(token_log_ratios),
+        row_ess=effective_sample_size(row_log_ratios),
         outside=(~inside).double().mean(),
         surprisal=-sampler[mask].mean(),
         tokens=mask.sum().double(),

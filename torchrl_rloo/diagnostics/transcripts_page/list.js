@@ -1,8 +1,8 @@
 
-// The list: filters, order, groups; and what ties the page together: the address, the keys, the first look.
+// List of conversations (filters, order, groups), URL fragment, keyboard and start of the page.
 
 const rows = data.rows;
-const groups = new Map(); // what a row belongs with -> rows
+const groups = new Map(); // group key -> rows
 const groupKey = (row) => (row.group === null ? `row ${row.place}` : row.group);
 for (const row of rows) groups.set(groupKey(row), [...(groups.get(groupKey(row)) ?? []), row]);
 const groupOf = (row) => groups.get(groupKey(row));
@@ -22,7 +22,7 @@ const COLUMNS = [
   ["ended", "stop", (row) => row.stop, (row) => row.stop ?? "\u2013"],
 ].filter(([, key]) => key !== "advantage" || hasAdvantages);
 
-const narrow = matchMedia("(max-width: 56rem)"); // as in the style, which leaves columns out
+const narrow = matchMedia("(max-width: 56rem)"); // as in page.css, which hides columns
 const columnsSeen = () => COLUMNS.length - (narrow.matches ? 4 : 0);
 
 let order = { key: "place", descending: false };
@@ -37,7 +37,7 @@ function snippet(row) {
   link.append(putText(element("span", "asked"), row.prompt.trim()));
   const answer = element("span", "answered");
   if (row.kind) answer.append(element("span", "kind", row.kind));
-  putText(answer, row.answer.replace(/\s+/g, " ").trim() || "(nothing)");
+  putText(answer, row.answer.replace(/\s+/g, " ").trim() || "(empty)");
   link.append(answer);
   cell.append(link);
   return cell;
@@ -101,7 +101,7 @@ function compare(a, b) {
   }
   const value = COLUMNS.find(([, key]) => key === order.key)[2];
   const [x, y] = [value(a), value(b)];
-  if (x === null || y === null) return (x === null) - (y === null) || a.place - b.place; // nothing known: at the end
+  if (x === null || y === null) return (x === null) - (y === null) || a.place - b.place; // unknown values last
   const before = typeof x === "string" ? x.localeCompare(y) : x - y;
   return (order.descending ? -before : before) || a.place - b.place;
 }
@@ -115,7 +115,7 @@ function renderList() {
     shown.append(listElement(row));
   });
   if (!visible.length) {
-    const cell = element("td", "nothing", "No conversation passes the filters.");
+    const cell = element("td", "nothing", "No conversation matches the filters.");
     cell.colSpan = columnsSeen();
     const line = element("tr");
     line.append(cell);
@@ -195,8 +195,8 @@ const LEGENDS = {
   mask: ["", ["", "sampled"]],
 };
 
-function colourBy(name) {
-  document.body.dataset.colour = name;
+function colorBy(name) {
+  document.body.dataset.color = name;
   const [label, ...steps] = LEGENDS[name];
   const samples = steps.map(([shade, text]) => element("span", `shade action ${shade}`, text));
   byId("legend").replaceChildren(...samples);
@@ -212,21 +212,21 @@ function start() {
     head.dataset.key = key;
     head.scope = "col";
     head.append(button(name, () => {
-      const first = ["place", "prompt", "stop"].includes(key) ? false : true; // numbers: the largest first
+      const first = ["place", "prompt", "stop"].includes(key) ? false : true; // numbers in descending order first
       order = order.key === key ? { key, descending: !order.descending } : { key, descending: first };
       renderList();
     }));
     byId("heads").append(head);
   }
-  fillSelect("stop", "any end", distinct(rows.map((row) => row.stop)));
+  fillSelect("stop", "any stop reason", distinct(rows.map((row) => row.stop)));
   fillSelect("task", "any task", distinct(rows.map((row) => row.task)));
   fillSelect("kind", "greedy and sampled", distinct(rows.map((row) => row.kind && (row.kind === "greedy" ? "greedy" : "sampled"))));
   byId("errors-label").hidden = !rows.some((row) => row.errors);
   const settings = flatten(data.settings);
   byId("settings").querySelector(".sheet").append(factList(settings));
   byId("settings").hidden = !settings.length;
-  byId("colour").addEventListener("change", (event) => colourBy(event.target.value));
-  if (!hasAdvantages) byId("colour").options[1].remove();
+  byId("color").addEventListener("change", (event) => colorBy(event.target.value));
+  if (!hasAdvantages) byId("color").options[1].remove();
   byId("scheme").addEventListener("change", (event) =>
     document.documentElement.style.setProperty("color-scheme", event.target.value),
   );
@@ -240,15 +240,15 @@ function start() {
   byId("to-list").addEventListener("click", () => (document.body.dataset.pane = "list"));
   addEventListener("hashchange", followAddress);
   narrow.addEventListener("change", renderList);
-  colourBy("log_probs");
+  colorBy("log_probs");
   renderList();
   if (!followAddress()) {
     show(visible[0], "");
-    document.body.dataset.pane = "list"; // on a narrow screen, begin with the list
+    document.body.dataset.pane = "list"; // a narrow screen starts with the list
   }
 }
 
-// Settings within settings by names with dots.
+// Flatten nested settings to dotted names.
 function flatten(settings, before = "") {
   return Object.entries(settings).flatMap(([name, value]) => {
     const inner = value !== null && typeof value === "object" && !Array.isArray(value);

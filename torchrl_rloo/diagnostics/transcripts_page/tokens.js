@@ -1,7 +1,7 @@
 "use strict";
 
-// Tokens: the numbers of a row, spans that show them, and what is known of the one under the pointer.
-// All text of conversations enters the page as text nodes; nothing here parses markup.
+// Tokens: arrays of a row, spans that show tokens, and details of the token under the pointer.
+// Text of conversations enters the page only as text nodes; no code here parses markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@ function unpack(text, Type) {
   return new Type(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
 }
 
-// The arrays of a part, unpacked when it is first shown. Those of action tokens are read at order[i].
+// Return the arrays of a part, unpacked on first use. Arrays of action tokens are indexed by order[i].
 function numbers(row, part) {
   if (part.numbers) return part.numbers;
   const ids = unpack(part.ids, Int32Array);
@@ -69,7 +69,7 @@ function wholeText(row) {
   return row.text;
 }
 
-// Characters that show nothing, move others about, or look like a space: shown by name.
+// Characters that are invisible, reorder text, or look like a space: shown by name.
 const UNSEEN = /(?! )[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0]/gu;
 const NAMES = { 0: "NUL", 7: "BEL", 8: "BS", 13: "CR", 27: "ESC", 127: "DEL", 0xa0: "NBSP", 0x200d: "ZWJ" };
 
@@ -91,7 +91,7 @@ function putText(parent, text) {
   return parent;
 }
 
-// The same where elements cannot be: in the options of a select.
+// Name these characters in plain text, for the options of a select.
 const plainText = (text) => text.replace(UNSEEN, (character) => `\u2039${nameOf(character)}\u203a`);
 
 const LEVELS = [0.9, 0.7, 0.5, 0.25, 0.1, 0.01]; // probabilities at which the shade changes
@@ -158,11 +158,11 @@ function tokenFacts(row, part, i) {
   }
   if (refLogProbs) {
     facts.push(["reference log-prob", decimals(refLogProbs[place], 4)]);
-    facts.push(["log-ratio to it", signed(logProb - refLogProbs[place], 4)]);
+    facts.push(["log-ratio to reference", signed(logProb - refLogProbs[place], 4)]);
   }
   if (advantages) facts.push(["advantage", signed(advantages[place], 4)]);
   const reward = part.token_rewards?.[i];
-  if (reward !== undefined) facts.push(["reward here", signed(reward, 4)]);
+  if (reward !== undefined) facts.push(["token reward", signed(reward, 4)]);
   const version = versions?.[place] ?? row.version;
   if (version !== null) facts.push(["policy version", String(version)]);
   return facts;
@@ -188,7 +188,7 @@ function showTip(span) {
   placeTip();
 }
 
-// Beside its token, wherever that has been scrolled to.
+// Place the tooltip next to its token, and hide it when the token scrolls out of view.
 function placeTip() {
   if (!tipOf) return;
   tip.hidden = false;

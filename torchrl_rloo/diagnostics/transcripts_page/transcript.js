@@ -1,7 +1,7 @@
 
-// The transcript: one conversation in blocks by role, or the conversations of a group side by side.
+// Transcript: one conversation as blocks by role, or the conversations of a group side by side.
 
-const CLAMP = 320; // px of a context block that are shown at first
+const CLAMP = 320; // height in px to which context blocks are cut at first
 
 function blockElement(row, part, index, turn) {
   const [start, role, label, isError] = part.blocks[index];
@@ -16,7 +16,7 @@ function blockElement(row, part, index, turn) {
   if (label) head.append(putText(element("span", "name"), label));
   if (isError) head.append(element("span", "badge", "error"));
   const others = end - start - actions;
-  const size = !sampled ? `${others} tokens, context` : `${actions} sampled${others ? ` + ${others} template` : ""}`;
+  const size = !sampled ? `${others} context tokens` : `${actions} sampled${others ? ` + ${others} template` : ""}`;
   head.append(element("span", "size", size));
   const body = element("div", "text");
   const calls = part.calls.filter(([from]) => from >= start && from < end);
@@ -35,7 +35,7 @@ function blockElement(row, part, index, turn) {
   return block;
 }
 
-// The blocks of a part, from the one with its first action on if the prompt is left out.
+// Return the blocks of a part; without the prompt, they start with the first sampled block.
 function partElement(row, part, { prompt = true, answer = true } = {}) {
   const made = element("div", "part");
   owners.set(made, { row, part });
@@ -51,7 +51,7 @@ function partElement(row, part, { prompt = true, answer = true } = {}) {
   return made;
 }
 
-// Long context (a page that a tool found, say) is cut until asked for.
+// Cut long context, such as a web page from a tool, behind a button.
 function clampBlocks(root) {
   for (const body of root.querySelectorAll(".given > .text")) {
     if (body.scrollHeight <= CLAMP * 1.3) continue;
@@ -96,7 +96,7 @@ function summary(row) {
   if (hasAdvantages) tiles.append(tile("advantage", advantageText(row)));
   tiles.append(tile("ended", row.stop ?? "\u2013", data.stop_reasons[row.stop] ?? ""));
   tiles.append(tile("turns", decimals(row.turns)), tile("tool calls", decimals(row.calls)));
-  tiles.append(tile("tokens", `${row.actions} of ${row.tokens}`, "sampled by the policy, of all"));
+  tiles.append(tile("tokens", `${row.actions} of ${row.tokens}`, "tokens sampled by the policy, of all tokens"));
   tiles.append(tile("mean log-prob", decimals(meanLogProb(row))));
   if (row.version !== null) tiles.append(tile("policy version", String(row.version)));
   return tiles;
@@ -164,7 +164,7 @@ addEventListener("resize", placeTip);
 transcript.addEventListener("focusin", (event) => {
   if (!event.target.matches(".token")) return;
   transcript.querySelector('.token[tabindex="0"]')?.setAttribute("tabindex", "-1");
-  event.target.tabIndex = 0; // where the Tab key comes back to
+  event.target.tabIndex = 0; // the Tab key returns here
   showTip(event.target);
 });
 transcript.addEventListener("focusout", hideTip);
