@@ -47,7 +47,7 @@ class RegexFormat:
     Args:
         pattern: regular expression for the whole completion, in the syntax of :mod:`re`.
         search: True accepts a match anywhere in the completion.
-        flags: letters of inline flags of :mod:`re`. ``i`` ignores case, ``m`` matches ``^`` and ``$`` at line ends,
+        flags: letters of inline flags of :mod:`re`. ``i`` ignores case, ``m`` matches ``^`` and ``$`` at each line,
             ``s`` (default) lets a dot match line breaks, and ``x`` allows comments. ``""`` sets none.
 
     Raises:

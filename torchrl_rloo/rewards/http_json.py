@@ -180,7 +180,10 @@ class JsonSession:
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Await coroutines concurrently and return their results in order; the first exception cancels the others."""
+    """Await coroutines concurrently and return their results in order.
+
+    The first exception cancels the others and is raised after they have ended.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -78,7 +78,8 @@ class RewardRunner:
         counts: number of samples so far. ``"<name>/<kind>"`` counts failures of the kinds ``raised``, ``malformed``,
             ``timed_out``, ``worker_died`` and ``not_finite``. ``"<name>/duplicates"`` counts samples that reused the
             score of an identical one, and ``"<name>/repeated"`` samples that were retried alone.
-        latency: histograms of seconds, ``"<name>/call"`` per call and ``"<name>/sample"`` per trajectory.
+        latency: histograms of seconds. ``"<name>/call"`` is the time of a call, and ``"<name>/sample"`` that time
+            divided by its number of trajectories.
 
     Raises:
         ValueError: if two functions share a name, ``executor`` names an unknown function, or the limit is below 1.

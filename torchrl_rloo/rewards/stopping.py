@@ -14,8 +14,8 @@ class StopProperly(RewardWrapper):
     """Reward that lowers the scores of another reward function for truncated trajectories.
 
     A coefficient in [0, 1] multiplies the score of a truncated trajectory; a negative coefficient replaces it. The
-    reward abstains where the function does. Multiplying moves a negative score closer to 0, which prefers truncation
-    to a wrong answer. Use a negative coefficient if scores can be negative. Logged as
+    reward abstains where the function does. A factor moves a negative score closer to 0, which favors truncation over a
+    wrong answer. Use a negative coefficient if scores can be negative. Logged as
     ``stop_properly_<name of the function>``.
 
     Source: the penalty for not stopping properly of ProRL (Liu et al. 2025, arXiv 2505.24864), in both forms of
