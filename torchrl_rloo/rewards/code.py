@@ -47,8 +47,8 @@ class CodeTests:
       functions.
 
     A row abstains (None) if its tests are missing or broken: unknown form, unequal numbers of inputs and outputs, a
-    syntax error, or no entry point for ``check``. It also abstains if an argument of a call cannot be sent to another
-    process, such as a function or an instance of the test's class. Any failure of the program, time-outs included,
+    syntax error, or no entry point for ``check``. It also abstains if a test passes a function, an instance of the
+    test's class, or another value that cannot be sent to a process. Any failure of the program, time-outs included,
     scores 0.0.
 
     Args:
