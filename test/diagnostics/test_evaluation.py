@@ -309,7 +309,7 @@ def test_nothing_is_loaded_of_an_unfinished_evaluation(tmp_path):
         ({"scorers": "numeric_matchh"}, "did you mean 'numeric_match'"),
         (
             {"scorers": {"a": odd, "b": "boxed_accuracy"}, "rows": [{"prompt": "Hi", "gold": "1"}]},
-            r"scorer boxed_accuracy asks for \['answer'\], which the dataset does not have: its columns are \['gold'\]",
+            r"scorer boxed_accuracy requires \['answer'\], which the dataset does not have: its columns are \['gold'\]",
         ),
     ],
 )

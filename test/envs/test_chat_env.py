@@ -124,7 +124,7 @@ def test_signatures_are_shown() -> None:
         ({"transforms": [FeedbackTransform]}, TypeError, r"transforms\[0\] is the class FeedbackTransform; pass"),
         ({"after_rewards": [3]}, TypeError, r"after_rewards\[0\]=3 must be a torchrl.envs.Transform"),
         ({"rewards": "boxed_acuracy"}, ValueError, "did you mean 'boxed_accuracy'"),
-        ({"rewards": "boxed_accuracy"}, ValueError, r"asks for \['answer'\], which the dataset does not have"),
+        ({"rewards": "boxed_accuracy"}, ValueError, r"requires \['answer'\], which the dataset does not have"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict, error: type, message: str, bpe, user: Callable) -> None:

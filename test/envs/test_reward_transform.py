@@ -385,7 +385,7 @@ def test_a_column_that_a_function_asks_for_is_missed_at_once():
         return [1.0] * len(completions)
 
     dataset = load_prompts([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}], chat=False)
-    with pytest.raises(ValueError, match=r"graded asks for \['ground_truth'\], .* its columns are \['answer'\]"):
+    with pytest.raises(ValueError, match=r"graded requires \['ground_truth'\], .* its columns are \['answer'\]"):
         DatasetChatEnv(dataset, build_tokenizer(), prompts_per_batch=1, rewards=graded)
     renamed = load_prompts([{"prompt": "a", "ground_truth": "1"}], chat=False)
     env = DatasetChatEnv(renamed, build_tokenizer(), prompts_per_batch=1, rewards=graded)

@@ -12,12 +12,12 @@ Answer = Callable[[int, web.Request, Any], Awaitable[Any]]
 
 
 class Service:
-    """A real HTTP server in a thread. ``answer(n, request, body)`` gives the reply to request ``n``, counted from 1.
+    """HTTP server in a thread. ``answer(n, request, body)`` returns the reply to request ``n``, counted from 1.
 
     Attributes:
         bodies: JSON of the requests so far, in the order of their arrival.
-        headers: of the same.
-        most: largest number of requests that were under way at a time.
+        headers: headers of these requests.
+        most: maximum number of requests in flight.
     """
 
     def __init__(self, answer: Answer):
@@ -58,7 +58,7 @@ class Service:
 
 @pytest.fixture
 def serve():
-    """``serve(answer)`` starts a :class:`Service`; all are closed after the test."""
+    """Function ``serve(answer)`` that starts a :class:`Service`; all are closed after the test."""
     services: list[Service] = []
 
     def start(answer: Answer) -> Service:

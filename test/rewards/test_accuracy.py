@@ -30,7 +30,7 @@ def accuracy():
 
 
 def shared(reward, accuracy):
-    """A reward with the judge of another: the process of each takes two seconds to start."""
+    """Share the judge of another reward, whose process takes two seconds to start."""
     reward.judge = accuracy.judge
     return reward
 
@@ -56,7 +56,7 @@ def test_a_gold_that_cannot_be_parsed_abstains(accuracy):
     assert score(accuracy, [r"\boxed{7}"] * 4, solution=["no idea", "", None, "7"]) == [None, None, None, 1]
 
 
-FORMULAS = {  # golds as MATH, DeepMath and the like have them, without dollar signs
+FORMULAS = {  # golds without dollar signs, as in MATH and DeepMath
     r"2^{10}": ("1024", "2"),
     r"10^{-3}": ("0.001", "10"),
     r"3\sqrt{2}": (r"\sqrt{18}", "3"),
@@ -128,12 +128,12 @@ def test_text_that_is_no_ascii(accuracy):
 def test_the_column_can_be_named(accuracy):
     reward = shared(MathAccuracy(column="answer"), accuracy)
     assert score(reward, [r"\boxed{7}"], answer=["7"], solution=["8"]) == [1]
-    with pytest.raises(KeyError, match="needs the column 'answer'.*'solution'"):
+    with pytest.raises(KeyError, match="requires column 'answer'.*'solution'"):
         score(reward, [r"\boxed{7}"], solution=["7"])
 
 
 def test_a_gold_that_is_no_string_is_named(accuracy):
-    with pytest.raises(TypeError, match=r"solution must hold strings or None, got 7 \(int\)"):
+    with pytest.raises(TypeError, match=r"solution=7 \(int\) must be a string or None"):
         score(accuracy, [r"\boxed{7}"], solution=[7])
 
 
@@ -143,7 +143,7 @@ def test_a_hang_ends_in_time_is_logged_and_costs_no_other_row(caplog):
     with caplog.at_level(logging.WARNING):
         scores = score(reward, completions, solution=solutions)
     assert scores[:2] == [1, 0] and scores[3] == 1
-    assert reward.judge.timeouts == 2 and scores[2] in (None, 0)  # None where already parsing the gold hangs
+    assert reward.judge.timeouts == 2 and scores[2] in (None, 0)  # None if parsing the gold hangs
     assert "9^{9^{9}}" in caplog.text and "3 s" in caplog.text
 
 
@@ -229,7 +229,7 @@ def test_an_empty_column():
 def test_reasoning_delimiters(accuracy):
     reward = shared(ReasoningAccuracy(["</a>", "</b>"]), accuracy)
     texts = [r"\boxed{7}", r"x</b>\boxed{7}", r"\boxed{8}</b>\boxed{7}", r"\boxed{7}</b>", r"</a>\boxed{7}</b>"]
-    assert score(reward, texts, solution=["7"] * 5) == [0, 1, 1, 0, 1]  # the last: </a> is the first in the order given
+    assert score(reward, texts, solution=["7"] * 5) == [0, 1, 1, 0, 1]  # last row: </a> is the first in the list
     assert score(reward, ["no end", "</a>"], solution=["no idea"] * 2) == [0, None]
 
 

@@ -8,7 +8,7 @@ from torchrl_rloo.rewards import boxed_accuracy, last_boxed
 
 
 def slow_last_boxed(text: str) -> str | None:
-    """Quadratic reference: from the last opening to the first, count braces until they balance."""
+    """Search in quadratic time: from the last opening to the first, count braces until they balance."""
     start = len(text)
     while (start := text.rfind("\\boxed{", 0, start)) >= 0:
         depth, begin = 1, start + len("\\boxed{")
@@ -77,7 +77,7 @@ def test_the_last_assistant_message_is_judged():
 @pytest.mark.parametrize("lengths", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_length_mismatch_is_an_error(lengths):
     prompts, completions, answer = (["x"] * n for n in lengths)
-    with pytest.raises(ValueError, match="one entry a row"):
+    with pytest.raises(ValueError, match="must have equal lengths"):
         boxed_accuracy(prompts, completions, answer=answer)
 
 

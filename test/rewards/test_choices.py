@@ -93,15 +93,15 @@ def test_golds_as_texts():
     texts = ["Rome", "Paris", "Bonn"]
     columns = {"gold": ["Paris", " paris", 1, "B", None], "texts": [texts] * 5}
     assert reward(["?"] * 5, ["B"] * 5, [[1]] * 5, **columns) == [1, 1, 1, 1, None]
-    with pytest.raises(ValueError, match="gold 'London' is none of the choices ABC.*'Rome'"):
+    with pytest.raises(ValueError, match="gold='London' must be one of the choices ABC.*'Rome'"):
         reward(["?"], ["B"], [[1]], gold=["London"], texts=[texts])
-    with pytest.raises(KeyError, match="needs the column 'texts'"):
+    with pytest.raises(KeyError, match="requires column 'texts'"):
         reward(["?"], ["B"], [[1]], gold=["B"])
 
 
 @pytest.mark.parametrize("gold", ["E", "Paris", 4, -1, 1.0, True])
 def test_golds_that_are_no_choice(gold):
-    with pytest.raises(ValueError, match="is none of the choices ABCD, of the indices 0 to 3"):
+    with pytest.raises(ValueError, match="must be one of the choices ABCD, an index 0 to 3"):
         ABCD(["?"], ["B"], [[1]], answer=[gold])
 
 

@@ -13,12 +13,12 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.rewards.classifier import SequenceClassifier, scored_ids
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 
-ROUNDING = 1e-5  # float32; scores are of the order of 1
+ROUNDING = 1e-5  # float32, for scores around 1
 TEXTS = ["7", "a longer answer, with words", "", "12 + 30 = 42", "x" * 40]
 
 
 def build_classifier(num_labels=1, pad_token_id=0, seed=0, **settings):
-    """A random classifier, its scores of the order of 1."""
+    """Create a random classifier with scores around 1."""
     config = Qwen2Config(
         vocab_size=320,
         hidden_size=32,
@@ -105,7 +105,8 @@ def test_a_tokenizer_without_padding_takes_the_models_or_is_refused():
 def test_an_encoder_with_its_own_special_tokens():
     settings = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertForSequenceClassification(BertConfig(vocab_size=320, num_labels=1, initializer_range=0.3, **settings))
-    reward = SequenceClassifier(model.train(), tokenizer=build_tokenizer(), batch_size=8)  # dropout would show
+    # In training mode, dropout would change the scores
+    reward = SequenceClassifier(model.train(), tokenizer=build_tokenizer(), batch_size=8)
     alone = [scores(reward, rows([text]))[0] for text in TEXTS]
     assert scores(reward, rows()) == pytest.approx(alone, abs=ROUNDING) and not model.training
 
@@ -129,7 +130,7 @@ def test_a_turn_that_the_prompt_left_open_is_one_message():
 
 
 def test_text_and_messages_do_not_mix(directory):
-    with pytest.raises(TypeError, match="both text, or both messages"):
+    with pytest.raises(TypeError, match="both texts or both messages"):
         scores(SequenceClassifier(directory), RewardBatch(["?"], [[{"role": "assistant", "content": "7"}]], [[1]]))
 
 
@@ -197,10 +198,10 @@ def test_never_trains_and_leaves_no_trace(directory):
     model = build_classifier(attention_dropout=0.5).train()
     reward = SequenceClassifier(model, tokenizer=build_tokenizer())
     first = scores(reward, rows())
-    model.train()  # by somebody else
+    model.train()  # as other code might
     assert scores(reward, rows()) == first
     assert all(p.grad is None for p in model.parameters())
-    model.train()(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # its weights are no inference tensors
+    model.train()(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # its weights are not inference tensors
 
 
 def test_dtype_and_device(directory):
@@ -218,7 +219,7 @@ def test_pickles_by_name_and_loads_at_the_first_call(directory):
     pickled = pickle.dumps(reward)
     assert len(pickled) < 1000
     assert scores(pickle.loads(pickled), rows()) == expected
-    SequenceClassifier("/no/such/model")  # nothing is read yet
+    SequenceClassifier("/no/such/model")  # loads nothing yet
     with pytest.raises(OSError):
         scores(SequenceClassifier("/no/such/model"), rows())
 
@@ -272,5 +273,5 @@ def test_settings_out_of_range(settings, named):
 
 
 def test_loading_settings_need_a_name():
-    with pytest.raises(ValueError, match="revision.*a module was given"):
+    with pytest.raises(ValueError, match="revision.*cannot be combined with a loaded module"):
         SequenceClassifier(build_classifier(), revision="main")

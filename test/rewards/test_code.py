@@ -1,4 +1,4 @@
-"""Code by unit tests: the forms of datasets, and programs that try to pass tests without solving the task."""
+"""Code rewards: dataset formats, and programs that try to pass tests without solving the task."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ CHEATS = [
 ]
 
 
-LOOP = "while True: pass"  # takes all of its CPU time
+LOOP = "while True: pass"  # uses all of its CPU time
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_cheats_score_zero(sandbox: Sandbox, cheat: str, partial: bool):
 
 
 def test_what_a_program_is_told(sandbox: Sandbox):
-    """All that a program's process holds about its tests are the arguments of the calls."""
+    """Confirm that the process of a program holds only the arguments of the calls."""
     spy = (
         "import gc, sys\ndef double(x):\n"
         "    texts = ' '.join(repr(o) for o in gc.get_objects() if type(o) in (str, list, dict)) + str(sys.argv)\n"
@@ -272,7 +272,7 @@ def test_output_is_compared_without_white_space():
 
 def test_a_snippet_that_begins_with_a_bracket_is_a_snippet():
     assert parse_tests("[double(1)]\nassert double(2) == 4") == ["[double(1)]\nassert double(2) == 4"]
-    with pytest.raises(BrokenTestsError, match="equally many"):
+    with pytest.raises(BrokenTestsError, match="as many inputs as outputs"):
         parse_tests({"inputs": ["1", "2"], "outputs": ["1"]})
 
 

@@ -1,4 +1,4 @@
-"""Countdown: expressions are evaluated exactly, and must use each number once."""
+"""Countdown: exact evaluation of expressions that must use each number once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _parts(text):
         ("<answer>(3+5)*3</answer>", 1.0),
         ("<answer>1</answer> no: <answer>(5+3)*3 = 24</answer>", 1.0),
         (r"so \boxed{3*(3+5)}", 1.0),
-        ([{"role": "assistant", "content": "<answer>3*5+3*3</answer>"}], 0.1),  # the value, with a number too many
+        ([{"role": "assistant", "content": "<answer>3*5+3*3</answer>"}], 0.1),  # right value, one number too many
         ("<answer>3*5</answer>", 0.1),
         ("<answer>24</answer>", 0.1),
         ("<answer>33-5-4</answer>", 0.1),
@@ -84,7 +84,7 @@ def test_scores(completion, score):
 
 def test_errors_and_abstentions():
     assert Countdown()(["?"], ["x"], [[1]], nums=[None], target=[None]) == [None]
-    with pytest.raises(KeyError, match="no column 'nums'"):
+    with pytest.raises(KeyError, match="requires column 'nums'"):
         Countdown()(["?"], ["x"], [[1]], numbers=[[1]], target=[1])
     with pytest.raises(ValueError, match="format_score=1"):
         Countdown(format_score=1.0)

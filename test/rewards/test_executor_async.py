@@ -73,7 +73,7 @@ def test_a_coroutine_that_blocks_the_loop_loses_its_own_call_alone():
     assert outcomes(loop.run(blocks_or, batches(*texts), 4.0)) == [1.0, "timed_out", 1.0, "raised", 1.0]
     threads.clear()
     assert outcomes(loop.run(blocks_or, batches("ok", "ok"), 60.0)) == [1.0, 1.0]
-    assert threads == {"async rewards"}  # a fresh loop, while the old one is blocked yet
+    assert threads == {"async rewards"}  # a new loop runs while the old one is still blocked
     release.set()
 
 
@@ -144,7 +144,8 @@ def test_a_function_says_how_many_of_its_calls_may_be_under_way():
             return [1.0]
 
     judge, loop = Judge(), EventLoop()
-    results = loop.run(judge, batches(*"abcdefghijklmnopqrstuvwx"), timeout=7.0)  # eight turns of 1 s: the wait is free
+    # Eight rounds of 1 s: the wait for a slot does not count
+    results = loop.run(judge, batches(*"abcdefghijklmnopqrstuvwx"), timeout=7.0)
     assert outcomes(results) == [1.0] * 24 and judge.most == 3
     judge.concurrency = 0
     with pytest.raises(ValueError, match="concurrency=0 must be at least 1"):

@@ -1,4 +1,4 @@
-"""Executors: what a call gives, and what survives a call that hangs, crashes, forks or floods."""
+"""Executors: results of calls, and recovery from calls that hang, crash, fork or flood."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a test file is no module that a worker can import
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
 
 
 def batches(*completions: str) -> list[RewardBatch]:
@@ -32,14 +32,14 @@ def outcomes(results: list[RewardCall | RewardFailure]) -> list[float | None | s
 
 
 def obeys(completions, **_) -> list[float]:
-    """Does to its process what the completion says."""
+    """Execute the command in the completion."""
     for text in completions:
         command, _, argument = text.partition(" ")
         if command == "raise":
             raise KeyError(argument)
         elif command == "hang":
             time.sleep(1000)
-        elif command == "spin":  # one long multiplication: no signal, no other thread
+        elif command == "spin":  # one long multiplication, which no signal or thread interrupts
             9 ** (9**9)
         elif command == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -53,12 +53,12 @@ def obeys(completions, **_) -> list[float]:
         elif command == "print":
             print("printed", flush=True)
             os.write(1, b"written\n")
-        elif command == "family":  # a child in the group and one out of it, then a hang
+        elif command == "family":  # a child in the group and one outside, then a hang
             sleep = ["sleep", "1000"]
             children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
             Path(argument).write_text(" ".join(str(child.pid) for child in children))
             time.sleep(1000)
-        elif command == "leave":  # a child that outlives a crash and holds what it inherited
+        elif command == "leave":  # a child that outlives a crash and holds its inherited files
             if os.fork() == 0:
                 time.sleep(1000)
             os._exit(4)
@@ -200,7 +200,7 @@ def test_a_call_off_the_main_thread(processes):
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Also where tests run in the background, where Ctrl-C is ignored."""
+    """Also holds for tests in the background, where Ctrl-C is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -234,7 +234,7 @@ def test_closing_ends_a_run_in_another_thread(processes):
     assert wait_until(processes._lock.locked)
     processes.close()
     thread.join(60.0)
-    assert errors == ["the ProcessExecutor was closed in the middle of a run"]
+    assert errors == ["the ProcessExecutor was closed during a run"]
     assert outcomes(processes.run(obeys, batches("ok"))) == [1.0]
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_pickled_is_refused_or_lost_alone(processes):
 
 
 class Unloadable:
-    """Pickles, and raises when it is unpickled."""
+    """Object that raises when it is unpickled."""
 
     def __call__(self, **_):
         return [1.0]
@@ -300,7 +300,7 @@ def test_a_copy_and_a_fork_have_workers_of_their_own(processes):
 SCRIPT = """
 import sys, time
 with open(sys.argv[1], "a") as log:
-    log.write("ran\\n")  # as heavy a script as there may be
+    log.write("ran\\n")  # stands for an expensive script
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
 
@@ -333,7 +333,7 @@ def test_functions_of_a_script_work_and_the_script_runs_once(tmp_path):
 
 KILLED = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore it
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
 
@@ -394,9 +394,9 @@ def test_threads_and_workers_run_at_the_same_time(kind, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "inline", "timeout": 5.0}, r"timeout=5.0 has no effect with mode='inline'.*mode='process'"),
+        ({"mode": "inline", "timeout": 5.0}, r"timeout=5.0 cannot be combined with mode='inline'.*mode='process'"),
         ({"mode": "inline", "workers": 2}, "workers=2"),
-        ({"mode": "cluster"}, "mode='cluster' must be"),
+        ({"mode": "cluster"}, "unknown mode='cluster'"),
         ({"mode": "thread", "workers": 0}, "workers=0"),
         ({"mode": "process", "timeout": 0.0}, "timeout=0.0"),
         ({"mode": "process", "timeout": float("inf")}, "timeout=inf"),

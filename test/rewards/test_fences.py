@@ -1,4 +1,4 @@
-"""The fenced blocks that code and JSON are read from."""
+"""Fenced blocks with code and JSON."""
 
 from __future__ import annotations
 

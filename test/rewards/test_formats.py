@@ -47,10 +47,10 @@ def test_regex_format_matches_a_text_as_itself_alone(text):
 
 @pytest.mark.parametrize("pattern", ["(", "*", "[a", None, 3])
 def test_patterns_that_are_none(pattern):
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="must be a valid regular expression"):
         RegexFormat(pattern)
 
 
 def test_flags_that_are_none():
-    with pytest.raises(ValueError, match="flags='sq' has 'q'"):
+    with pytest.raises(ValueError, match="unknown flag 'q'"):
         RegexFormat("a", flags="sq")

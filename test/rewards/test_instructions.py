@@ -1,4 +1,4 @@
-"""Instructions: each kind followed and not followed."""
+"""Instruction checks: texts that follow each kind, and texts that do not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_kind_is_here():
     ("name", "arguments", "right", "wrong"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
 )
 def test_kinds(name, arguments, right, wrong):
-    filled = arguments | {"unused": None}  # as Arrow fills up mappings that differ
+    filled = arguments | {"unused": None}  # Arrow fills missing keys of mappings with None
     assert score(right, name, filled) == 1.0
     assert score([{"role": "assistant", "content": wrong}], name, filled) == 0.0
     assert score("", name, filled) == score(" \n", name, filled) == 0.0
@@ -91,13 +91,13 @@ def test_all_or_the_share():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"'keywords:none' is unknown; known are \['change_case"):
+    with pytest.raises(ValueError, match=r"unknown instruction 'keywords:none'; valid: \['change_case"):
         score("x", "keywords:none", {})
     with pytest.raises(ValueError, match=r"'keywords:existence' with {'keyword': 'a'}: .*keyword"):
         score("x", "keywords:existence", {"keyword": "a"})
     with pytest.raises(ValueError, match="relation='around' must be one of"):
         compare(1, 2, "around")
-    with pytest.raises(KeyError, match="no column 'instruction_id_list'"):
+    with pytest.raises(KeyError, match="requires column 'instruction_id_list'"):
         InstructionFollowing()(["?"], ["x"], [[1]], kwargs=[[]])
-    with pytest.raises(ValueError, match="2 instructions .* with 1 kwargs"):
+    with pytest.raises(ValueError, match="2 instructions .* as many kwargs, got 1"):
         InstructionFollowing()(["?"], ["x"], [[1]], instruction_id_list=[["a", "b"]], kwargs=[[{}]])

@@ -104,9 +104,9 @@ def test_a_schema_for_each_row():
     reward = JSONSchema(column="schema")
     schemas = ['{"type": "integer"}', {"type": "string"}, None, "true"]
     assert reward(["?"] * 4, ["1"] * 4, [[1]] * 4, schema=schemas) == [1, 0, None, 1]
-    with pytest.raises(ValueError, match="is no JSON Schema"):
+    with pytest.raises(ValueError, match="must be a JSON Schema"):
         score(reward, "1", schema=['{"type": "strin"}'])
-    with pytest.raises(KeyError, match="needs the column 'schema'"):
+    with pytest.raises(KeyError, match="requires column 'schema'"):
         score(reward, "1")
 
 
@@ -117,7 +117,7 @@ def test_references_are_followed_within_the_schema_and_nothing_is_fetched(monkey
     inner = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
     assert [score(JSONSchema(inner), text) for text in ("1", '"a"')] == [1, 0]
     for reference in ("http://127.0.0.1:9/n.json", "file:///etc/passwd", "#/$defs/none"):
-        with pytest.raises(ValueError, match="which it does not contain: none is fetched"):
+        with pytest.raises(ValueError, match="must contain its reference .*: nothing is fetched"):
             score(JSONSchema({"$ref": reference}), "1")
     assert fetched == []
 
@@ -137,13 +137,13 @@ def test_messages_and_pickles():
 
 @pytest.mark.parametrize("schema", [{"type": "strin"}, "{", {"pattern": "("}, [], 3])
 def test_schemas_that_are_none(schema):
-    with pytest.raises(ValueError, match="is no JSON Schema"):
+    with pytest.raises(ValueError, match="must be a JSON Schema"):
         JSONSchema(schema)
 
 
 @pytest.mark.parametrize("settings", [{}, {"schema": {}, "column": "a"}, {"column": ""}], ids=str)
 def test_a_schema_or_a_column(settings):
-    with pytest.raises(ValueError, match="either a schema or the column"):
+    with pytest.raises(ValueError, match="set exactly one"):
         JSONSchema(**settings)
 
 

@@ -28,12 +28,12 @@ def chat(content):
 
 
 def graded(body):
-    """The text between the completion's tags of a request."""
+    """Return the text between the completion tags of a request."""
     return re.search(r'<completion id="(\w+)">\n(.*)\n</completion id="\1">', body["messages"][1]["content"], re.S)[2]
 
 
 async def echo(n, request, body):
-    """A judge whose score is what the completion says."""
+    """Return the number in the completion as the judge's score."""
     return chat(json.dumps({"reason": f"it says {graded(body)}", "score": float(graded(body))}))
 
 
@@ -119,7 +119,7 @@ def test_a_bad_row_costs_only_itself(serve, tmp_path, caplog):
     (record,) = caplog.records
     assert re.search("tone: 1 of 4 rows not scored: row 1: .*content filter", record.getMessage())
     call(judge)
-    assert len(service.bodies) == 5  # failures are not kept: only that row is asked about again
+    assert len(service.bodies) == 5  # failures are not cached: only that row is requested again
 
 
 def test_a_reply_without_a_score_is_answered_with_a_reminder(serve):
@@ -258,7 +258,7 @@ def test_replies_without_a_score_on_the_scale(reply):
         ({"scale": (0, math.inf)}, "scale"),
         ({"max_chars": 1}, "max_chars=1"),
         ({"rubric": "qualty"}, "qualty.*quality"),
-        ({"rubric": "correctness"}, "needs columns.*reference"),
+        ({"rubric": "correctness"}, "requires columns.*reference"),
         ({"columns": {"gold": "answer"}}, "gold"),
         ({"columns": {"prompt": "answer"}}, "prompt"),
         ({"base_url": "localhost"}, "http://"),
@@ -271,7 +271,7 @@ def test_settings_out_of_range(settings, named):
 
 def test_a_missing_column_is_named(serve):
     judge = judge_of(serve(echo), "correctness", columns={"reference": "gold"})
-    with pytest.raises(KeyError, match=r"judge needs the columns \['gold'\]"):
+    with pytest.raises(KeyError, match=r"judge requires columns \['gold'\]"):
         call(judge)
     assert call(judge, COMPLETIONS[:1], gold=[5]).scores == [0]
 

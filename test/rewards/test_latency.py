@@ -1,4 +1,4 @@
-"""The histogram of durations."""
+"""Histogram of durations."""
 
 from __future__ import annotations
 

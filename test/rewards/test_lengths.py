@@ -55,7 +55,7 @@ def test_length_without_settings_is_linear():
 def test_targets_from_a_column():
     reward = Length("tokens", 0.1)
     assert reward(["?"] * 3, ["x"] * 3, ids_of([5, 5, 5]), tokens=[5, 8, None]) == [0, pytest.approx(-0.3), None]
-    with pytest.raises(KeyError, match="length needs the column 'tokens'; the rows have \\['a'\\]"):
+    with pytest.raises(KeyError, match="length requires column 'tokens'; the rows have \\['a'\\]"):
         reward(["?"], ["x"], [[1]], a=[1])
 
 

@@ -1,4 +1,4 @@
-"""How reward functions are called, and what is made of what they return."""
+"""Reward protocol: arguments of the functions, and the handling of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(n: int = 2, **columns: list) -> RewardBatch:
 
 
 def call(scores: Any, n: int = 2) -> list[float | None]:
-    """What the protocol makes of a function that returns ``scores`` for ``n`` trajectories."""
+    """Call a function that returns ``scores`` for ``n`` trajectories."""
 
     def rewards(prompts, completions, completion_ids, **columns):
         return scores
@@ -212,13 +212,11 @@ def test_columns_that_are_missing():
     assert missing_columns(judge, ["answer"]) == ["hint", "gold"]
     check_columns([judge, dict], ["gold", "hint"])
     for takes_nothing in (len, lambda: [1.0], lambda *texts: [1.0]):
-        with pytest.raises(ValueError, match="takes none of the arguments that it could judge by: name completions"):
+        with pytest.raises(ValueError, match="accepts none of the arguments of a reward: add completions"):
             check_columns([takes_nothing], ["gold", "hint"])
-    with pytest.raises(ValueError, match=r"asks for \['completion'\], .*did you mean 'completions'"):
+    with pytest.raises(ValueError, match=r"requires \['completion'\], .*did you mean 'completions'"):
         check_columns([lambda completion, **others: [1.0]], ["gold"])
-    message = (
-        r"scorer Judge asks for \['gold'\], which the dataset does not have: its columns are \['hint'\]. Rename one"
-    )
+    message = r"scorer Judge requires \['gold'\], which the dataset does not have: its columns are \['hint'\]. Rename a"
     with pytest.raises(ValueError, match=message):
         check_columns([judge], ["hint"], what="scorer")
 
@@ -279,7 +277,7 @@ def raises(error: BaseException) -> RewardFailure:
 
 def test_a_failure_says_what_was_raised():
     noted = ValueError("bad\nvalue")
-    noted.__notes__ = ["see the manual"]  # as add_note has it, from Python 3.11 on
+    noted.__notes__ = ["see the manual"]  # as add_note sets it from Python 3.11 on
     assert raises(noted).message == "ValueError: bad\nvalue"
     with pytest.raises(SyntaxError) as caught:
         compile("1 +", "reward.py", "exec")

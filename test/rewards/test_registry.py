@@ -16,7 +16,7 @@ from torchrl_rloo.rewards.registry import REWARDS, TRL_NAMES, load_reward
 from torchrl_rloo.rewards.runner import RewardRunner
 
 BOXES = [r"It is \boxed{7}.", r"<think>x</think>\boxed{8}", "7", ""]
-SETTINGS: dict[str, dict[str, Any]] = {  # of every reward here that needs some
+SETTINGS: dict[str, dict[str, Any]] = {  # of each reward that requires some
     "cosine_scaled": {"max_len": 10, "correctness": "boxed_accuracy"},
     "for_task": {"task": "math", "function": "boxed_accuracy"},
     "json_schema": {"schema": {"type": "integer"}},
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of every reward here that needs some
     "shuffled": {"function": "boxed_accuracy"},
     "stop_properly": {"function": "boxed_accuracy", "coefficient": -0.5},
 }
-# what scores other columns, or by a service or a model; scored in tests of their own
+# Rewards of other columns, services and models have separate tests
 OTHERS: dict[str, dict[str, Any]] = {
     "sequence_classifier": {"model": "a/reward-model"},
     "code_tests": {},
@@ -76,7 +76,7 @@ def test_pickled_it_gives_the_same_scores(name):
     scores = call_reward(reward, batch()).scores
     assert len(scores) == 4 and all(s is None or math.isfinite(s) for s in scores)
     assert any(s is not None for s in scores)
-    for pickler in PICKLERS if name == "accuracy" else PICKLERS[:1]:  # each copy of a judge starts its process
+    for pickler in PICKLERS if name == "accuracy" else PICKLERS[:1]:  # each copy of a judge starts a process
         copy = pickle.loads(pickler.dumps(reward))
         assert call_reward(copy, batch()).scores == scores
         assert reward_name(copy) == reward_name(reward)
@@ -212,26 +212,26 @@ def test_specs_inside_specs():
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ("acuracy", ValueError, "no reward is named 'acuracy' .did you mean 'accuracy'.*there are .*think_format"),
+        ("acuracy", ValueError, "unknown reward 'acuracy' .did you mean 'accuracy'.*valid: .*think_format"),
         ("no_module_at_all.reward", ValueError, "there is no module 'no_module_at_all'"),
         ("users_module.scale", ValueError, "module 'users_module' has no 'scale' .did you mean 'scaled'"),
         ("users_module.scaled.more", ValueError, "there is no module 'users_module.scaled'"),
-        ("users_module.NOT_CALLABLE", TypeError, "is 3, which is not callable"),
+        ("users_module.NOT_CALLABLE", TypeError, "is 3; it must be callable"),
         ("needs_more.reward", ModuleNotFoundError, "no_such_module_at_all"),
-        ("soft_overlong", ValueError, "SoftOverlong needs the settings max_completion_len, soft_punish_cache"),
-        ({"_target_": "soft_overlong", "max_completion_len": 4}, ValueError, "needs the settings soft_punish_cache"),
+        ("soft_overlong", ValueError, "SoftOverlong requires the settings max_completion_len, soft_punish_cache"),
+        ({"_target_": "soft_overlong", "max_completion_len": 4}, ValueError, "requires the settings soft_punish_cache"),
         (
             {"_target_": "repetition_penalty", "ngramsize": 4},
             ValueError,
-            "no setting 'ngramsize'.*'ngram_size'.*max_pen",
+            "unknown setting 'ngramsize'.*'ngram_size'.*max_pen",
         ),
-        ({"_target_": "boxed_accuracy", "column": "a"}, None, None),  # it takes any keyword
-        ({"_target_": "users_module.make_nothing"}, TypeError, "make_nothing made 3, which is not callable"),
-        ({"_target_": "users_module.make_constant"}, ValueError, "make_constant needs the settings value"),
-        ({"function": "accuracy"}, TypeError, "needs '_target_'"),
-        (3, TypeError, "a reward is a callable, a name.*not 3"),
-        ("", ValueError, "no reward is named ''"),
-        ({"_target_": "shuffled", "function": "acuracy"}, ValueError, "no reward is named 'acuracy'"),
+        ({"_target_": "boxed_accuracy", "column": "a"}, None, None),  # it accepts any keyword
+        ({"_target_": "users_module.make_nothing"}, TypeError, "make_nothing returned 3; it must return a callable"),
+        ({"_target_": "users_module.make_constant"}, ValueError, "make_constant requires the settings value"),
+        ({"function": "accuracy"}, TypeError, "_target_=None"),
+        (3, TypeError, "reward=3 must be a callable, a name"),
+        ("", ValueError, "unknown reward ''"),
+        ({"_target_": "shuffled", "function": "acuracy"}, ValueError, "unknown reward 'acuracy'"),
     ],
 )
 def test_what_is_refused(own, spec, error, message):

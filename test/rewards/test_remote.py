@@ -95,7 +95,7 @@ def test_two_passing_faults_are_survived(serve, fault):
         return web.Response()
 
     service = serve(answer)
-    limit = 5.0 if fault == "hang" else 60.0  # of the healthy answer too
+    limit = 5.0 if fault == "hang" else 60.0  # also the limit of the healthy answer
     assert score(scorer_of(service, timeout=limit, retries=2)) == [1, 2, 3, 4, 5]
     assert len(service.bodies) == 3
 
@@ -223,7 +223,8 @@ def test_requests_overlap_up_to_the_limit(serve):
     assert service.most == 4
     service.most, runner = 0, RewardRunner(scorer, executor=ThreadExecutor(1, 60.0), deduplicate=False)
     batch = RewardBatch(["?"] * 20, TEXTS * 4, [[1]] * 20)
-    assert runner(batch).scores == [[1, 2, 3, 4, 5] * 4] and service.most == 4  # of calls of one row, too
+    # The limit also holds for calls with one row each
+    assert runner(batch).scores == [[1, 2, 3, 4, 5] * 4] and service.most == 4
     runner.close()
 
 
@@ -262,9 +263,9 @@ def test_pickles_and_serves_several_loops_and_threads(serve):
 
 def test_columns_have_to_be_there_and_json(serve):
     scorer = scorer_of(serve(lengths), fields={"labels": "gold"})
-    with pytest.raises(KeyError, match="sends the column 'gold'"):
+    with pytest.raises(KeyError, match="requires column 'gold'"):
         score(scorer)
-    with pytest.raises(TypeError, match="object.*is not JSON"):
+    with pytest.raises(TypeError, match="object.*cannot be sent as JSON"):
         score(scorer, gold=[object()] * 5)
 
 

@@ -1,4 +1,4 @@
-"""RewardRunner: what a bad sample costs, what is counted and kept, what is scored once, what runs beside what."""
+"""RewardRunner: isolation of bad samples, counters, quarantine, duplicates and concurrency."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch_of(*completions: str, **columns: Sequence[Any]) -> RewardBatch:
 
 
 class Number:
-    """What the completion says, or raises; remembers how it was called."""
+    """Reward that returns the number in the completion or raises, and records its calls."""
 
     def __init__(self, name: str = "number", **attributes: Any):
         self.__name__, self.calls = name, []
@@ -153,7 +153,7 @@ def test_failures_in_a_row_end_the_run_with_evidence(tmp_path):
     for completions in (("bad", "bad", "b1"), ("b2", "b3", "1"), ("b4", "nan", "b5"), ("b6", "none", "b7")):
         runner(batch_of(*completions))
     runner(batch_of("b8", "b9"))
-    runner(batch_of())  # ends no row of failures
+    runner(batch_of())  # does not reset the consecutive failures
     with pytest.raises(RewardFailureError, match=r"reward number failed on 6 samples in a row") as caught:
         runner(batch_of("x1", "x2", "x3", "4"))
     message = str(caught.value)
@@ -204,7 +204,7 @@ def test_the_quarantine_never_fails_a_run_and_never_fills_the_disk(tmp_path, cap
     quarantine.add("g", {"value": Rude()})
     for i in range(MAX_LINES + 5):
         quarantine.add("f", {"i": i})
-    assert len(path.read_text().splitlines()) == MAX_LINES and "takes no more: RuntimeError: no" in caplog.text
+    assert len(path.read_text().splitlines()) == MAX_LINES and "disabled: RuntimeError: no" in caplog.text
     Quarantine(tmp_path / "bad.jsonl" / "below_a_file").add("f", {})
     Quarantine(None).add("f", {})
     with pytest.raises(ValueError, match="is a folder"):

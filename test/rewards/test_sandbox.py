@@ -1,4 +1,4 @@
-"""Programs that try to get out of the sandbox. Each also runs outside it, where it has to succeed: so it can fail."""
+"""Programs that try to escape from the sandbox. Each must succeed outside it, which proves that the attempt is real."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X86 = platform.machine() == "x86_64"
 MB = 1 << 20
 
 SYSCALL = "import ctypes; call = ctypes.CDLL(None, use_errno=True).syscall\n"
-# Each prints ESCAPED if it gets through, and reads what to attack from standard input.
+# Each reads its targets from standard input and prints ESCAPED if it succeeds.
 ESCAPES = {
     "tcp": "import socket; socket.create_connection(('127.0.0.1', a['tcp']), 2)",
     "listen": "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()",
@@ -128,7 +128,7 @@ def impatient() -> Sandbox:
 
 @pytest.fixture
 def attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What programs attack: servers that listen, a file, a process, an inheritable open file."""
+    """Targets of the programs: listening servers, a file, a process, an inheritable open file."""
     monkeypatch.setenv("TRAINER_SECRET", "hush")
     victim, folder = tmp_path / "victim", tmp_path / "folder"
     victim.write_text("hush")
@@ -170,7 +170,7 @@ def test_escape_is_contained(sandbox: Sandbox, attack: dict[str, Any], escape: s
     result = sandbox.run(program(escape), json.dumps(attack))
     assert "ESCAPED" not in result.stdout
     assert result.reason in ("exit", "killed") and not result.ok
-    assert os.waitpid(attack["pid"], os.WNOHANG) == (0, 0)  # the victim lives
+    assert os.waitpid(attack["pid"], os.WNOHANG) == (0, 0)  # the target process is alive
     assert Path(attack["victim"]).read_text() == "hush"
     assert os.listdir(attack["dir"]) == ["file"]
     assert not list(Path(attack["repository"]).glob("escape_of_a_test"))
@@ -221,7 +221,7 @@ LIMITS = {
         " except RuntimeError: time.sleep(.1)",
         "threads",
     ),
-    "many_native_threads": (  # clone without memory of their own: only counting them helps
+    "many_native_threads": (  # clone with shared memory: only the count of threads stops them
         "import ctypes, mmap, time\nlibc = ctypes.CDLL(None)\n"
         "libc.clone.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int]\n"
         "stacks = mmap.mmap(-1, 1 << 22); at = ctypes.addressof(ctypes.c_char.from_buffer(stacks))\n"
@@ -240,7 +240,7 @@ def test_limits(sandbox: Sandbox, request: pytest.FixtureRequest, name: str):
     assert not result.ok and "ESCAPED" not in result.stdout
     assert result.reason == reason, result
     assert len(result.stdout) <= 100_000 and len(result.stderr) <= 2000
-    assert limited.run("print('well')").stdout == "well\n"  # the next one is none the worse
+    assert limited.run("print('well')").stdout == "well\n"  # the next program is not affected
 
 
 def test_limits_are_those_asked_for():
@@ -262,7 +262,7 @@ def test_ordinary_programs_run(sandbox: Sandbox):
     failed = sandbox.run("1 / 0")
     assert (failed.reason, failed.exit_code) == ("exit", 1) and "ZeroDivisionError" in failed.stderr
     assert sandbox.run("x = \x00").exit_code == 1
-    assert sandbox.run("input()").exit_code == 1  # end of input, no hang
+    assert sandbox.run("input()").exit_code == 1  # end of input, not a hang
     assert sandbox.run("import atexit, os; atexit.register(lambda: os.write(1, b'late'))").stdout == "late"
     threaded = (
         "import sys, threading\nthreading.stack_size(64 << 20)\nthreading.Thread(target=lambda: print(7)).start()"
@@ -313,7 +313,7 @@ def test_threads_at_once(sandbox: Sandbox):
         results = pool.map(lambda i: sandbox.run("print(int(input()) ** 2)", str(i)).stdout, range(40))
         assert list(results) == [f"{i * i}\n" for i in range(40)]
     assert len(sandbox._idle) <= 4
-    assert sandbox.run("print(1)").ok  # starters outlive the threads that made them
+    assert sandbox.run("print(1)").ok  # starters outlive the threads that created them
 
 
 def test_pickles_and_survives_a_fork(sandbox: Sandbox):
@@ -361,7 +361,8 @@ def test_a_dead_starter_costs_one_program(sandbox: Sandbox):
         os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(RuntimeError, match="starts programs was killed"):  # no fault of the program, so no score for it
+    # This is not a failure of the program, so it must not get a score
+    with pytest.raises(RuntimeError, match="starter process of the sandbox was killed"):
         own.run("import time; time.sleep(60)")
     assert own.run("print(1)").ok
 
@@ -393,7 +394,7 @@ i = kernel._instruction
 refuse, allow = i(0x06, 0x00050026), i(0x06, 0x7FFF0000)
 if sys.argv[1] == "landlock":
     body = [i(0x20, 0), i(0x15, 444, 0, 1), refuse, allow]
-else:  # prctl(PR_SET_SECCOMP) and what else takes that number as its first argument; on after this very call
+else:  # refuse prctl calls with PR_SET_SECCOMP as first argument
     number = 157 if "x86" in kernel.platform.machine() else 167
     body = [i(0x20, 0), i(0x15, number, 0, 3), i(0x20, 16), i(0x15, 22, 0, 1), refuse, allow]
 kernel.install_filter(b"".join(body))

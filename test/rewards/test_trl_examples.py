@@ -1,9 +1,9 @@
-"""The examples of custom reward functions in TRL's documentation, unchanged, with the results that it gives.
+"""Examples of custom reward functions in TRL's documentation, unchanged, with their documented results.
 
 Source: https://huggingface.co/docs/trl/rloo_trainer, section "Using a custom reward function". The texts of EXAMPLES
 and CALLS are from there: Copyright 2020-2026 The HuggingFace Team, Apache License 2.0,
-https://www.apache.org/licenses/LICENSE-2.0. Of example 4 the two functions and the dataset's rows are used, not the
-trainer; the checks that it calls are not in the documentation, so they are below.
+https://www.apache.org/licenses/LICENSE-2.0. Example 4 uses the documented functions and rows without the trainer. The
+checks that it calls are not documented and are defined below.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ TASKS = [  # the rows of the dataset in example 4
 
 
 def example(number: str) -> dict[str, Any]:
-    """What a user's module with the example defines."""
+    """Return the names that a user's module with the example defines."""
     namespace: dict[str, Any] = {
         "check_math_solution": lambda prompt, completion: (
             completion == {"What is 2+2?": "4", "What is 3*4?": "12"}[prompt]
@@ -180,7 +180,7 @@ def test_the_documented_call(number):
     arguments_of = test.globs  # filled by the run
     assert doctest.DocTestRunner(verbose=False).run(test, clear_globs=False) == (0, len(test.examples))
 
-    # and by the protocol, which passes more
+    # The protocol passes more arguments
     (reward,) = (f for name, f in namespace.items() if name.endswith("reward_func"))
     completions = arguments_of["completions"]
     ids = arguments_of.get("completion_ids", [[1]] * len(completions))
@@ -214,7 +214,7 @@ def test_logging():
 
 
 class Says:
-    """A policy that says the given texts, one a row."""
+    """Policy that returns the given texts, one per row."""
 
     def __init__(self, tokenizer, texts: Sequence[str]):
         self.tokenizer, self.texts = tokenizer, texts
@@ -230,7 +230,7 @@ class Says:
 
 
 def step(tokenizer, rewards: RewardTransform, rows: list[dict], texts: Sequence[str]) -> TensorDictBase:
-    """One step of an environment whose policy answers ``rows`` with ``texts``."""
+    """Run one step of an environment whose policy answers ``rows`` with ``texts``."""
     dataset = load_prompts(rows, chat=False if isinstance(next(iter(rows[0].values())), str) else None)
     env = DatasetChatEnv(dataset, tokenizer, rewards=rewards, shuffle=False, prompts_per_batch=len(dataset))
     return env.step(Says(tokenizer, texts)(env.reset()))["next"]
@@ -262,7 +262,7 @@ def test_in_an_environment_multi_task(tokenizer):
     transform = RewardTransform([function("4", name) for name in names])
     rows = [{"query": row["prompt"], "task": row["task"]} for row in [*TASKS[:3], TASKS[3] | {"task": "coding"}]]
     after = step(tokenizer, transform, rows, ["4", "def add(): ...", "13", "pass"])
-    # the documentation's dataset says "code" where its function asks for "coding": there both abstain
+    # The dataset in the documentation has "code", its function expects "coding": both abstain there
     assert scores_of(after) == [[1, None], [None, None], [-1, None], [None, -1]]
     rewards = after["reward"].flatten().tolist()
     assert rewards[0] == 1 and rewards[2:] == [-1, -1]
@@ -286,7 +286,7 @@ def test_in_an_environment_several_async_functions_wait_at_the_same_time(tokeniz
         functions[-1].__name__ = f"async_reward_func{i}"
     start = time.monotonic()
     after = step(tokenizer, RewardTransform(functions), [{"query": "a"}, {"query": "b"}], ["text", "more"])
-    assert waiting == 3 and time.monotonic() - start < 20  # one after the other, the first would wait in vain
+    assert waiting == 3 and time.monotonic() - start < 20  # sequential calls would wait forever
     assert scores_of(after) == [[1] * 3] * 2
 
 

@@ -1,4 +1,4 @@
-"""ForTask, StopProperly, Shuffled and what they share."""
+"""ForTask, StopProperly, Shuffled and their base class."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def test_for_task_scores_the_rows_of_its_task_only():
     reward = ForTask("math", math_only)
     assert call_reward(reward, batch()).scores == [1, None, 3, None]
     assert reward_name(reward) == "math_math_only"
-    other = call_reward(ForTask("chess", math_only), batch())  # not even called
+    other = call_reward(ForTask("chess", math_only), batch())  # the function is not called
     assert other.scores == [None] * 4 and other.extra == {} and other.metrics == []
     assert call_reward(ForTask("math", lengths, column="kind"), batch(kind=["math"] * 4)).scores == [1, 2, 3, 4]
 
 
 def test_for_task_without_its_column():
-    with pytest.raises(KeyError, match="math_lengths needs the column 'kind'.*'task'"):
+    with pytest.raises(KeyError, match="math_lengths requires column 'kind'.*'task'"):
         call_reward(ForTask("math", lengths, column="kind"), batch())
     with pytest.raises(ValueError, match="task='' and column='task'"):
         ForTask("", lengths)

@@ -340,7 +340,7 @@ REFUSED = [
     ("task=mixture task.mixture.gsm9k=1", "task='gsm9k' is unknown"),
     ("task=mixture data.source=some/data", "cannot be that of every task of a mixture"),
     ("reward.functions=[boxed_acuracy]", "boxed_accuracy"),
-    ("reward.functions=[{_target_:length_budget}]", "LengthBudget needs the settings"),
+    ("reward.functions=[{_target_:length_budget}]", "LengthBudget requires the settings"),
     ("reward.executor.timeout=5", "timeout=5"),
     ("reward.executor={mode:process,timeout:0}", "timeout=0"),
     ("reward.max_consecutive_failures=0", "max_consecutive_failures=0"),

@@ -1,7 +1,7 @@
-r"""Whether a completion gives the right mathematical answer, by math-verify, and rewards built on it.
+r"""Rewards for correct mathematical answers, judged by math-verify.
 
-They need the extra ``rewards``: ``pip install "torchrl_rloo[rewards]"``. A completion is plain text or a list of
-messages, of which the last assistant message is judged (TRL, whose functions these follow: the first message).
+They require the extra ``rewards``: ``pip install "torchrl_rloo[rewards]"``. A completion is plain text or a list of
+messages, of which the last assistant message is judged. They follow TRL's functions, which judge the first message.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class MathAccuracy:
-    r"""1.0 where the answer of a completion equals the gold mathematically, else 0.0.
+    r"""Reward of 1.0 where the answer of a completion equals the gold answer mathematically, else 0.0.
 
-    The completion must give LaTeX: in ``\boxed{}``, else in a maths environment that words such as "the answer is"
-    announce; a bare ``$7$`` counts for nothing. The gold may be LaTeX, with or without dollar signs, a plain
-    expression, a number with its unit, or a whole solution, of which the last box counts or, without one, what stands
-    last. Decimals are equal to six digits, units are dropped. Golds that are words abstain unless in ``\text{}``; for
-    them there is :class:`~torchrl_rloo.rewards.matching.ExactMatch`.
+    The completion must give its answer in LaTeX. The last ``\boxed{}`` counts, else a math environment after words
+    such as "the answer is"; a bare ``$7$`` is not an answer. The gold answer may be LaTeX with or without dollar signs,
+    a plain expression, or a number with a unit. It may also be a whole solution, of which the last box counts, or else
+    the last expression. Decimals are compared to six digits and units are dropped. Golds in words abstain unless they
+    are in ``\text{}``; use :class:`~torchrl_rloo.rewards.matching.ExactMatch` for them.
 
-    A bug of TRL is fixed: there a formula without dollar signs, such as the answers of MATH and DeepMath, abstains
-    (``\dfrac{3}{4}``, ``(1,2)``) or is taken for a number in it (for ``2^{10}`` it rewards 2, and not 1024).
+    Difference from TRL: formulas without dollar signs, such as the answers of MATH and DeepMath, are parsed. TRL
+    abstains on them (``\dfrac{3}{4}``, ``(1,2)``) or takes a number in them (2 for ``2^{10}``).
 
-    Of several boxes the last counts. Edges kept as in math-verify and TRL: boxes fewer than 70 characters apart, with a
-    comma, a line break or the like between them, are one set: ``\boxed{5} no, \boxed{7}`` is {5, 7}, wrong for 7; a
-    percentage in a completion (``50\%``) equals neither 0.5 nor 50, only a gold that is a percentage too.
+    Two limits are the same as in math-verify and TRL:
 
-    Parsing and comparing run in a worker process (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread
-    may call this. A row that takes longer than ``timeout`` scores 0.0, or abstains if parsing the gold is what hangs.
-    It is logged, counted in ``judge.timeouts``, and costs its time-out and about a second for a new worker.
+    - Boxes less than 70 characters apart, with a comma, a line break or similar between them, form a set.
+      ``\boxed{5} no, \boxed{7}`` is {5, 7} and wrong for 7.
+    - A percentage in a completion (``50\%``) equals only a gold that is a percentage, neither 0.5 nor 50.
+
+    A worker process parses and compares (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread may call
+    this reward. A row that exceeds ``timeout`` scores 0.0, or abstains if parsing the gold hangs. The time-out is
+    logged and counted in ``judge.timeouts``. The new worker takes about a second to start.
 
     Args:
-        column: the dataset's column of gold answers, strings or None.
-        timeout: seconds one row may take.
+        column: dataset column of gold answers, strings or None.
+        timeout: seconds per row.
 
     Raises:
-        ValueError: for an empty ``column`` or a ``timeout`` that is not positive and finite.
+        ValueError: if ``column`` is empty, or ``timeout`` is not positive and finite.
         ImportError: if math-verify is not installed.
 
     Example:
@@ -53,23 +55,23 @@ class MathAccuracy:
 
     def __init__(self, *, column: str = "solution", timeout: float = 10.0):
         if not column or not isinstance(column, str):
-            raise ValueError(f"column={column!r} must be the name of the dataset's column of gold answers")
+            raise ValueError(f"column={column!r} must name the dataset's column of gold answers")
         self.column, self.judge = column, MathJudge(timeout)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores.
+        """Score ``B`` completions.
 
         Returns:
-            1.0, 0.0, or None where the gold is None or cannot be parsed.
+            ``B`` scores: 1.0, 0.0, or None where the gold is None or cannot be parsed.
 
         Raises:
-            KeyError: if the rows have no column of golds.
+            KeyError: if the dataset does not have ``column``.
             TypeError: if a gold is neither a string nor None.
         """
         if self.column not in columns:
-            raise KeyError(f"{self.__name__} needs the column {self.column!r}; the rows have {sorted(columns)}")
+            raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(columns)}")
         pairs = zip(completions, columns[self.column], strict=True)
         return [self._score(final_text(completion), gold) for completion, gold in pairs]
 
@@ -77,24 +79,30 @@ class MathAccuracy:
         if gold is None:
             return None
         if not isinstance(gold, str):
-            raise TypeError(f"{self.column} must hold strings or None, got {gold!r} ({type(gold).__name__}): use str()")
+            raise TypeError(f"{self.column}={gold!r} ({type(gold).__name__}) must be a string or None; use str()")
         equal = self.judge(gold, text)
         return None if equal is None else float(equal)
 
 
 class ReasoningAccuracy(MathAccuracy):
-    """As :class:`MathAccuracy`, judging only what follows the reasoning.
+    r"""Reward like :class:`MathAccuracy` that judges only the text after the reasoning.
 
-    A completion whose reasoning never ends scores 0.0, whatever the gold, even one that cannot be parsed. Otherwise the
-    text after the last occurrence of the delimiter counts. Of several delimiters the first in the order given that
-    occurs at all decides, not the one that stands last in the text: so does TRL, other than its documentation says.
+    A completion without a delimiter scores 0.0, even if its gold cannot be parsed. Otherwise the text after the last
+    occurrence of the delimiter is judged. With several delimiters, the first in the list that occurs in the text is
+    used. TRL's code does the same, although its documentation names the last one in the text.
 
     Args:
         reasoning_delimiters: strings that end the reasoning.
-        column, timeout: see :class:`MathAccuracy`.
+        column: dataset column of gold answers, strings or None.
+        timeout: seconds per row.
 
     Raises:
         ValueError: if ``reasoning_delimiters`` is a string, is empty, or holds anything but non-empty strings.
+
+    Example:
+        >>> accuracy = ReasoningAccuracy(column="answer")
+        >>> accuracy(["?"] * 2, [r"<think>2?</think>\boxed{4}", r"\boxed{4}"], [[1], [2]], answer=["4", "4"])
+        [1.0, 0.0]
     """
 
     __name__ = "reasoning_accuracy"
@@ -122,28 +130,29 @@ class ReasoningAccuracy(MathAccuracy):
 
 
 class CosineScaled(RewardWrapper):
-    """Correctness scaled by length: short correct answers earn most, short wrong ones lose most.
+    """Reward for correctness scaled by length: short correct answers score highest, short wrong ones lowest.
 
-    With ``t = min(length / max_len, 1)`` and ``length`` the tokens sampled in the row, the reward goes from ``a`` to
-    ``b`` as ``b + (a - b) (1 + cos(pi t)) / 2``, where ``(a, b)`` is ``(max_value_correct, min_value_correct)`` for a
-    correct completion and ``(min_value_wrong, max_value_wrong)`` for a wrong one. From ``max_len`` on it stays at
-    ``b``; the paper's separate penalty for exceeding the length is not part of it.
+    With ``t = min(length / max_len, 1)`` and ``length`` sampled tokens, the reward is
+    ``b + (a - b) (1 + cos(pi t)) / 2``. It goes from ``a`` at length 0 to ``b`` at ``max_len`` and stays there.
+    ``(a, b)`` is ``(max_value_correct, min_value_correct)`` for a correct completion and
+    ``(min_value_wrong, max_value_wrong)`` for a wrong one. The paper's separate penalty for exceeding the length is
+    not included.
 
     Source: Yeo et al. 2025, arXiv 2502.03373, appendix C.1; names and defaults of TRL.
 
     Args:
-        max_len: tokens at which the schedule ends.
+        max_len: length in tokens at which the schedule ends.
         min_value_wrong: reward of a wrong completion of length 0.
         max_value_wrong: reward of a wrong completion of ``max_len`` tokens or more.
         min_value_correct: reward of a correct completion of ``max_len`` tokens or more.
         max_value_correct: reward of a correct completion of length 0.
-        correctness: reward function that says what is correct, or its name, dotted path or mapping
-            (:mod:`torchrl_rloo.rewards.registry`): 0 is wrong, other numbers are correct, and where it abstains so
-            does this. Default: :class:`MathAccuracy` with its defaults.
+        correctness: reward function that decides what is correct, or its name, dotted path or mapping
+            (:mod:`torchrl_rloo.rewards.registry`). 0 is wrong, other numbers are correct, and None abstains. Default:
+            :class:`MathAccuracy` with its defaults.
 
     Raises:
         ValueError: if ``max_len`` is not positive, or values are not finite with min <= max.
-        ImportError: if ``correctness`` is not given and math-verify is not installed.
+        ImportError: if ``correctness`` is None and math-verify is not installed.
 
     Example:
         >>> reward = CosineScaled(max_len=100, correctness="boxed_accuracy")
@@ -174,7 +183,7 @@ class CosineScaled(RewardWrapper):
         self.wrong, self.correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
 
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The rewards instead of the verdicts; None where ``correctness`` abstains."""
+        """Return the scaled rewards, None where ``correctness`` abstains."""
         return [
             score if score is None or not math.isfinite(score) else self._scaled(bool(score), len(ids))
             for score, ids in zip(scores, batch.completion_ids, strict=True)

@@ -12,13 +12,13 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last closed ``\boxed{...}`` in ``text``, outer whitespace stripped.
+    r"""Return the content of the last closed ``\boxed{...}`` in ``text``, stripped of outer whitespace.
 
-    Braces inside the box are matched; a box that is never closed does not count. Of nested boxes the inner one opens
-    last. Takes time linear in the text, whatever a policy writes.
+    Braces inside the box are matched, and a box that is never closed does not count. Of nested boxes the inner one is
+    the last. The time is linear in the length of the text.
 
     Returns:
-        The content (perhaps empty), or None if there is no closed box.
+        Content of the box, possibly empty, or None without a closed box.
 
     Example:
         >>> last_boxed(r"First \boxed{1}, rather \boxed{\frac{1}{2}}.")
@@ -26,7 +26,7 @@ def last_boxed(text: str) -> str | None:
         >>> last_boxed(r"It is \boxed{85") is None
         True
     """
-    opened: list[tuple[int, bool]] = []  # where the content of each open brace starts, and whether it is a box
+    opened: list[tuple[int, bool]] = []  # for each open brace: start of its content, True if it opens a box
     start, end = -1, -1
     for match in _BRACE.finditer(text):
         if match[0] != "}":
@@ -44,15 +44,15 @@ def boxed_accuracy(
     answer: Sequence[str | None],
     **columns: Any,
 ) -> list[float | None]:
-    r"""1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
+    r"""Score 1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
 
     Args:
-        prompts: ``B`` prompts; only counted.
-        completions: ``B`` completions, each plain text or a list of messages. Of several turns the last assistant
-            message is judged; a completion without one scores 0.0.
+        prompts: ``B`` prompts; only their number is used.
+        completions: ``B`` completions, each plain text or a list of messages. The last assistant message is judged; a
+            completion without one scores 0.0.
         answer: ``B`` expected contents of the box, compared as strings after the box (not the answer) is stripped.
             None abstains.
-        **columns: the other columns of the rows; not used.
+        **columns: other columns of the rows, unused.
 
     Returns:
         ``B`` values: 1.0, 0.0, or None where ``answer`` is None.
@@ -67,8 +67,8 @@ def boxed_accuracy(
     """
     if not len(prompts) == len(completions) == len(answer):
         raise ValueError(
-            f"prompts, completions and answer must have one entry a row, got {len(prompts)}, {len(completions)} and "
-            f"{len(answer)} entries"
+            f"prompts, completions and answer must have equal lengths, got {len(prompts)}, {len(completions)} and "
+            f"{len(answer)}"
         )
     return [_score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
 
@@ -77,5 +77,5 @@ def _score(completion: str | Sequence[dict[str, Any]], expected: str | None) -> 
     if expected is None:
         return None
     if not isinstance(expected, str):
-        raise TypeError(f"answer must hold strings or None, got {expected!r} ({type(expected).__name__}): use str()")
+        raise TypeError(f"answer={expected!r} ({type(expected).__name__}) must be a string or None; use str()")
     return float(last_boxed(final_text(completion)) == expected)

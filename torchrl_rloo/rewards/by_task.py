@@ -1,4 +1,4 @@
-"""One score for rows of several tasks."""
+"""Reward that combines the rewards of several tasks into one score."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torchrl_rloo.rewards.tasks import ForTask
 
 
 class ByTask:
-    """Scores each trajectory by the function of its task; it abstains on those of other tasks.
+    """Reward that scores each trajectory with the function of its task and abstains on tasks without one.
 
     Args:
-        functions: by the name of a task, its reward function or what
-            :func:`~torchrl_rloo.rewards.registry.load_reward` takes.
-        column: the dataset's column that names the task.
+        functions: task name -> reward function, in any form that
+            :func:`~torchrl_rloo.rewards.registry.load_reward` accepts.
+        column: dataset column that names the task.
 
     Raises:
-        ValueError: for an async function, which several rewards beside each other take (:class:`ForTask`).
+        ValueError: if a function is async; use a separate :class:`~torchrl_rloo.rewards.tasks.ForTask` for it.
 
     Example:
         >>> score = ByTask({"sums": "boxed_accuracy", "thinking": "think_format"})
@@ -33,13 +33,14 @@ class ByTask:
         self.parts = [ForTask(task, function, column=column) for task, function in functions.items()]
         self.whole_batch = any(part.whole_batch for part in self.parts)
         if waiting := [reward_name(part) for part in self.parts if is_async(part)]:
-            raise ValueError(f"{waiting} are async: give them as rewards of their own, each in ForTask")
+            raise ValueError(f"ByTask cannot be combined with async rewards {waiting}; use a separate ForTask for each")
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores, None where no function is for the row's task, or where it abstains."""
-        columns = {k: v for k, v in columns.items() if k not in ("log_extra", "log_metric")}  # one column, many tasks
+        """Return ``B`` scores, None where the task has no function or its function abstains."""
+        # Do not log: the functions of several tasks would overwrite each other's columns
+        columns = {k: v for k, v in columns.items() if k not in ("log_extra", "log_metric")}
         scores: list[float | None] = [None] * len(completions)
         for part in self.parts:
             given = part(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)

@@ -1,4 +1,4 @@
-"""Answers that were paid for, kept on disk."""
+"""Disk cache of answers that are expensive to compute."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 
 
 class DiskCache:
-    """JSON values by key in one SQLite file, which any number of threads and processes may use at a time.
+    """Cache of JSON values by key, in one SQLite file that threads and processes may share.
 
-    Every access opens the file anew (0.3 ms), so the object holds no handle: it pickles and survives a fork. What was
-    put survives the end of a process, however sudden. The disk is not waited for (40 times slower), so a power cut may
-    spoil the file. Nothing expires; delete the file to forget. SQLite's locks want a local disk, not a network one.
+    Each access opens the file (0.3 ms), so the object holds no handle: it can be pickled and survives a fork. Stored
+    values survive a crash of the process. Writes are not flushed to disk, which would be 40 times slower, so a power
+    failure may corrupt the file. Entries never expire; delete the file to clear the cache. SQLite's locks require a
+    local disk.
 
     Args:
-        path: the file; it and its folder are made at the first use.
-        timeout: seconds to wait for another process that is writing.
+        path: file, created with its folder at the first access.
+        timeout: seconds to wait while another process writes.
 
     Example:
         >>> import tempfile
@@ -36,10 +37,10 @@ class DiskCache:
         self.path, self.timeout = Path(path).expanduser().absolute(), timeout
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The values of those keys that are there.
+        """Return the stored values of ``keys``, without the keys that are not stored.
 
         Raises:
-            OSError: if the file cannot be read or is no such cache.
+            OSError: if the file cannot be read or is not a cache.
         """
         found = {}
         with self._open() as db:
@@ -50,10 +51,10 @@ class DiskCache:
         return found
 
     def put(self, key: str, value: Any) -> None:
-        """Keeps a value, in place of the one before.
+        """Store a value; it replaces an earlier one.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         with self._open() as db:
             db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, json.dumps(value)))
@@ -75,9 +76,9 @@ class DiskCache:
             finally:
                 db.close()
         except sqlite3.Error as error:
-            raise OSError(f"cache {self.path}: {error}: free or delete the file, or name another") from error
+            raise OSError(f"cache {self.path}: {error}; unlock or delete the file, or set another path") from error
 
 
 def cache_key(value: Any) -> str:
-    """A key that equal JSON values share, whatever the order of their names."""
+    """Return a key that is the same for equal JSON values, in any order of their names."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Whether a completion chooses the right one of several lettered answers."""
+"""Multiple-choice reward: the completion must choose the right lettered option."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ _IS = r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:
 
 
 class MultipleChoice:
-    r"""1.0 where a completion chooses the right letter, else 0.0.
+    r"""Reward of 1.0 where a completion chooses the right letter, else 0.0.
 
-    The first of these that a completion has decides:
+    The choice is the first of these that the completion contains:
 
     1. its last closed box, if that begins with a letter: ``\boxed{C}``, ``\boxed{\text{(C) 42}}``;
     2. its last announcement: "the answer is (C)", "Answer: **C**", "the correct option is C", "I choose C";
-    3. its last line, if that is a letter alone: ``C``, ``(C)``, ``C.``;
-    4. the only letter with which lines begin as options do: ``C) Paris``. Several, as in a list of them, are no choice.
+    3. its last line, if that is a single letter: ``C``, ``(C)``, ``C.``;
+    4. the letter of a line that begins like an option: ``C) Paris``. Lines with different letters are not a choice.
 
-    Other letters are prose ("A good idea"), and so are small ones in announcements unless in brackets ("the answer is a
-    matter of taste"). A choice of several ("A or B") scores 0.0. Takes time linear in the text.
+    Other letters are prose ("A good idea"). So are lower-case letters in announcements, unless they are in brackets
+    ("the answer is a matter of taste"). A choice of several letters ("A or B") scores 0.0. The time is linear in the
+    length of the text.
 
     Args:
-        column: the dataset's column of golds: a letter of ``choices``, ``C`` or ``(C)``, the text of an option, the
-            index of an option (an int, from 0), or None, which abstains.
-        choices: the letters or digits that name the options, in their order.
-        options: the dataset's column of the options' texts, one list a row, for golds that are texts.
+        column: dataset column of golds: a letter of ``choices`` (``C`` or ``(C)``), the text of an option, the index
+            of an option (int, from 0), or None, which abstains.
+        choices: letters or digits of the options, in order.
+        options: dataset column of option texts, a list per row, required for golds that are texts. None if unused.
 
     Raises:
-        ValueError: unless ``choices`` are at least two different letters or digits, or if ``column`` is empty.
+        ValueError: if ``choices`` are not at least two different letters or digits, or ``column`` is empty.
 
     Example:
         >>> texts = ["A good idea. The answer is (B).", r"\\boxed{B}", "B) Paris", "A or B"]
@@ -48,8 +49,9 @@ class MultipleChoice:
         if not len(set(letters)) == len(letters) > 1 or not all(re.fullmatch("[A-Z0-9]", c) for c in letters):
             raise ValueError(f"choices={choices!r} must be at least two different letters or digits, such as 'ABCD'")
         if not column or not isinstance(column, str):
-            raise ValueError(f"column={column!r} must be the name of the dataset's column of golds")
+            raise ValueError(f"column={column!r} must name the dataset's column of golds")
         self.column, self.choices, self.options = column, "".join(letters), options
+        # Compile the patterns that depend on the letters, in both cases except in prose
         one = f"[{self.choices}{self.choices.lower()}]"
         others = rf"(?:,|/|&|or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
         self._several = re.compile(rf"\s?{others}(?=\s?(?:[,.;/&]|$|or\b|and\b))", re.MULTILINE)
@@ -64,15 +66,15 @@ class MultipleChoice:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores: 1.0, 0.0, or None where the gold is None.
+        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None.
 
         Raises:
-            KeyError: if the rows have no column of golds, or of options.
-            ValueError: if a gold is none of the choices.
+            KeyError: if the dataset does not have ``column`` or ``options``.
+            ValueError: if a gold matches none of the choices.
         """
         for column in filter(None, (self.column, self.options)):
             if column not in columns:
-                raise KeyError(f"{self.__name__} needs the column {column!r}; the rows have {sorted(columns)}")
+                raise KeyError(f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}")
         options = columns[self.options] if self.options else [()] * len(completions)
         rows = zip(completions, columns[self.column], options, strict=True)
         return [
@@ -81,11 +83,11 @@ class MultipleChoice:
         ]
 
     def chosen(self, text: str) -> str | None:
-        """The letter that a completion chooses, as in ``choices``; None if it chooses none or several."""
-        boxed = _clean(last_boxed(text) or "")
+        """Return the letter of ``choices`` that a completion chooses; None if it chooses none or several."""
+        boxed = _strip_markup(last_boxed(text) or "")
         if found := self._boxed.match(boxed):
             return None if self._several.match(boxed, found.end(1)) else found[1].upper()
-        text = _clean(text)
+        text = _strip_markup(text)
         if announced := list(self._announced.finditer(text)):
             found = announced[-1]
             return None if self._several.match(text, found.end()) else (found["bracketed"] or found["bare"]).upper()
@@ -99,22 +101,24 @@ class MultipleChoice:
         if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(self.choices):
             return self.choices[gold]
         if isinstance(gold, str):
-            if found := self._line.fullmatch(_clean(gold)):
+            if found := self._line.fullmatch(_strip_markup(gold)):
                 return found[1].upper()
-            same = [i for i, text in enumerate(texts) if _clean(text).casefold() == _clean(gold).casefold()]
-            if same and same[0] < len(self.choices):
-                return self.choices[same[0]]
+            matches = [
+                i for i, text in enumerate(texts) if _strip_markup(text).casefold() == _strip_markup(gold).casefold()
+            ]
+            if matches and matches[0] < len(self.choices):
+                return self.choices[matches[0]]
         raise ValueError(
-            f"{self.column} {gold!r} is none of the choices {self.choices}, of the indices 0 to {len(self.choices) - 1}"
+            f"{self.column}={gold!r} must be one of the choices {self.choices}, an index 0 to {len(self.choices) - 1}"
             + (
-                f" and of the options {list(texts)!r:.200}"
+                f" or one of the options {list(texts)!r:.200}"
                 if self.options
-                else "; for texts name their column, options="
+                else "; set options= to the column of texts if golds are texts"
             )
         )
 
 
-def _clean(text: str) -> str:
-    """``text`` without markup and blank lines, with single spaces."""
+def _strip_markup(text: str) -> str:
+    """Remove markup, blank lines and repeated spaces."""
     lines = (" ".join(_MARKUP.sub("", line).split()) for line in text.splitlines())
     return "\n".join(filter(None, lines))

@@ -1,4 +1,4 @@
-"""Scores from a reward model: a sequence classifier with its own tokenizer and chat template."""
+"""Scores of a reward model: a sequence classifier with a tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_OF_THE_HUB = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
-_OF_ADAPTERS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+_ADAPTER_KWARGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 class SequenceClassifier:
-    """One score per trajectory: the logit that a sequence classifier gives the whole conversation.
+    """Reward from a sequence classifier: the logit of the whole conversation.
 
-    Messages are rendered by the reward model's own chat template, prompt and completion together and no turn opened
-    after them; plain text is prompt and completion joined, with the special tokens that the tokenizer puts around any
-    text. The model is loaded at the first call, and a pickle of this object holds its name alone; a module given as an
-    object is pickled with its weights. Rows are sorted by length and padded on the right; scores depend on the order of
-    the rows and on ``batch_size`` by no more than rounding (2e-6 of scores around 1 in float32).
+    Prompt and completion messages are rendered together with the chat template of the reward model, without a
+    generation prompt. Plain texts are joined, and the tokenizer adds its special tokens. The model is loaded at the
+    first call. A pickle holds only its name, or the weights if ``model`` is a module. Rows are sorted by length and
+    padded on the right. Their order and ``batch_size`` change scores only by rounding (2e-6 at scores around 1 in
+    float32).
 
-    It never trains: evaluation mode is set at each call, without gradients. Calls from several threads take turns.
+    Each call sets evaluation mode and disables gradients. Calls from several threads are executed one after another.
 
-    Metric: ``<name>/overlong``, the share of the rows with more than ``max_length`` tokens.
+    Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens.
 
     Args:
-        model: a hub id, a directory of a model or of a LoRA adapter (which needs peft), or a loaded module.
-        tokenizer: a tokenizer, or where to load it from; by default from where the model is.
-        name: the name in the logs; by default the last part of the model's path.
-        label: which logit of a model that has several is the score; must be left out for a model with one.
-        batch_size: rows in one forward pass.
-        max_length: tokens; by default as many as the model takes.
-        truncation: what happens to rows with more: None: they abstain, since neither end can be missed; ``"left"``:
-            they lose their beginning; ``"right"``: their end, which holds what most classifiers score.
-        device: where to put the model; by default the CPU, or for a module where it is.
-        dtype: ``"float32"``, ``"bfloat16"``, ...; by default float32, or for a module what it is.
-        template_kwargs: passed to the chat template.
-        **model_kwargs: passed to ``from_pretrained`` (``attn_implementation=``, ``revision=``, ...).
+        model: hub id, directory of a model or of a LoRA adapter (requires peft), or loaded module.
+        tokenizer: tokenizer, or its hub id or directory. None loads it from the path of the model.
+        name: name in logs. None uses the last part of the model's path.
+        label: index of the logit to use as the score. None requires a model with one label.
+        batch_size: rows per forward pass.
+        max_length: maximum number of tokens per row. None uses the limit of the model.
+        truncation: treatment of longer rows. None abstains, because a score needs both ends. ``"left"`` drops the
+            beginning and ``"right"`` the end, which holds the position that most classifiers score.
+        device: device of the model. None means the CPU, or the current device of a module.
+        dtype: ``"float32"``, ``"bfloat16"``, ... None means float32, or the current dtype of a module.
+        template_kwargs: keyword arguments of the chat template.
+        **model_kwargs: keyword arguments of ``from_pretrained`` (``attn_implementation=``, ``revision=``, ...).
 
     Raises:
-        ValueError: for a setting out of range. At the first call: for a model with other than one label and no
-            ``label``, a checkpoint without a classification head, or a tokenizer without a pad token (set one:
-            classifiers find the end of a text by it).
-        ImportError: at the first call, for an adapter without peft.
+        ValueError: if a setting is out of range. At the first call, if the model has several labels and ``label`` is
+            None, or the checkpoint has no classification head. Also if the tokenizer has no pad token, which
+            classifiers need to find the end of a text.
+        ImportError: at the first call, if an adapter is loaded without peft.
 
     Example:
-        >>> reward = SequenceClassifier("Skywork/Skywork-Reward-V2-Qwen3-0.6B", device="cpu")  # nothing is loaded yet
+        >>> reward = SequenceClassifier("Skywork/Skywork-Reward-V2-Qwen3-0.6B", device="cpu")  # loads nothing yet
         >>> reward.__name__
         'Skywork-Reward-V2-Qwen3-0.6B'
     """
@@ -72,12 +72,12 @@ class SequenceClassifier:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row per forward pass")
         if max_length is not None and max_length < 1:
-            raise ValueError(f"max_length={max_length} must be at least 1 token, or None for what the model takes")
+            raise ValueError(f"max_length={max_length} must be at least 1 token; use None for the limit of the model")
         if truncation not in (None, "left", "right"):
             raise ValueError(f"truncation={truncation!r} must be 'left', 'right', or None (longer rows abstain)")
         self.model = os.fspath(model) if isinstance(model, str | os.PathLike) else model
         if model_kwargs and not isinstance(self.model, str):
-            raise ValueError(f"{sorted(model_kwargs)} are for loading a model by name, but a module was given")
+            raise ValueError(f"{sorted(model_kwargs)} cannot be combined with a loaded module; pass a name or path")
         self.tokenizer, self.label, self.batch_size = tokenizer, label, batch_size
         self.max_length, self.truncation, self.device, self.dtype = max_length, truncation, device, dtype
         self.template_kwargs, self.model_kwargs = dict(template_kwargs or {}), model_kwargs
@@ -94,13 +94,15 @@ class SequenceClassifier:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """``B`` logits; None for rows that are too long, unless ``truncation`` is set, or have no token at all."""
+        """Return ``B`` logits, None for empty rows and, unless ``truncation`` is set, for overlong rows."""
         with self._lock:
+            # Encode the conversations
             model, tokenizer = self._load()
             rows = [
                 scored_ids(tokenizer, prompt, completion, **self.template_kwargs)
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
+            # Truncate overlong rows, or leave them out
             limit = self.max_length or _context_length(model, tokenizer)
             overlong = [len(ids) > limit for ids in rows]
             if log_metric is not None and rows:
@@ -108,11 +110,12 @@ class SequenceClassifier:
             if self.truncation is not None:
                 rows = [ids[:limit] if self.truncation == "right" else ids[-limit:] for ids in rows]
                 overlong = [False] * len(rows)
-            taken = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
+            # Score rows of similar length together, to save padding
+            order = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
             scores: list[float | None] = [None] * len(rows)
-            for start in range(0, len(taken), self.batch_size):
-                chosen = taken[start : start + self.batch_size]
-                for i, score in zip(chosen, self._forward(model, tokenizer, [rows[i] for i in chosen]), strict=True):
+            for start in range(0, len(order), self.batch_size):
+                batch = order[start : start + self.batch_size]
+                for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
                     scores[i] = score
             return scores
 
@@ -133,16 +136,16 @@ class SequenceClassifier:
         return logits[:, self.label or 0].float().tolist()
 
     def prepare(self) -> None:
-        """Loads the model and its tokenizer, if that is still to be done.
+        """Load the model and its tokenizer, unless they are loaded.
 
         Raises:
-            OSError: if there is no such model.
-            ValueError: for a model that gives no scores.
+            OSError: if the model does not exist.
+            ValueError: if the model cannot score; see the class.
         """
         self._load()
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
-        """The model and its tokenizer, loaded and checked once."""
+        """Return the model and its tokenizer; load and check them once."""
         from torchrl_rloo.data.dtypes import parse_dtype
 
         if self._loaded is None:
@@ -151,10 +154,10 @@ class SequenceClassifier:
                     self.model, dtype=self.dtype or "float32", label=self.label, **self.model_kwargs
                 ).to(self.device or "cpu")
             else:
-                model = self.model.to(**_given(device=self.device, dtype=self.dtype and parse_dtype(self.dtype)))
+                model = self.model.to(**_drop_none(device=self.device, dtype=self.dtype and parse_dtype(self.dtype)))
             tokenizer = self._load_tokenizer(model)
             _check_labels(model, self.label, self.__name__)
-            _agree_on_padding(model, tokenizer, self.__name__)
+            _set_pad_token(model, tokenizer, self.__name__)
             self._loaded = model, tokenizer
         return self._loaded
 
@@ -165,50 +168,54 @@ class SequenceClassifier:
         if source is None:
             source = self.model if isinstance(self.model, str) else _path_of(model)
         if source == "":
-            raise ValueError(f"reward model {self.__name__} is a module that names no directory: pass tokenizer=")
+            raise ValueError(f"reward model {self.__name__} is a module without name_or_path; pass tokenizer=")
         if not isinstance(source, str | os.PathLike):
             return source
-        hub = {k: v for k, v in self.model_kwargs.items() if k in _OF_THE_HUB and self.tokenizer is None}
-        return AutoTokenizer.from_pretrained(source, **hub)
+        kwargs = {k: v for k, v in self.model_kwargs.items() if k in _HUB_KWARGS and self.tokenizer is None}
+        return AutoTokenizer.from_pretrained(source, **kwargs)
 
 
 def scored_ids(tokenizer: Any, prompt: Any, completion: Any, **template_kwargs: Any) -> list[int]:
-    """The ids that a reward model reads of a trajectory; whoever trains one has to give it the same.
+    """Return the token ids of a trajectory for a reward model, in training and in scoring.
 
     Args:
-        tokenizer: the reward model's.
-        prompt: text, or chat messages.
-        completion: likewise.
-        **template_kwargs: passed to the chat template.
+        tokenizer: tokenizer of the reward model.
+        prompt: text or chat messages.
+        completion: text or chat messages, of the same kind as ``prompt``.
+        **template_kwargs: keyword arguments of the chat template.
+
+    Returns:
+        ``[T]`` token ids of prompt and completion.
 
     Raises:
-        TypeError: if one is text and the other is not.
-        ValueError: for messages without a chat template.
+        TypeError: if only one of ``prompt`` and ``completion`` is text.
+        ValueError: if they are messages and the tokenizer has no chat template.
     """
     from torchrl_rloo.data.templates import encode_messages, join_conversation
 
     if isinstance(prompt, str) and isinstance(completion, str):
         return list(tokenizer(prompt + completion)["input_ids"])
     if isinstance(prompt, str) or isinstance(completion, str):
-        raise TypeError(f"prompt {prompt!r:.90} and completion {completion!r:.90} must be both text, or both messages")
+        raise TypeError(f"prompt={prompt!r:.90} and completion={completion!r:.90} must be both texts or both messages")
     return encode_messages(tokenizer, join_conversation(prompt, completion), **template_kwargs)
 
 
 def load_classifier(
     name: str, *, dtype: str = "float32", label: int | None = None, **model_kwargs: Any
 ) -> torch.nn.Module:
-    """A sequence classifier in evaluation mode, on the CPU.
+    """Load a sequence classifier in evaluation mode on the CPU.
 
     Args:
-        name: a hub id, or a directory of a model or of a LoRA adapter.
+        name: hub id, or directory of a model or of a LoRA adapter.
         dtype: ``"float32"``, ``"bfloat16"``, ...
-        label: None: an adapter is loaded onto a base model with one label; else pass ``num_labels=``, too.
-        **model_kwargs: passed to ``from_pretrained``.
+        label: index of the logit to use. None loads an adapter onto a base model with one label; otherwise also pass
+            ``num_labels=``.
+        **model_kwargs: keyword arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: for an unknown dtype, or a checkpoint without a classification head.
-        ImportError: for an adapter, if peft is not installed.
-        OSError: if there is no such model.
+        ValueError: if ``dtype`` is unknown or the checkpoint has no classification head.
+        ImportError: if an adapter is loaded without peft.
+        OSError: if the model does not exist.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -216,15 +223,15 @@ def load_classifier(
     from torchrl_rloo.data.dtypes import parse_dtype
 
     torch_dtype = parse_dtype(dtype)
-    if find_adapter_config_file(name, **{k: model_kwargs[k] for k in _OF_ADAPTERS if k in model_kwargs}) is not None:
+    if find_adapter_config_file(name, **{k: model_kwargs[k] for k in _ADAPTER_KWARGS if k in model_kwargs}) is not None:
         return _load_adapter(name, torch_dtype, {**({"num_labels": 1} if label is None else {}), **model_kwargs})
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, dtype=torch_dtype, output_loading_info=True, **model_kwargs
     )
     if info["missing_keys"]:
         raise ValueError(
-            f"{name} has no weights for {sorted(info['missing_keys'])}, so its scores would be random: a reward model "
-            "needs a trained classification head, which a language model has not"
+            f"{name} has no weights for {sorted(info['missing_keys'])}, so its scores would be random; use a reward "
+            "model with a trained classification head, not a language model"
         )
     return model.eval()
 
@@ -233,33 +240,33 @@ def _load_adapter(name: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> torc
     try:
         from peft import AutoPeftModelForSequenceClassification
     except ImportError as error:
-        raise ImportError(f"{name} is an adapter, which needs peft: pip install 'torchrl_rloo[peft]'") from error
+        raise ImportError(f"{name} is an adapter, which requires peft: pip install 'torchrl_rloo[peft]'") from error
     return AutoPeftModelForSequenceClassification.from_pretrained(name, dtype=dtype, **kwargs).eval()
 
 
 def _check_labels(model: torch.nn.Module, label: int | None, name: str) -> None:
     labels = model.config.num_labels
     if label is None and labels != 1:
-        raise ValueError(f"reward model {name} has {labels} labels: name the one to score by, label=0 ... {labels - 1}")
+        raise ValueError(f"reward model {name} has {labels} labels; set label=0 ... {labels - 1}")
     if label is not None and not 0 <= label < labels:
-        raise ValueError(f"label={label}: reward model {name} has {labels} labels, 0 ... {labels - 1}")
+        raise ValueError(f"label={label} must be in 0 ... {labels - 1}: reward model {name} has {labels} labels")
 
 
-def _agree_on_padding(model: torch.nn.Module, tokenizer: Any, name: str) -> None:
-    """The model looks for the last token that is no padding, so it has to know the id that rows are padded with."""
+def _set_pad_token(model: torch.nn.Module, tokenizer: Any, name: str) -> None:
+    """Set the same pad id in model and tokenizer: the model scores at the last token that is not padding."""
     config = model.config.get_text_config()
     if tokenizer.pad_token_id is None and config.pad_token_id is not None:
         tokenizer.pad_token_id = config.pad_token_id
     if tokenizer.pad_token_id is None:
         raise ValueError(
-            f"the tokenizer of reward model {name} has no pad token and the model's config has no pad_token_id: pass "
-            "tokenizer= with a pad_token that ends no text, the one from the model's training if it had one"
+            f"the tokenizer of reward model {name} has no pad token and its config no pad_token_id; pass tokenizer= "
+            "with the pad_token from training, or one that never ends a text"
         )
     config.pad_token_id = tokenizer.pad_token_id
 
 
 def _context_length(model: torch.nn.Module, tokenizer: Any) -> int:
-    """The smaller of both limits: RoBERTa has two positions that no token can take, a tokenizer may name no limit."""
+    """Return the smaller limit: RoBERTa has two unusable positions, and a tokenizer may have no limit."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(most or sys.maxsize, tokenizer.model_max_length)
 
@@ -268,5 +275,5 @@ def _path_of(model: torch.nn.Module) -> str:
     return getattr(model, "name_or_path", "") or ""
 
 
-def _given(**settings: Any) -> dict[str, Any]:
+def _drop_none(**settings: Any) -> dict[str, Any]:
     return {k: v for k, v in settings.items() if v is not None}

@@ -1,13 +1,13 @@
-"""Tests and the program that they test, in two processes: loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
+"""Tests and the program under test in separate processes; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
 
-``serve`` runs in the process of the program, ``judge`` in that of the tests. What the tests call is carried out over
-there, and only plain values come back: numbers, texts, lists, dicts and the like. So nothing that a program does to its
-own interpreter reaches the tests: not ``sys.exit``, not a patched ``builtins``, not an ``__eq__`` that always agrees,
-and no frame or file there holds what is expected. An object of the program's own classes stays there, and the tests
-hold a :class:`Remote` for it.
+``serve`` runs in the process of the program, ``judge`` in that of the tests. Calls of the tests are executed in the
+process of the program, and only plain values come back: numbers, texts, lists, dicts and similar. Changes of the
+program to its interpreter, such as ``sys.exit``, patched ``builtins`` or an ``__eq__`` that always returns True, do not
+affect the tests. No frame or file of that process holds an expected result. Instances of the program's classes stay
+there, and the tests hold a :class:`Remote` for each.
 
-A message is a line of JSON. Request: ``[operation, arguments, keywords]``. Reply: ``["value", result, arguments]``, the
-latter as the call left them, or ``["raised", type, text]``.
+A message is a line of JSON. A request is ``[operation, arguments, keywords]``. A reply is
+``["value", result, arguments]``, with the arguments after the call, or ``["raised", type, text]``.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-CHANNEL = 3  # the file descriptor that joins the two
-PROGRAM = "candidate"  # the module that a program's classes are of
+CHANNEL = 3  # file descriptor of the socket between both processes
+PROGRAM = "candidate"  # module name of the program's classes
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 NUMBERS = {"Fraction": Fraction, "Decimal": Decimal, "complex": complex}
 
 
 class UnsupportedTestError(Exception):
-    """A test needs something that cannot be sent to another process."""
+    """Error of a test that passes a value which cannot be sent to another process."""
 
 
 class ProgramEndedError(Exception):
-    """The program's process is no more."""
+    """Error of a test whose program has ended."""
 
 
 class ProgramError(Exception):
-    """The program raised something other than a built-in exception."""
+    """Error that stands for an exception of the program that is not built in."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """A value as JSON; ``keep`` gives what stands for an object that is no plain value."""
+    """Encode a value as JSON; ``keep`` returns the index that stands for an object without a plain form."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind.__module__ == PROGRAM:
-        return ["object", keep(value), _plain(value, keep)]
-    return _plain(value, keep) or ["object", keep(value), None]
+        return ["object", keep(value), _encode_plain(value, keep)]
+    return _encode_plain(value, keep) or ["object", keep(value), None]
 
 
-def _plain(value: Any, keep: Callable[[Any], Any]) -> Any:
+def _encode_plain(value: Any, keep: Callable[[Any], Any]) -> Any:
     for name, base in SEQUENCES.items():
         if isinstance(value, base):
             return [name, *(encode(item, keep) for item in base(value))]
@@ -72,7 +72,7 @@ def _plain(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, restore: Callable[[Any, Any], Any]) -> Any:
-    """What :func:`encode` encoded; ``restore`` gives the object for what ``keep`` gave, and its plain form if any."""
+    """Decode the result of :func:`encode`; ``restore`` returns the object of an index and an optional plain form."""
     if not isinstance(data, list):
         return data
     kind, *items = data
@@ -88,7 +88,7 @@ def decode(data: Any, restore: Callable[[Any, Any], Any]) -> Any:
 
 
 class Stream:
-    """One end of the channel."""
+    """Endpoint of the channel."""
 
     def __init__(self) -> None:
         sys.set_int_max_str_digits(0) if hasattr(sys, "set_int_max_str_digits") else None
@@ -125,7 +125,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def serve() -> None:
-    """Run the program that standard input holds, then what the tests ask for, until they end."""
+    """Run the program from standard input, then the requests of the tests until these end."""
     stream, objects = Stream(), []
     source, sys.stdin = sys.stdin.read(), io.StringIO()
     module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
@@ -138,15 +138,15 @@ def serve() -> None:
         try:
             result = function(*args, **kwargs)
             return ["value", encode(result, keep), [encode(a, keep) if _mutable(a) else None for a in args]]
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: whatever it raises, it has failed
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are also failures of the program
             return ["raised", type(error).__name__, str(error)[:1000]]
 
     def load() -> None:
         exec(compile(source, "<program>", "exec"), module.__dict__)
 
-    def names(wanted: list[str]) -> list[dict[str, Any]]:
-        found = {name: vars(module)[name] for name in wanted if name in vars(module)}
-        library = {name: origin for name, value in found.items() if (origin := _origin(value))}
+    def names(requested: list[str]) -> list[dict[str, Any]]:
+        found = {name: vars(module)[name] for name in requested if name in vars(module)}
+        library = {name: origin for name, value in found.items() if (origin := _find_origin(value))}
         return [{name: value for name, value in found.items() if name not in library}, library]
 
     reply = answer(load, [], {})
@@ -158,8 +158,8 @@ def serve() -> None:
         reply = answer(names if request[0] == "names" else OPERATIONS[request[0]], args, kwargs)
 
 
-def _origin(value: Any) -> tuple[str, str] | None:
-    """The module of the standard library, and the name in it ("": all of it), that a value was imported from."""
+def _find_origin(value: Any) -> tuple[str, str] | None:
+    """Return the module and name that a value was imported from (name "" for a module), None for other values."""
     if isinstance(value, types.ModuleType):
         return value.__name__, ""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
@@ -178,10 +178,10 @@ def _mutable(value: Any) -> bool:
 
 
 class Remote:
-    """An object in the program's process.
+    """Proxy of an object in the program's process.
 
-    It equals a plain value only if it is one itself (a named tuple, say), whatever its own ``__eq__`` says; two objects
-    of the program are compared by the program.
+    It equals a plain value only through its plain form (of a named tuple, for example); its ``__eq__`` is not asked.
+    The program compares two of its objects.
     """
 
     __hash__ = None
@@ -232,17 +232,21 @@ class Remote:
 
 
 class Link:
-    """The tests' access to the program.
+    """Connection from the tests to the program.
 
     Attributes:
-        fault: an error that no test may catch: the program has ended, or a test cannot be carried out.
+        fault: fatal error that tests must not catch: the program has ended, or a test cannot run. None without one.
     """
 
     def __init__(self) -> None:
         self.stream, self.fault = Stream(), None
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Carry out an operation over there; lists and the like are afterwards as it left them."""
+        """Execute an operation in the program's process and copy its changes to mutable arguments.
+
+        Raises:
+            Exception: any exception of the program, or the :attr:`fault`.
+        """
         if self.fault:
             raise self.fault
         request = [operation, encode(list(args), self.keep), encode(kwargs, self.keep)]
@@ -253,10 +257,10 @@ class Link:
         return self.receive(args)
 
     def receive(self, args: tuple[Any, ...] = ()) -> Any:
-        """What the program answers."""
+        """Read the answer of the program: return its value or raise its exception."""
         try:
             kind, *content = self.stream.receive() or ["ended"]
-        except (OSError, ValueError, TypeError, RecursionError):  # it writes there what it likes
+        except (OSError, ValueError, TypeError, RecursionError):  # the program may write anything to the channel
             kind, content = "ended", []
         if kind == "value":
             for argument, after in zip(args, content[1], strict=True):
@@ -269,13 +273,15 @@ class Link:
         self._end()
 
     def _end(self) -> None:
-        self.fault = ProgramEndedError("the program ended before its tests did")
+        self.fault = ProgramEndedError("the program ended before its tests")
         raise self.fault
 
     def keep(self, value: Any) -> int:
         if isinstance(value, Remote):
             return value._index
-        self.fault = UnsupportedTestError(f"a test passes a {type(value).__name__}, which cannot leave its process")
+        self.fault = UnsupportedTestError(
+            f"a test passes a {type(value).__name__}, which cannot be sent to another process"
+        )
         raise self.fault
 
     def restore(self, index: int, plain: Any) -> Remote:
@@ -293,10 +299,11 @@ def _assign(target: Any, value: Any) -> None:
 
 
 def judge() -> None:
-    """Run the tests that standard input holds and print a line of JSON for each: ``[whether it passed, reason]``.
+    """Run the tests from standard input and print a JSON line ``[passed, reason]`` for each.
 
-    ``{"broken": reason}`` instead, if the tests cannot be run whatever the program is.
+    Print ``{"broken": reason}`` instead if the tests cannot run with any program.
     """
+    # Compile all tests first: a syntax error is no failure of the program
     task, out = json.load(sys.stdin), os.fdopen(os.dup(1), "w", buffering=1)
     sys.stdin, sys.stdout = io.StringIO(), io.StringIO()
     texts = [task["setup"], *task["tests"]]
@@ -308,11 +315,11 @@ def judge() -> None:
     link, namespace = Link(), {"__name__": "tests"}
 
     def attempt(step: Callable[..., Any], *args: Any) -> str | None:
-        """Why a step failed, if it did."""
+        """Run a step and return the reason of its failure, None if it succeeds."""
         try:
             step(*args)
             error = link.fault
-        except BaseException as raised:  # whatever it raises, it has failed
+        except BaseException as raised:  # SystemExit is also a failure
             error = link.fault or raised
         if isinstance(error, UnsupportedTestError):
             print(json.dumps({"broken": str(error)}), file=out, flush=True)
@@ -320,11 +327,12 @@ def judge() -> None:
         return None if error is None else f"{type(error).__name__}: {error}"[:300]
 
     def prepare() -> None:
-        link.receive()  # what loading the program gave
-        wanted = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-        namespace.update(_names(link.ask("names", sorted(wanted))))
+        link.receive()  # raises if loading the program failed
+        used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        namespace.update(_resolve_names(link.ask("names", sorted(used))))
         exec(setup, namespace)
 
+    # Load the program's names, then run the tests in order
     if reason := attempt(prepare):
         print(json.dumps([False, reason]), file=out)
         return
@@ -335,8 +343,8 @@ def judge() -> None:
             return
 
 
-def _names(content: list[dict[str, Any]]) -> dict[str, Any]:
-    """What tests see of the program's names. None of its own may stand for a built-in one or for a library's."""
+def _resolve_names(content: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the program's names for the tests, except those that would replace built-in or library names."""
     own, library = content
     names = {k: v for k, v in own.items() if not hasattr(builtins, k) and k not in sys.stdlib_module_names}
     for name, (module, attribute) in library.items():

@@ -1,4 +1,4 @@
-"""Rewards that must not teach anything: controls that show whether a result comes from the reward."""
+"""Control rewards, which carry no signal and show whether a result comes from the reward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class Shuffled(RewardWrapper):
-    """The scores of another reward function, dealt out to the wrong trajectories.
+    """Reward that shuffles the scores of another reward function over the batch.
 
-    The order depends on what was sampled and on nothing else, so a resumed run deals the same.
+    The order depends only on the sampled ids, so a resumed run shuffles identically.
 
     Args:
-        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
 
     Example:
         >>> shuffled = Shuffled("boxed_accuracy")
@@ -30,6 +30,6 @@ class Shuffled(RewardWrapper):
         self.whole_batch = True
 
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The scores in another order."""
+        """Return the scores in a random order."""
         random.Random(str(batch.completion_ids)).shuffle(scores)
         return scores

@@ -1,4 +1,4 @@
-"""Countdown: an arithmetic expression that uses given numbers and makes a target."""
+"""Countdown reward: an arithmetic expression must use the given numbers and evaluate to a target."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}")
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
-    """Value of an expression in ``+ - * / ( )`` and whole numbers, exactly, with the numbers in it.
+    """Evaluate an expression of whole numbers and ``+ - * / ( )`` exactly.
 
-    A right side (``= 24``) is left out; ``x``, ``×``, ``÷`` and LaTeX's ``\\times``, ``\\cdot``, ``\\div`` are read as
-    signs.
+    A right-hand side (``= 24``) is ignored. ``x``, ``×``, ``÷`` and LaTeX's ``\\times``, ``\\cdot``, ``\\div`` count
+    as operators.
 
     Returns:
-        ``(value, numbers)``, or None if the text is no such expression, is longer than 200 characters or divides by 0.
+        ``(value, numbers)``, or None if the text is not an expression, has more than 200 characters or divides by 0.
 
     Example:
         >>> evaluate_expression("(3 + 5) * 3 = 24")
@@ -52,20 +52,20 @@ def _value(node: ast.AST, numbers: list[int]) -> Fraction:
         return _OPERATIONS[type(node.op)](_value(node.left, numbers), _value(node.right, numbers))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, numbers)
-    raise ValueError(f"{type(node).__name__} is not part of an expression")
+    raise ValueError(f"{type(node).__name__} is not allowed in an expression")
 
 
 class Countdown:
-    """1.0 where a completion's expression uses each given number exactly once and makes the target.
+    """Reward of 1.0 where the expression of a completion uses each number exactly once and equals the target.
 
-    The expression stands in the last ``<answer>...</answer>``, else in the last ``\\boxed{}``.
+    The expression is in the last ``<answer>...</answer>``, else in the last ``\\boxed{}``.
 
-    Source: the task of TinyZero (Pan et al. 2025), after the numbers round of the television game.
+    Source: the task of TinyZero (Pan et al. 2025), after the numbers round of the TV show Countdown.
 
     Args:
-        format_score: what a readable expression earns that is wrong (TinyZero: 0.1); none earns 0.0.
-        numbers_column: the dataset's column of numbers, lists of whole numbers, or None, which abstains.
-        target_column: the column of targets.
+        format_score: score of a valid but wrong expression (TinyZero: 0.1). Without an expression the score is 0.0.
+        numbers_column: dataset column of numbers, lists of whole numbers or None, which abstains.
+        target_column: dataset column of targets.
 
     Raises:
         ValueError: unless ``0 <= format_score < 1``.
@@ -80,20 +80,23 @@ class Countdown:
 
     def __init__(self, *, format_score: float = 0.0, numbers_column: str = "nums", target_column: str = "target"):
         if not 0 <= format_score < 1:
-            raise ValueError(f"format_score={format_score} must be at least 0 and below 1, the score of a solution")
+            raise ValueError(f"format_score={format_score} must be in [0, 1): a solution scores 1")
         self.format_score, self.numbers_column, self.target_column = format_score, numbers_column, target_column
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores: 1.0, ``format_score``, 0.0, or None where there are no numbers.
+        """Return ``B`` scores: 1.0, ``format_score``, 0.0, or None where the numbers are None.
 
         Raises:
-            KeyError: if the rows lack one of the columns.
+            KeyError: if a column is missing.
         """
         for column in (self.numbers_column, self.target_column):
             if column not in columns:
-                raise KeyError(f"the rows have no column {column!r}; they have {sorted(columns)}: set numbers_column=")
+                raise KeyError(
+                    f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}; set numbers_column= "
+                    "and target_column="
+                )
         rows = zip(completions, columns[self.numbers_column], columns[self.target_column], strict=True)
         return [None if numbers is None else self._score(final_text(c), numbers, target) for c, numbers, target in rows]
 

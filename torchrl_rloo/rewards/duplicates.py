@@ -1,4 +1,4 @@
-"""Which trajectories of a batch are the same, so that each is scored once."""
+"""Identical trajectories of a batch, which are scored once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
-    """The trajectories that differ in prompt, completion, ids, a column or truncation.
+    """Find the trajectories that differ in prompt, completion, ids, a column or truncation.
 
-    What cannot be compared (arrays, say) is taken to differ.
+    Values that cannot be compared (arrays, for example) count as different.
 
     Returns:
-        ``(index of the first of each set of identical ones, for each trajectory the place of its set in that list)``.
+        Tuple ``(first, places)``. ``first`` holds the index of the first trajectory of each set of identical ones.
+        ``places[i]`` is the position in ``first`` of the set of trajectory ``i``.
 
     Example:
         >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
@@ -25,10 +26,10 @@ def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
     """
     first: list[int] = []
     places: list[int] = []
-    candidates: dict[Any, list[int]] = {}  # places, by what is cheap to compare
+    candidates: dict[Any, list[int]] = {}  # places, by a key that is cheap to compare
     for i, ids in enumerate(batch.completion_ids):
-        alike = candidates.setdefault((tuple(ids), _end(batch.prompts[i])), [])
-        place = next((p for p in alike if _identical(batch, first[p], i)), None)
+        alike = candidates.setdefault((tuple(ids), _last_text(batch.prompts[i])), [])
+        place = next((p for p in alike if _is_identical(batch, first[p], i)), None)
         if place is None:
             place = len(first)
             first.append(i)
@@ -37,12 +38,12 @@ def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
     return first, places
 
 
-def _end(prompt: Any) -> str:
+def _last_text(prompt: Any) -> str:
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
     return str(last.get("content")) if isinstance(last, Mapping) else last if isinstance(last, str) else ""
 
 
-def _identical(batch: RewardBatch, i: int, j: int) -> bool:
+def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:
     columns = [batch.prompts, batch.completions, *batch.columns.values()]
     if batch.truncated:
         columns.append(batch.truncated)

@@ -1,4 +1,4 @@
-"""EventLoop: async reward functions, all calls of all functions concurrently, on one loop in a thread of its own."""
+"""EventLoop: concurrent calls of async reward functions, on one event loop in a daemon thread."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ from torchrl_rloo.rewards.protocol import (
     reward_name,
 )
 
-CONCURRENCY = 16  # calls of one function under way at a time, for a function without an attribute `concurrency`
-LOOK_SECONDS = 5.0  # between looks at whether the loop still runs
+CONCURRENCY = 16  # calls in flight of a function without an attribute `concurrency`
+LOOK_SECONDS = 5.0  # between checks that the loop still runs
 
 
 class EventLoop:
-    """Calls async functions on one loop, which starts on first use, in a daemon thread.
+    """Event loop in a daemon thread, which calls async reward functions and starts at the first call.
 
-    A call that exceeds its time is cancelled. A coroutine that blocks the loop (``time.sleep``, a computation without
-    end) cannot be: the loop is given up with its thread, and the calls that had no result yet run again, each on a loop
-    and thread of its own, so that only the one that blocks is lost.
+    A call that times out is cancelled. A coroutine that blocks the loop (``time.sleep``, an endless computation) cannot
+    be cancelled. The loop and its thread are then abandoned. The calls without a result are repeated, each on a
+    separate loop and thread, so only the blocking call fails.
 
-    Any thread may call :meth:`run`; runs overlap. The loop ends with this object. A pickled copy and a forked process
-    have their own.
+    Any thread may call :meth:`run`, and runs may overlap. The loop stops when this object is deleted. A pickled copy
+    or a forked process starts a new loop.
+
+    Example:
+        >>> from torchrl_rloo.rewards import RewardBatch
+        >>> async def length(completions):
+        ...     return [float(len(text)) for text in completions]
+        >>> loop = EventLoop()
+        >>> [call.scores for call in loop.run(length, [RewardBatch(["?"], ["abc"], [[1]])], timeout=5.0)]
+        [[3.0]]
+        >>> loop.close()
     """
 
     def __init__(self):
@@ -44,16 +53,20 @@ class EventLoop:
     def run(
         self, function: RewardFunction, batches: Sequence[RewardBatch], timeout: float | None = None
     ) -> list[RewardCall | RewardFailure]:
-        """Calls a function once for each batch, at most ``function.concurrency`` (default 16) at a time.
+        """Call a function once per batch, with at most ``function.concurrency`` (default 16) calls in flight.
 
         Args:
-            function: an async reward function.
-            batches: of ``n`` trajectories each.
-            timeout: a call may take ``n`` times as many seconds; None for no limit.
+            function: async reward function.
+            batches: batches of ``n`` trajectories, one per call.
+            timeout: seconds per trajectory; a call may take ``n`` times as long. None disables it.
+
+        Returns:
+            One result per batch, in order.
 
         Raises:
             ValueError: if ``function.concurrency`` is below 1.
         """
+        # Start over in a forked process: the parent's thread does not exist here
         if self._owner != os.getpid():
             self.__init__()
         limit, results = _concurrency(function), [None] * len(batches)
@@ -61,18 +74,20 @@ class EventLoop:
         future = asyncio.run_coroutine_threadsafe(_call_all(function, batches, limit, timeout, results), loop)
         longest = None if timeout is None else timeout * max(map(len, batches), default=1)
         try:
-            if self._finishes(future, loop, thread, longest) and not future.cancelled():  # by a function, say
+            if self._wait(future, loop, thread, longest) and not future.cancelled():  # a function may cancel it
                 future.result()
                 return results
         finally:
-            future.cancel()  # nothing, unless interrupted or blocked
+            future.cancel()  # has an effect only after an interruption or if the loop is blocked
+        # Abandon the blocked loop; copy its results, because it may still write into the list
         with self._lock:
             if self._loop is loop:
-                self._forget()
-        results = list(results)  # the old loop may write into its own yet
-        rest = [i for i, result in enumerate(results) if result is None]
-        alone = ThreadExecutor(_concurrency(function), timeout).run(function, [batches[i] for i in rest])
-        for i, result in zip(rest, alone, strict=True):
+                self._abandon()
+        results = list(results)
+        # Repeat the unfinished calls in separate threads, where one cannot block another
+        missing = [i for i, result in enumerate(results) if result is None]
+        repeated = ThreadExecutor(_concurrency(function), timeout).run(function, [batches[i] for i in missing])
+        for i, result in zip(missing, repeated, strict=True):
             results[i] = result
         return results
 
@@ -87,24 +102,22 @@ class EventLoop:
             return self._loop, self._thread
 
     @staticmethod
-    def _finishes(
-        future: Future, loop: asyncio.AbstractEventLoop, thread: threading.Thread, longest: float | None
-    ) -> bool:
-        """Waits for the calls; False if the loop has ended or did nothing for as long as a call may take."""
+    def _wait(future: Future, loop: asyncio.AbstractEventLoop, thread: threading.Thread, longest: float | None) -> bool:
+        """Wait for the calls; return False if the loop has ended or is blocked for ``longest`` seconds."""
         while not future.done():
-            turned = threading.Event()
-            loop.call_soon_threadsafe(turned.set)
+            responded = threading.Event()
+            loop.call_soon_threadsafe(responded.set)
             wait([future], timeout=LOOK_SECONDS if longest is None else longest)
-            if not future.done() and (not thread.is_alive() or longest is not None and not turned.is_set()):
+            if not future.done() and (not thread.is_alive() or longest is not None and not responded.is_set()):
                 return False
         return True
 
     def close(self) -> None:
-        """Ends the loop; the next run starts another."""
+        """Stop the loop; the next run starts a new one."""
         with self._lock:
-            self._forget()
+            self._abandon()
 
-    def _forget(self) -> None:
+    def _abandon(self) -> None:
         if self._loop is not None:
             self._end()
         self._loop = self._thread = None
@@ -117,9 +130,9 @@ class EventLoop:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop until it is stopped and the calls on it have ended, and closes its descriptors."""
+    """Run a loop until it is stopped and its calls have ended, then close its descriptors."""
     loop.run_forever()
-    if tasks := asyncio.all_tasks(loop):  # of other runs than the one that gave it up
+    if tasks := asyncio.all_tasks(loop):  # calls of other runs than the one that abandoned the loop
         loop.run_until_complete(asyncio.wait(tasks))
     loop.close()
 
@@ -132,34 +145,34 @@ def _stop(loop: asyncio.AbstractEventLoop, owner: int) -> None:
 def _concurrency(function: RewardFunction) -> int:
     limit = getattr(function, "concurrency", CONCURRENCY)
     if limit < 1:
-        raise ValueError(f"reward {reward_name(function)}: concurrency={limit} must be at least 1, or no call begins")
+        raise ValueError(f"reward {reward_name(function)}: concurrency={limit} must be at least 1")
     return limit
 
 
 async def _call_all(
     function: RewardFunction, batches: Sequence[RewardBatch], limit: int, timeout: float | None, results: list[Any]
 ) -> None:
-    free = asyncio.Semaphore(limit)
+    slots = asyncio.Semaphore(limit)
 
-    async def one(index: int, batch: RewardBatch) -> None:
-        async with free:  # waiting for its turn takes nothing off a call's time
+    async def call(index: int, batch: RewardBatch) -> None:
+        async with slots:  # the time limit starts when the call has a slot
             results[index] = await _call(function, batch, None if timeout is None else timeout * len(batch))
 
-    await asyncio.gather(*(one(i, batch) for i, batch in enumerate(batches)))
+    await asyncio.gather(*(call(i, batch) for i, batch in enumerate(batches)))
 
 
 async def _call(function: RewardFunction, batch: RewardBatch, limit: float | None) -> RewardCall | RewardFailure:
     start = perf_counter()
     task = asyncio.ensure_future(_attempt(function, batch))
     try:
-        await asyncio.wait({task}, timeout=limit)  # unlike wait_for, does not wait for what ignores its cancellation
+        await asyncio.wait({task}, timeout=limit)  # wait_for would also wait for a task that ignores cancellation
     finally:
         task.cancel()
     if not task.done():
         return RewardFailure.timed_out(limit, perf_counter() - start)
     try:
         return task.result()
-    except asyncio.CancelledError as error:  # cancelled from within
+    except asyncio.CancelledError as error:  # the function cancelled itself
         return RewardFailure.of(error, perf_counter() - start)
 
 
@@ -169,5 +182,5 @@ async def _attempt(function: RewardFunction, batch: RewardBatch) -> RewardCall |
         return await call_reward_async(function, batch)
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # SystemExit, too, would end the loop
+    except BaseException as error:  # SystemExit would also end the loop
         return RewardFailure.of(error, perf_counter() - start)

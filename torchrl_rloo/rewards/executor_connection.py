@@ -1,4 +1,4 @@
-"""One worker process of a ProcessExecutor as the training process sees it, and the guard that outlives a killed run."""
+"""Handles, in the training process, of the workers of a ProcessExecutor and of their guard process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from torchrl_rloo.rewards.executor_guard import kill_tree
 from torchrl_rloo.rewards.executor_worker import DUMP_SIGNAL
 from torchrl_rloo.rewards.protocol import RewardCall, RewardFailure
 
-START_SECONDS = 120.0  # to start a worker
-TRANSFER_SECONDS = 60.0  # between two pieces of one message
-POLL_SECONDS = 0.2  # between looks for a worker that has exited while a child of it holds its socket
+START_SECONDS = 120.0  # limit for the start of a worker
+TRANSFER_SECONDS = 60.0  # limit between two parts of one message
+POLL_SECONDS = 0.2  # between checks for workers that exited while a child holds their socket open
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class Message(NamedTuple):
-    """What a worker is told.
+    """Request to a worker.
 
     Attributes:
-        command: ``"load"`` or ``"call"``.
+        command: ``"start"``, ``"load"`` or ``"call"``.
         key: number of the function.
-        data: the pickled function or batch.
-        limit: seconds until the reply.
+        data: pickled function or batch.
+        limit: time limit of the reply in seconds.
     """
 
     command: str
@@ -49,16 +49,18 @@ class Message(NamedTuple):
 
 
 class Worker:
-    """A running ``executor_worker.py``. It gives one reply when it has started and one to each message.
+    """Handle of a process that runs ``executor_worker.py``, which replies once after its start and to each message.
 
     Attributes:
-        ended: whether it has been killed, or was found dead.
+        ended: True if the process was killed or found dead.
     """
 
     def __init__(self, guard: Guard):
+        # Limit the time of socket operations: a worker may stop in the middle of a message
         ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a worker may stop in the middle of a message
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TRANSFER_SECONDS), 0))
+        # Start the process with a file for tracebacks, which stays readable after a crash
         self._dump = tempfile.TemporaryFile("w+b", buffering=0)
         descriptors = (theirs.fileno(), self._dump.fileno())
         with theirs:
@@ -66,12 +68,14 @@ class Worker:
                 [sys.executable, _script("executor_worker.py"), *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # a group of its own, which is killed as a whole
+                start_new_session=True,  # a new process group, which is killed as a whole
             )
+        # Kill the process when this handle is deleted, or through the guard when this process dies
         self.connection, self.ended = Connection(ours.detach()), False
         self._end = weakref.finalize(self, _end, self.process, self.connection, guard, os.getpid())
         guard.watch(self.process.pid)
-        self._known: set[int] = set()
+        # Send the import path; the reply confirms the start
+        self._loaded_keys: set[int] = set()
         self._messages: deque[Message] = deque()
         path = pickle.dumps([folder or os.getcwd() for folder in sys.path])
         self._send(Message("start", -1, path, START_SECONDS))
@@ -82,33 +86,40 @@ class Worker:
         data = message.data if message.command == "start" else pickle.dumps(message[:3])
         try:
             self.connection.send_bytes(data)
-        except OSError as error:  # it has exited, which the next look at the socket shows, or does not read
+        except OSError as error:  # the worker has exited, which the next step detects, or does not read
             self.deadline = self._start
-            _LOGGER.debug("a reward worker cannot be written to: %s", error)
+            _LOGGER.debug("cannot write to a reward worker: %s", error)
 
     def give(self, load: Message, call: Message) -> None:
-        """Has a function called, which is loaded first if it is new here."""
+        """Queue a call of a function, after its ``load`` message if this worker has not loaded it yet."""
         idle = self.deadline == math.inf
-        self._messages += [call] if call.key in self._known else [load, call]
+        self._messages += [call] if call.key in self._loaded_keys else [load, call]
         if idle:
             self._send(self._messages.popleft())
 
     def step(self, readable: bool) -> RewardCall | RewardFailure | None:
-        """What came of the call; None if that is not known yet."""
+        """Process one event and return the result of the call, or None while the call is pending.
+
+        Args:
+            readable: True if the worker has sent a reply or closed its socket.
+        """
+        # Without a reply, check that the worker is alive and within its time limit
         if not readable:
             if self.has_exited() and not self.connection.poll():
-                return self._died()
-            return self._hangs() if perf_counter() >= self.deadline else None
+                return self._fail_dead()
+            return self._fail_hung() if perf_counter() >= self.deadline else None
+        # Read the reply
         try:
             data = self.connection.recv_bytes()
         except (EOFError, OSError):
-            return self._died()
+            return self._fail_dead()
         try:
             reply = pickle.loads(data)
-        except Exception as error:  # what it logged cannot be unpickled here
+        except Exception as error:  # a logged value cannot be unpickled in this process
             reply = RewardFailure.of(error, perf_counter() - self._start)
-        if reply is None:  # started or loaded
-            self._known.add(self._message.key)
+        # None confirms "start" or "load": send the next message
+        if reply is None:
+            self._loaded_keys.add(self._message.key)
             self._send(self._messages.popleft())
             return None
         self._messages.clear()
@@ -116,12 +127,12 @@ class Worker:
         return reply
 
     def has_exited(self) -> bool:
-        """Whether the process has ended by itself; its number stays taken until :meth:`end`."""
+        """Return whether the process has exited. Its pid stays reserved until :meth:`end`."""
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             return self.process.poll() is not None
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _died(self) -> RewardFailure:
+    def _fail_dead(self) -> RewardFailure:
         seconds = perf_counter() - self._start
         self.end()
         code = self.process.returncode
@@ -129,8 +140,9 @@ class Worker:
         message = f"the worker process ended {how} during {self._message.command}"
         return RewardFailure("worker_died", message, self._traceback(), seconds)
 
-    def _hangs(self) -> RewardFailure:
-        self.process.send_signal(DUMP_SIGNAL)  # handled in C, whatever the interpreter is at
+    def _fail_hung(self) -> RewardFailure:
+        # Request a traceback: faulthandler handles the signal in C, even if the interpreter hangs
+        self.process.send_signal(DUMP_SIGNAL)
         for _ in range(20):
             time.sleep(0.005)
             if os.fstat(self._dump.fileno()).st_size:
@@ -143,13 +155,13 @@ class Worker:
         return self._dump.read(20_000).decode(errors="replace")
 
     def end(self) -> None:
-        """Kills the process and its children."""
+        """Kill the process and its children."""
         self.ended = True
         self._end()
 
 
 def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, RewardCall | RewardFailure]]:
-    """Waits until something happens to one of the workers; returns those that are done with their call, if any."""
+    """Wait for an event of any worker and return the workers that finished their call, with the results."""
     left = min((worker.deadline for worker in workers), default=perf_counter()) - perf_counter()
     ready = wait([worker.connection for worker in workers], timeout=min(max(left, 0.0), POLL_SECONDS))
     results = [(worker, worker.step(worker.connection in ready)) for worker in workers]
@@ -157,7 +169,7 @@ def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, RewardCall | Rewar
 
 
 class Guard:
-    """A running ``executor_guard.py``: kills the workers that this process leaves behind when it is killed."""
+    """Handle of a process that runs ``executor_guard.py``, which kills the workers if this process dies."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -165,29 +177,29 @@ class Guard:
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # out of reach of Ctrl-C and of signals to this process's group
+            start_new_session=True,  # not reached by Ctrl-C and signals to this process group
         )
         weakref.finalize(self, _release, self.process, os.getpid())
 
     def watch(self, pid: int) -> None:
-        """Has a worker killed when this process is gone."""
-        self._tell(f"+{pid}\n")
+        """Register a worker to kill when this process dies."""
+        self._send(f"+{pid}\n")
 
     def unwatch(self, pid: int) -> None:
-        """A worker is dead; its number may soon be another's."""
-        self._tell(f"-{pid}\n")
+        """Forget a dead worker, because another process may get its pid."""
+        self._send(f"-{pid}\n")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         try:
             self.process.stdin.write(line.encode())
         except OSError as error:
-            _LOGGER.warning("the guard of reward workers is gone (%s); the next worker starts another", error)
+            _LOGGER.warning("the guard of the reward workers has died (%s); the next worker starts a new one", error)
 
 
 def _end(process: subprocess.Popen, connection: Connection, guard: Guard, owner: int) -> None:
     connection.close()
     if os.getpid() == owner:
-        kill_tree(process.pid)  # also if it has exited: its children may not have
+        kill_tree(process.pid)  # even if the worker has exited, its children may still run
         guard.unwatch(process.pid)
         process.wait()
 

@@ -1,9 +1,8 @@
-"""Kills worker processes when the process that started them is gone; run as a script, with the standard library alone.
+"""Guard process that kills the workers when the training process dies; a script that needs only the standard library.
 
-A hung worker does not see that its socket has closed, and a signal on the parent's death comes when the *thread* that
-started the worker ends, so that a process has to watch. It reads from standard input a line ``+<pid>`` for each worker
-that has started and ``-<pid>`` for each that has ended; at the end of the input, which comes however the writer ends,
-it kills what is left.
+A hung worker does not notice that its socket has closed. A parent-death signal is no alternative: it fires when the
+*thread* that started the worker ends. The guard reads from standard input a line ``+<pid>`` for each started worker and
+``-<pid>`` for each ended one. The input ends when the training process ends, and the guard kills the remaining workers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Watches until standard input ends."""
+    """Watch the workers until standard input ends, then kill those that remain."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     alive: set[int] = set()
@@ -26,12 +25,12 @@ def main() -> None:
 
 
 def kill_tree(worker: int) -> None:
-    """Kills a process that leads a group: it, its group, and descendants elsewhere as far as ``/proc`` shows them."""
+    """Kill the leader of a process group, its group, and its descendants in other groups that ``/proc`` lists."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # behind the name, which may hold anything
-        except OSError:  # has ended
+            fields = stat.read_text().rpartition(")")[2].split()  # the name in parentheses may hold any character
+        except OSError:  # the process has ended
             continue
         parents[int(stat.parent.name)] = int(fields[1])
     family = {worker}
@@ -40,7 +39,7 @@ def kill_tree(worker: int) -> None:
     for target in (-worker, *family):
         try:
             os.kill(target, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # has ended, or runs as another user
+        except (ProcessLookupError, PermissionError):  # the process has ended, or runs as another user
             continue
 
 

@@ -1,7 +1,7 @@
-"""ProcessExecutor: reward functions in worker processes, which a hang or a crash costs and nothing else.
+"""ProcessExecutor: reward functions in worker processes, so that a hang or a crash costs only a worker.
 
-Own code because of what pebble's pool lacks: its workers either import the training script again (spawn) or fork a
-process that has torch's threads; it kills a worker but not the worker's children, and a killed run leaves hung workers.
+pebble's pool has three limits that this executor avoids. Its workers import the training script again (spawn) or fork
+a process with torch's threads. It does not kill the children of a worker. A killed run leaves hung workers behind.
 """
 
 from __future__ import annotations
@@ -18,48 +18,57 @@ from typing import Any
 from torchrl_rloo.rewards.executor_connection import Guard, Message, Worker, wait_for
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, reward_name
 
-LOAD_SECONDS = 120.0  # to load a function in a worker, with all that it imports
+LOAD_SECONDS = 120.0  # limit for loading a function and its imports in a worker
 
 
 class ProcessExecutor:
-    """Calls functions in worker processes. A call that exceeds its time costs its worker, killed with its children.
+    """Executor that calls functions in worker processes. A call that times out is killed with its worker.
 
-    Workers start on first use, in about a tenth of a second and without running the training script again, and outlive
-    calls. They end with the executor, and with the training process even if that is killed. A function goes to each
-    worker once, by cloudpickle, as it is when it is prepared: lambdas and functions of a script or notebook work,
-    attributes that are changed later do not arrive. What a function prints goes to standard error.
+    Workers start at the first call, in about 0.1 s and without running the training script again. They are reused by
+    later calls, and end with the executor or with the training process, even if that is killed. A worker is killed
+    together with its children. cloudpickle sends each function to a worker once, in its state at :meth:`prepare`.
+    Lambdas and functions of a script or notebook work; attributes that change later are not sent. Output of a function
+    goes to standard error.
 
-    Any thread may call :meth:`run`; runs take turns. A pickled copy and a forked process start workers of their own.
+    Any thread may call :meth:`run`; runs are executed one after another. A pickled copy or a forked process starts
+    separate workers.
 
     Args:
-        workers: processes.
-        timeout: seconds one trajectory may take; None for no limit.
-        rows_per_call: trajectories in one call; None for all of a batch. More than one saves transport, some 0.2 ms a
-            call, where functions are fast.
+        workers: number of processes.
+        timeout: seconds per trajectory; None disables it.
+        rows_per_call: number of trajectories per call; None passes the whole batch. Each call costs about 0.2 ms of
+            transport.
 
     Raises:
-        ValueError: for arguments that are not positive.
+        ValueError: if an argument is not positive.
         ImportError: if cloudpickle is not installed.
+
+    Example::
+
+        executor = ProcessExecutor(workers=4, timeout=5.0)
+        results = executor.run(reward, [batch])  # one RewardCall or RewardFailure per batch
+        executor.close()
     """
 
     def __init__(self, workers: int = 1, timeout: float | None = 10.0, rows_per_call: int | None = 1):
         check_limits(workers, timeout, rows_per_call)
         _cloudpickle()
         self.workers, self.timeout, self.rows_per_call = workers, timeout, rows_per_call
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._owner, self._lock, self._closing = os.getpid(), threading.Lock(), False
         self._idle: list[Worker] = []
         self._guard: Guard | None = None
-        self._functions: dict[int, tuple[RewardFunction, int, bytes]] = {}  # by id, which holds while it is kept here
+        # By id, which is unique because the functions are kept alive here
+        self._functions: dict[int, tuple[RewardFunction, int, bytes]] = {}
         self._keys = itertools.count()
 
     def prepare(self, function: RewardFunction) -> None:
-        """Pickles a function.
+        """Serialize a function for the workers.
 
         Raises:
-            TypeError: if it cannot be pickled.
+            TypeError: if the function cannot be pickled.
         """
         if id(function) in self._functions:
             return
@@ -67,16 +76,21 @@ class ProcessExecutor:
             data = _cloudpickle().dumps(function)
         except Exception as error:
             raise TypeError(
-                f"reward {reward_name(function)} cannot be sent to a worker process ({type(error).__name__}: {error}): "
-                "make what cannot be pickled (locks, connections, open files) on first use instead of in __init__, or "
-                "use a ThreadExecutor"
+                f"reward {reward_name(function)} cannot be sent to a worker process ({type(error).__name__}: {error}); "
+                "create locks, connections and open files on first use instead of in __init__, or use a ThreadExecutor"
             ) from error
         self._functions[id(function)] = (function, next(self._keys), data)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
-        """See :class:`~torchrl_rloo.rewards.executors.Executor`."""
-        if self._owner != os.getpid():  # a fork has the sockets of its parent's workers, and must not use them
-            self._forget()
+        """Call a function once per batch and return the results in order.
+
+        Raises:
+            TypeError: if the function cannot be pickled.
+            RuntimeError: if another thread closes the executor during the run.
+        """
+        # Start over in a forked process: the sockets of the workers belong to its parent
+        if self._owner != os.getpid():
+            self._reset()
         with self._lock:
             self.prepare(function)
             _, key, data = self._functions[id(function)]
@@ -86,22 +100,24 @@ class ProcessExecutor:
             try:
                 while waiting or busy:
                     if self._closing:
-                        raise RuntimeError("the ProcessExecutor was closed in the middle of a run")
+                        raise RuntimeError("the ProcessExecutor was closed during a run")
+                    # Start calls while there are free workers
                     while waiting and len(busy) < self.workers:
                         index = waiting.popleft()
                         call = self._call(key, batches[index])
                         if isinstance(call, RewardFailure):
                             results[index] = call
                             continue
-                        worker = self._take()
+                        worker = self._take_worker()
                         busy[worker] = index
                         worker.give(load, call)
+                    # Collect results; a worker that failed was killed and is not reused
                     for worker, result in wait_for(list(busy)):
                         results[busy.pop(worker)] = result
                         if not worker.ended:
                             self._idle.append(worker)
             finally:
-                for worker in busy:  # interrupted
+                for worker in busy:  # not empty only after an exception
                     worker.end()
         return results
 
@@ -114,7 +130,7 @@ class ProcessExecutor:
             failure.message = f"the columns cannot be sent to a worker process: {failure.message}"
             return failure
 
-    def _take(self) -> Worker:
+    def _take_worker(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
             if not worker.has_exited():
@@ -125,7 +141,7 @@ class ProcessExecutor:
         return Worker(self._guard)
 
     def close(self) -> None:
-        """Ends the workers, and a run in another thread; the next run starts new ones."""
+        """Stop the workers and a run in another thread; the next run starts new workers."""
         if self._owner == os.getpid():
             self._closing = True
             with self._lock:
@@ -142,18 +158,18 @@ class ProcessExecutor:
 
 
 def check_limits(workers: int, timeout: float | None, rows_per_call: int | None) -> None:
-    """Refuses settings of an executor that are not positive."""
+    """Raise ``ValueError`` if a setting of an executor is not positive."""
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
     if timeout is not None and not 0 < timeout < math.inf:
-        raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds, or None for no limit")
+        raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds; use None to disable it")
     if rows_per_call is not None and rows_per_call < 1:
-        raise ValueError(f"rows_per_call={rows_per_call} must be at least 1, or None for all of a batch")
+        raise ValueError(f"rows_per_call={rows_per_call} must be at least 1; use None for the whole batch")
 
 
 def _cloudpickle() -> ModuleType:
     try:
         import cloudpickle
     except ImportError as error:
-        raise ImportError('cloudpickle is not installed: pip install "torchrl_rloo[rewards]"') from error
+        raise ImportError('ProcessExecutor requires cloudpickle: pip install "torchrl_rloo[rewards]"') from error
     return cloudpickle

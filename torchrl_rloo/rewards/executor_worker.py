@@ -1,7 +1,7 @@
-"""Calls reward functions in a process of its own; run as a script by :mod:`torchrl_rloo.rewards.executor_process`.
+"""Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executor_process`.
 
-Arguments are two file descriptors: a socket for messages, and a file for tracebacks of crashes and hangs. It imports
-no torch, so that starting it takes a fraction of a second.
+Its arguments are two file descriptors: a socket for messages, and a file for tracebacks of crashes and hangs. It does
+not import torch, so it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script: its files are no top-level modules
+    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
 
 import faulthandler
 import os
@@ -22,26 +22,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-DUMP_SIGNAL = signal.SIGUSR2  # asks for the traceback of what is running
+DUMP_SIGNAL = signal.SIGUSR2  # requests a traceback of the running code
 
 
 def main(messages: int, tracebacks: int) -> None:
-    """Serves until the socket closes."""
+    """Serve requests until the socket closes."""
+    # A child must not hold the socket open. Ctrl-C is left to the training process. The output of a reward must not
+    # mix with that of the training process
     for descriptor in (messages, tracebacks):
-        os.set_inheritable(descriptor, False)  # a child that outlives this process must not hold its socket open
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which may finish its step
-    os.dup2(2, 1)  # what a reward prints must not mix with what the training process prints
+        os.set_inheritable(descriptor, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
     faulthandler.enable(tracebacks)
     faulthandler.register(DUMP_SIGNAL, tracebacks)
     connection = Connection(messages)
     try:
         serve(connection)
     except (EOFError, ConnectionError):  # the training process has closed or ended
-        os._exit(0)  # threads that a reward has left behind would keep this process
+        os._exit(0)  # exit even if a reward left threads behind
 
 
 def serve(connection: Connection) -> None:
-    """Answers each message with one reply."""
+    """Answer each message with one reply."""
     sys.path[:] = pickle.loads(connection.recv_bytes())
     import cloudpickle
 
@@ -66,13 +68,13 @@ def serve(connection: Connection) -> None:
         reply = answer(connection.recv_bytes())
         try:
             data = cloudpickle.dumps(reply)
-        except Exception as error:  # what it logged cannot be pickled
+        except Exception as error:  # a logged value cannot be pickled
             data = pickle.dumps(protocol.RewardFailure.of(error, reply.seconds))
         connection.send_bytes(data)
 
 
 def import_protocol() -> ModuleType:
-    """The module ``torchrl_rloo.rewards.protocol`` without its package, whose other rewards take longer to import."""
+    """Import ``torchrl_rloo.rewards.protocol`` without its package, which takes longer to import."""
     name = "torchrl_rloo.rewards.protocol"
     spec = spec_from_file_location(name, Path(__file__).with_name("protocol.py"))
     module = sys.modules[name] = module_from_spec(spec)

@@ -1,15 +1,15 @@
-"""Where reward functions run: in line, in threads, or in processes that can be killed.
+"""Executors that run reward functions inline, in threads, or in worker processes.
 
 ==========================  ==========  ============================================================================
-executor                    time limit  what a bad sample can do
+executor                    time limit  effect of a bad sample
 ==========================  ==========  ============================================================================
-:class:`InlineExecutor`     none        an exception costs the sample; a hang or a crash is one of the run
-:class:`ThreadExecutor`     yes         a hang costs the sample, and its thread goes on; a crash is one of the run
-:class:`ProcessExecutor`    yes         a hang, a crash, a leak costs the sample and a worker, which is replaced
+:class:`InlineExecutor`     none        an exception fails the sample; a hang or a crash stops the run
+:class:`ThreadExecutor`     yes         a hang fails the sample and keeps its thread; a crash stops the run
+:class:`ProcessExecutor`    yes         a hang or a crash fails the sample and its worker, which is replaced
 ==========================  ==========  ============================================================================
 
-They say what came of each call and judge nothing: :class:`~torchrl_rloo.rewards.runner.RewardRunner` does. Async
-functions need none of them (:mod:`torchrl_rloo.rewards.executor_async`).
+Executors return the result of each call. :class:`~torchrl_rloo.rewards.runner.RewardRunner` counts and logs the
+failures. Async functions run without an executor (:mod:`torchrl_rloo.rewards.executor_async`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "ThreadExecutor", "m
 
 
 class Executor(Protocol):
-    """Makes calls of reward functions.
+    """Protocol of executors, which call reward functions.
 
     Attributes:
-        rows_per_call: trajectories in one call; None for all of a batch.
-        workers: calls under way at a time.
-        timeout: seconds one trajectory may take; a call of ``n`` may take ``n`` times as long. None for no limit.
+        rows_per_call: number of trajectories per call; None passes the whole batch.
+        workers: maximum number of concurrent calls.
+        timeout: seconds per trajectory; a call with ``n`` trajectories may take ``n`` times as long. None disables it.
     """
 
     rows_per_call: int | None
@@ -42,48 +42,62 @@ class Executor(Protocol):
     timeout: float | None
 
     def prepare(self, function: RewardFunction) -> None:
-        """Refuses, before a run starts, a function that cannot be run here."""
+        """Raise, before the run starts, if this executor cannot run the function."""
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
-        """Calls a function once for each batch and says what came of each call, in order."""
+        """Call a function once per batch and return the results in order."""
 
     def close(self) -> None:
-        """Ends what was started; the next run starts it again."""
+        """Stop the workers; the next run restarts them."""
 
 
 class InlineExecutor:
-    """Calls functions in the calling thread, for all trajectories at once. Ctrl-C and ``sys.exit()`` come through."""
+    """Executor that calls functions in the calling thread, with the whole batch.
+
+    ``KeyboardInterrupt`` and ``SystemExit`` propagate.
+
+    Example:
+        >>> from torchrl_rloo.rewards import RewardBatch, boxed_accuracy
+        >>> batch = RewardBatch(["?"], [r"\\boxed{7}"], [[1]], {"answer": ["7"]})
+        >>> InlineExecutor().run(boxed_accuracy, [batch])[0].scores
+        [1.0]
+    """
 
     rows_per_call: int | None = None
     workers = 1
     timeout: float | None = None
 
     def prepare(self, function: RewardFunction) -> None:
-        """Takes any function; one that has a ``prepare()`` of its own is told to make itself ready."""
+        """Call the ``prepare()`` method of the function, if it has one."""
         prepare_here(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
-        """See :class:`Executor`."""
+        """Call a function once per batch and return the results in order."""
         return [attempt_reward(function, batch) for batch in batches]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers."""
 
 
 class ThreadExecutor:
-    """Calls functions in threads of this process: for functions that wait (files, networks) or release the GIL.
+    """Executor that calls functions in threads of this process, for functions that wait for I/O or release the GIL.
 
-    A call that exceeds its time is given up and its thread left alone, since a thread cannot be ended from outside: one
-    that computes for ever keeps a core busy and the GIL contended until the process ends, and one that holds a lock
-    holds it. Where that is to be feared, use a :class:`ProcessExecutor`.
+    A call that times out is abandoned together with its thread, because Python cannot kill a thread. The thread may
+    keep a core, the GIL or a lock until the process ends. Use :class:`ProcessExecutor` for functions that may hang.
 
     Args:
-        workers: threads at a time, those given up aside.
-        timeout: seconds one trajectory may take; None for no limit.
-        rows_per_call: trajectories in one call; None for all of a batch.
+        workers: maximum number of threads, not counting abandoned ones.
+        timeout: seconds per trajectory; None disables it.
+        rows_per_call: number of trajectories per call; None passes the whole batch.
 
     Raises:
-        ValueError: for arguments that are not positive.
+        ValueError: if an argument is not positive.
+
+    Example:
+        >>> from torchrl_rloo.rewards import RewardBatch, boxed_accuracy
+        >>> batch = RewardBatch(["?"], [r"\\boxed{7}"], [[1]], {"answer": ["7"]})
+        >>> ThreadExecutor(workers=2, timeout=5.0).run(boxed_accuracy, [batch])[0].scores
+        [1.0]
     """
 
     def __init__(self, workers: int = 1, timeout: float | None = 10.0, rows_per_call: int | None = 1):
@@ -91,31 +105,34 @@ class ThreadExecutor:
         self.workers, self.timeout, self.rows_per_call = workers, timeout, rows_per_call
 
     def prepare(self, function: RewardFunction) -> None:
-        """Takes any function; one that has a ``prepare()`` of its own is told to make itself ready."""
+        """Call the ``prepare()`` method of the function, if it has one."""
         prepare_here(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
-        """See :class:`Executor`."""
+        """Call a function once per batch and return the results in order."""
         results: list[Any] = [None] * len(batches)
         finished: SimpleQueue[tuple[_Thread, RewardCall | RewardFailure]] = SimpleQueue()
         waiting, free = deque(range(len(batches))), []
-        running: dict[_Thread, tuple[int, float, float]] = {}  # index of a call, its start, and seconds it may take
+        running: dict[_Thread, tuple[int, float, float]] = {}  # index, start and time limit of a call
         try:
             while waiting or running:
+                # Start calls while there are free workers
                 while waiting and len(running) < self.workers:
                     thread = free.pop() if free else _Thread(function, finished)
                     index = waiting.popleft()
                     limit = math.inf if self.timeout is None else self.timeout * len(batches[index])
                     running[thread] = (index, perf_counter(), limit)
                     thread.calls.put(batches[index])
+                # Wait for a result, at most until the next deadline
                 left = min(start + limit for _, start, limit in running.values()) - perf_counter()
                 try:
                     thread, result = finished.get(timeout=None if left == math.inf else max(left, 0.0))
                 except Empty:
                     thread, result = None, None
-                if thread in running:  # else it was given up
+                if thread in running:  # an abandoned thread may also report a result
                     results[running.pop(thread)[0]] = result
                     free.append(thread)
+                # Abandon the calls that have timed out
                 now = perf_counter()
                 for thread, (index, start, limit) in list(running.items()):
                     if now - start >= limit:
@@ -128,11 +145,11 @@ class ThreadExecutor:
         return results
 
     def close(self) -> None:
-        """Nothing to end: threads end with their calls."""
+        """Do nothing: threads end with their calls."""
 
 
 def prepare_here(function: RewardFunction) -> None:
-    """Calls ``function.prepare()`` where there is one: what it has to load is missed before a run starts, not in it."""
+    """Call ``function.prepare()``, if it exists, so that missing models or packages fail before the run starts."""
     if callable(prepare := getattr(function, "prepare", None)):
         prepare()
 
@@ -140,14 +157,16 @@ def prepare_here(function: RewardFunction) -> None:
 def make_executor(
     mode: str = "inline", *, workers: int | None = None, timeout: float | None = None, rows_per_call: int | None = None
 ) -> Executor:
-    """An executor from settings; what is None is as the class has it.
+    """Create an executor from settings.
 
     Args:
         mode: ``"inline"``, ``"thread"`` or ``"process"``.
-        workers, timeout, rows_per_call: see the classes; in line there is none of them.
+        workers: maximum number of concurrent calls. None keeps the default of the class.
+        timeout: seconds per trajectory. None keeps the default of the class.
+        rows_per_call: number of trajectories per call. None keeps the default of the class.
 
     Raises:
-        ValueError: for an unknown mode, or settings that the mode has no use for.
+        ValueError: if ``mode`` is unknown, or another setting is given with ``mode="inline"``.
 
     Example:
         >>> make_executor("process", workers=2, timeout=5.0).timeout
@@ -159,12 +178,12 @@ def make_executor(
         if settings:
             name, value = next(iter(settings.items()))
             raise ValueError(
-                f"{name}={value} has no effect with mode='inline', where one call of all trajectories runs in the "
-                "calling thread and nothing can stop it: use mode='process' (or 'thread')"
+                f"{name}={value} cannot be combined with mode='inline', which makes one call in the calling thread; "
+                "use mode='process' or 'thread'"
             )
         return InlineExecutor()
     if mode not in _MODES:
-        raise ValueError(f"mode={mode!r} must be 'inline', 'thread' or 'process'")
+        raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread' or 'process'")
     return _MODES[mode](**settings)
 
 
@@ -172,7 +191,7 @@ _MODES = {"thread": ThreadExecutor, "process": ProcessExecutor}
 
 
 class _Thread(threading.Thread):
-    """Calls a function for each batch that it is given, until it is given None."""
+    """Thread that calls a function for each batch in its queue, until it reads None."""
 
     def __init__(self, function: RewardFunction, finished: SimpleQueue):
         super().__init__(daemon=True, name="reward")

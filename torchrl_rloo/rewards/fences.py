@@ -1,4 +1,4 @@
-"""The fenced blocks of a text in Markdown."""
+"""Fenced code blocks of Markdown texts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 
 
 def last_block(text: str, languages: Collection[str]) -> str:
-    """The content of the last closed block between fences of three backticks; all of the text if there is none.
+    """Return the content of the last closed block between fences of three backticks, or the text without one.
 
-    Where a fence names a language within a block, that block was never closed and another begins. Takes time linear in
-    the text, whatever a policy writes.
+    A fence that names a language inside a block starts a new block: the earlier one was never closed. The time is
+    linear in the length of the text.
 
     Args:
-        text: what to search.
-        languages: the blocks that count, by language in lower case; ``""`` for those that name none.
+        text: Markdown text.
+        languages: languages of the blocks to consider, in lower case; ``""`` selects blocks without a language.
 
     Example:
         >>> last_block("So:\\n```python\\nx = 1\\n```\\nDone.", ("", "python"))

@@ -1,4 +1,4 @@
-"""JSON requests to a service that may be slow, overloaded or away for a while; what remote rewards are made of."""
+"""JSON requests with retries, for remote rewards whose service may be slow, overloaded or briefly unavailable."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from email.utils import parsedate_to_datetime
 from random import SystemRandom
 from typing import Any
 
-_JITTER = SystemRandom()  # the global generator belongs to the run's seed
-_MAX_WAIT = 30.0  # seconds; backing off grows no further
-_PASSING = frozenset({408, 425, 429})  # statuses below 500 that a later attempt may not meet
+_JITTER = SystemRandom()  # leaves the state of the seeded global generator unchanged
+_MAX_WAIT = 30.0  # maximum backoff in seconds
+_RETRIED_STATUSES = frozenset({408, 425, 429})  # in addition to 5xx
 
 
 class RemoteRewardError(RuntimeError):
-    """A service gave no usable answer.
+    """Error of a service that gave no usable answer.
 
     Attributes:
-        status: HTTP status of the last reply; None if there was none.
+        status: HTTP status of the last reply; None without a reply.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -33,8 +33,8 @@ class RemoteRewardError(RuntimeError):
         return type(self), (str(self), self.status)
 
 
-class _Passing(Exception):
-    """An attempt failed in a way that another one may not."""
+class _TransientError(Exception):
+    """Failed attempt that may succeed when it is retried."""
 
     def __init__(self, message: str, status: int | None = None, wait: float = 0.0):
         super().__init__(message)
@@ -43,25 +43,31 @@ class _Passing(Exception):
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """An address that takes JSON by POST and answers with JSON.
+    """Endpoint that accepts JSON by POST and answers with JSON.
 
-    Connection errors, time-outs, replies that are not JSON, and the statuses 408, 425, 429 and 5xx are tried again
-    after ``backoff`` seconds, doubled each time up to 30, less a random share of up to a half; later if the server's
-    ``Retry-After`` says so. Other statuses, redirects too, fail at once.
+    Connection errors, time-outs, replies that are not JSON, and the statuses 408, 425, 429 and 5xx are retried. The
+    wait is ``backoff`` seconds, doubled each time up to 30, minus a random share of at most one half. A ``Retry-After``
+    header may extend it. Other statuses, including redirects, fail at once.
 
     Attributes:
-        url: where to post to.
-        timeout: seconds one attempt may take.
-        total_timeout: seconds one request may take with all its attempts and the waits between them.
-        retries: further attempts after the first.
+        url: address, http or https.
+        timeout: seconds per attempt.
+        total_timeout: seconds per request, with all attempts and waits.
+        retries: maximum number of attempts after the first.
         backoff: seconds before the second attempt.
-        concurrency: requests under way at a time in one :meth:`session`.
-        headers: sent with each request. They are pickled: a key belongs into an environment variable.
+        concurrency: maximum number of requests in flight in one :meth:`session`.
+        headers: headers of each request. They are pickled, so pass a key through ``api_key_env`` instead.
         api_key_env: environment variable that holds a key, sent as ``Authorization: Bearer``. It is read when a session
-            opens and kept nowhere.
+            opens and is not stored. None sends no key.
 
     Raises:
-        ValueError: for a setting out of range.
+        ValueError: if a setting is out of range.
+
+    Example::
+
+        endpoint = JsonEndpoint("http://localhost:8000/score", retries=2)
+        async with endpoint.session() as session:
+            reply = await session.post({"completions": ["It is 4."]})
     """
 
     url: str
@@ -84,46 +90,46 @@ class JsonEndpoint:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[JsonSession]:
-        """Connections that belong to the running event loop, closed on leaving.
+        """Open connections in the running event loop and close them on exit.
 
         Raises:
-            RemoteRewardError: if ``api_key_env`` is named but not set.
+            RemoteRewardError: if the environment variable ``api_key_env`` is not set.
         """
         import aiohttp
 
         key = None
         if self.api_key_env is not None and not (key := os.environ.get(self.api_key_env)):
             raise RemoteRewardError(
-                f"{self.url}: the environment variable {self.api_key_env} is not set: export the key in it, or pass "
-                "api_key_env=None for a server that asks for none"
+                f"{self.url}: environment variable {self.api_key_env} is not set; export the key in it, or use "
+                "api_key_env=None for a server without keys"
             )
         headers = {**self.headers, "Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        connector = aiohttp.TCPConnector(limit=0)  # waiting for a connection would count as time of an attempt
+        connector = aiohttp.TCPConnector(limit=0)  # a wait for a connection would count towards the time limit
         async with aiohttp.ClientSession(connector=connector, headers=headers) as client:
             yield JsonSession(self, client, key)
 
 
 class JsonSession:
-    """Requests to a :class:`JsonEndpoint` within one event loop."""
+    """Session of requests to a :class:`JsonEndpoint` within one event loop."""
 
     def __init__(self, endpoint: JsonEndpoint, client: Any, key: str | None):
         self._endpoint, self._client, self._key = endpoint, client, key
         self._slots = asyncio.Semaphore(endpoint.concurrency)
 
     async def post(self, body: Any) -> Any:
-        """The decoded reply to one request.
+        """Post a request and return the decoded reply.
 
         Raises:
-            RemoteRewardError: if there is none, with the server's own words.
+            RemoteRewardError: if no attempt succeeds, with the answer of the server.
             TypeError: if ``body`` is not JSON.
         """
-        data = json.dumps(body, default=_plain).encode()
-        async with self._slots:  # also while backing off: an overloaded server gets fewer requests
-            return await self._persist(data)
+        data = json.dumps(body, default=_to_json).encode()
+        async with self._slots:  # held during backoff, so that an overloaded server gets fewer requests
+            return await self._post_with_retries(data)
 
-    async def _persist(self, data: bytes) -> Any:
+    async def _post_with_retries(self, data: bytes) -> Any:
         settings, clock = self._endpoint, asyncio.get_running_loop().time
         deadline = clock() + settings.total_timeout
         attempts = 0
@@ -131,7 +137,7 @@ class JsonSession:
             attempts += 1
             try:
                 return await self._attempt(data, max(0.001, min(settings.timeout, deadline - clock())))
-            except _Passing as error:
+            except _TransientError as error:
                 failed = f"{settings.url}: {attempts} attempts failed, the last with: {error}"
                 if attempts > settings.retries:
                     raise RemoteRewardError(failed, error.status) from error
@@ -146,45 +152,49 @@ class JsonSession:
 
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            # a redirect would turn the POST into a GET, or hand the key to another host
+            # Refuse redirects: they could turn the POST into a GET, or send the key to another host
             async with self._client.post(self._endpoint.url, data=data, timeout=limit, allow_redirects=False) as reply:
                 text = (await reply.read()).decode(errors="replace")
         except asyncio.TimeoutError as error:
-            raise _Passing(f"no answer within {timeout:.3g} s") from error
+            raise _TransientError(f"no answer within {timeout:.3g} s") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _TransientError(f"{type(error).__name__}: {error}") from error
         except aiohttp.ClientError as error:
             raise RemoteRewardError(f"{self._endpoint.url}: {type(error).__name__}: {error}") from error
+        # Retry only statuses that may be temporary
         status = reply.status
         if status >= 300:
-            words = f"{status} {reply.reason}: {self._shown(text)}"
-            if status in _PASSING or status >= 500:
-                raise _Passing(words, status, _retry_after(reply.headers.get("Retry-After")))
+            message = f"{status} {reply.reason}: {self._redact(text)}"
+            if status in _RETRIED_STATUSES or status >= 500:
+                raise _TransientError(message, status, _retry_after(reply.headers.get("Retry-After")))
             target = f" (redirects to {reply.headers['Location']})" if "Location" in reply.headers else ""
-            raise RemoteRewardError(f"{self._endpoint.url}: {words}{target}", status)
+            raise RemoteRewardError(f"{self._endpoint.url}: {message}{target}", status)
         try:
             return json.loads(text)
         except ValueError as error:
-            raise _Passing(f"status {status} and no JSON: {self._shown(text)}", status) from error
+            raise _TransientError(f"status {status} and no JSON: {self._redact(text)}", status) from error
 
-    def _shown(self, text: str) -> str:
-        """The server's own words, without the key that it may have echoed."""
+    def _redact(self, text: str) -> str:
+        """Truncate an answer of the server and mask the key that it may echo."""
         return (text.replace(self._key, "***") if self._key else text)[:1000]
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results in order; the first exception ends the others, and is raised once they have ended."""
+    """Await coroutines concurrently and return their results in order.
+
+    The first exception cancels the others and is raised after they have ended.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            task.cancel()  # does nothing to those that are done
+            task.cancel()  # no effect on finished tasks
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds of a ``Retry-After`` header, which is a number of seconds or a date; 0 if it is neither."""
+    """Parse a ``Retry-After`` header, a number of seconds or a date, into seconds; 0 if it is neither."""
     if value is None:
         return 0.0
     try:
@@ -199,8 +209,8 @@ def _seconds_until(date: str) -> float:
     return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
 
 
-def _plain(value: Any) -> Any:
-    """Arrays and tensors, numbers of numpy among them, as JSON."""
+def _to_json(value: Any) -> Any:
+    """Convert arrays, tensors and numpy scalars to JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{value!r:.100} ({type(value).__name__}) is not JSON")
+    raise TypeError(f"{value!r:.100} ({type(value).__name__}) cannot be sent as JSON")

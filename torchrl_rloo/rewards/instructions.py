@@ -1,4 +1,4 @@
-"""Whether a completion follows the instructions of its prompt, where a program can tell."""
+"""Reward for completions that follow verifiable instructions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torchrl_rloo.rewards.protocol import final_text
 
 
 class InstructionFollowing:
-    """The share of a row's instructions that its completion follows, or whether it follows all.
+    """Reward of 1.0 where a completion follows all instructions of its row, else 0.0, or of the share it follows.
 
-    Of IFEval's two readings this is the strict one: the text is judged as it stands. An empty text follows none.
+    This is IFEval's strict accuracy: the text is judged unchanged. An empty text follows no instruction.
 
     Source: Zhou et al. 2023, arXiv 2311.07911.
 
     Args:
-        partial: the share of the instructions (IFEval's instruction level) instead of 1.0 for all, else 0.0 (its prompt
-            level).
-        ids_column: the dataset's column of lists of instruction ids, names in
+        partial: True scores the share of followed instructions (IFEval's instruction level), False 1.0 for all and 0.0
+            otherwise (prompt level).
+        ids_column: dataset column of lists of instruction ids in
             :data:`~torchrl_rloo.rewards.instruction_checks.CHECKS`, or None, which abstains.
-        arguments_column: the column of lists of their arguments, one mapping each, in which None means not given.
+        arguments_column: dataset column of lists of arguments, a mapping per instruction. None values are dropped.
 
     Example:
         >>> follow = InstructionFollowing(partial=True)
@@ -42,22 +42,22 @@ class InstructionFollowing:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores in [0, 1], or None where a row has no instructions.
+        """Return ``B`` scores in [0, 1], None where a row has no instructions.
 
         Raises:
-            KeyError: if the rows lack one of the columns.
-            ValueError: for an instruction that is unknown, or lacks an argument.
+            KeyError: if a column is missing.
+            ValueError: if an instruction is unknown or lacks an argument.
         """
         for column in (self.ids_column, self.arguments_column):
             if column not in columns:
-                raise KeyError(f"the rows have no column {column!r}; they have {sorted(columns)}")
+                raise KeyError(f"{self.__name__} requires column {column!r}; the rows have {sorted(columns)}")
         rows = zip(completions, columns[self.ids_column], columns[self.arguments_column], strict=True)
         return [self._score(final_text(c), ids, arguments) if ids else None for c, ids, arguments in rows]
 
     def _score(self, text: str, ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]) -> float:
         if len(ids) != len(arguments):
             raise ValueError(
-                f"{len(ids)} instructions {ids} with {len(arguments)} {self.arguments_column}: one for each"
+                f"{len(ids)} instructions {ids} must have as many {self.arguments_column}, got {len(arguments)}"
             )
         followed = [_follows(text, name, given or {}) for name, given in zip(ids, arguments, strict=True)]
         return sum(followed) / len(followed) if self.partial else float(all(followed))
@@ -65,7 +65,7 @@ class InstructionFollowing:
 
 def _follows(text: str, name: str, arguments: Mapping[str, Any]) -> bool:
     if name not in CHECKS:
-        raise ValueError(f"instruction {name!r} is unknown; known are {sorted(CHECKS)}")
+        raise ValueError(f"unknown instruction {name!r}; valid: {sorted(CHECKS)}")
     given = {k: v for k, v in arguments.items() if v is not None}
     try:
         return bool(text.strip()) and CHECKS[name](text, **given)

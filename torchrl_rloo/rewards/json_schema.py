@@ -1,4 +1,4 @@
-"""Whether a completion is JSON of the form asked for."""
+"""Reward for completions that are JSON of a given schema."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torchrl_rloo.rewards.protocol import final_text
 
 
 class JSONSchema:
-    """1.0 where a completion is JSON that a JSON Schema allows, else 0.0.
+    """Reward of 1.0 where a completion is JSON that a JSON Schema allows, else 0.0.
 
-    The content of the last block fenced as `````json`` counts, or the whole completion if it has none. NaN, infinities
-    and numbers too large for a float are no JSON, and what is nested too deeply to be checked scores 0.0. References
-    are followed within the schema only: nothing is fetched. Regular expressions in a schema can take very long on some
-    texts: with patterns of nested repetitions use an executor with a time-out.
+    The last fenced block of language ``json`` is judged, else the whole completion. NaN, infinities and numbers too
+    large for a float are not JSON. Values that are nested too deeply to check score 0.0. References are resolved only
+    within the schema; nothing is fetched. Regular expressions with nested repetitions in a schema can take very long.
+    Use a process executor with a time limit for them.
 
     Args:
-        schema: of all rows, as a mapping or JSON.
-        column: the dataset's column of schemas, if each row has its own; as JSON, since datasets give each mapping
-            the keys of all others. None abstains.
+        schema: schema of all rows, as a mapping or JSON. None requires ``column``.
+        column: dataset column of schemas per row, as JSON, since a column of mappings gives each of them the keys of
+            all others. None in the column abstains.
 
     Raises:
-        ValueError: unless exactly one of both is given; if ``schema`` is no JSON Schema.
+        ValueError: unless exactly one of ``schema`` and ``column`` is given, or if ``schema`` is not a JSON Schema.
         ImportError: if jsonschema is not installed.
 
     Example:
@@ -40,9 +40,9 @@ class JSONSchema:
 
     def __init__(self, schema: Mapping[str, Any] | bool | str | None = None, *, column: str | None = None):
         if find_spec("jsonschema") is None:
-            raise ImportError('jsonschema is not installed: pip install "torchrl_rloo[rewards]"')
+            raise ImportError('JSONSchema requires jsonschema: pip install "torchrl_rloo[rewards]"')
         if (schema is None) == (not column):
-            raise ValueError(f"give either a schema or the column of schemas, not schema={schema!r}, column={column!r}")
+            raise ValueError(f"schema={schema!r} and column={column!r}: set exactly one of them")
         self.schema, self.column = None if schema is None else _as_json(schema), column
         if self.schema is not None:
             _validator(self.schema)
@@ -50,14 +50,14 @@ class JSONSchema:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores: 1.0, 0.0, or None where the row's schema is None.
+        """Return ``B`` scores: 1.0, 0.0, or None where the schema of the row is None.
 
         Raises:
-            KeyError: if the rows have no column of schemas.
-            ValueError: if a row's schema is no JSON Schema, or a schema refers to what it does not contain.
+            KeyError: if the dataset does not have ``column``.
+            ValueError: if a row's schema is not a JSON Schema, or a schema has an external reference.
         """
         if self.column and self.column not in columns:
-            raise KeyError(f"{self.__name__} needs the column {self.column!r}; the rows have {sorted(columns)}")
+            raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(columns)}")
         schemas = columns[self.column] if self.column else [self.schema] * len(completions)
         return [
             None if schema is None else float(_allows(_as_json(schema), final_text(completion)))
@@ -72,8 +72,8 @@ def _allows(schema: str, text: str) -> bool:
     try:
         return validator.is_valid(json.loads(last_block(text, ("json",)), parse_constant=_finite, parse_float=_finite))
     except Unresolvable as error:
-        raise ValueError(f"the schema refers to {error.ref!r}, which it does not contain: none is fetched") from error
-    except (ValueError, OverflowError, RecursionError):  # no JSON; numbers that no float holds; nested too deeply
+        raise ValueError(f"schema must contain its reference {error.ref!r}: nothing is fetched") from error
+    except (ValueError, OverflowError, RecursionError):  # not JSON, too large for a float, nested too deeply
         return False
 
 
@@ -90,7 +90,7 @@ def _as_json(schema: Mapping[str, Any] | bool | str) -> str:
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    """The validator of a schema in JSON."""
+    """Create the validator of a schema in JSON."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -102,5 +102,5 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except (SchemaError, ValueError, TypeError, RecursionError) as error:
         reason = error.message if isinstance(error, SchemaError) else error
-        raise ValueError(f"schema {schema:.200} is no JSON Schema: {reason}") from error
-    return kind(parsed, registry=Registry())  # an empty one: the default would fetch what it lacks
+        raise ValueError(f"schema={schema:.200} must be a JSON Schema: {reason}") from error
+    return kind(parsed, registry=Registry())  # the default registry would fetch external references

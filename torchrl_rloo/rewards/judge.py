@@ -1,4 +1,4 @@
-"""Scores from a language model that is asked for its opinion."""
+"""LLM judge: scores by a language model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -17,60 +17,68 @@ from torchrl_rloo.rewards.rubrics import REMINDER, NoScoreError, judge_messages,
 
 log = logging.getLogger(__name__)
 
-_EVERY_ROW = frozenset({401, 403, 404, 405})  # statuses that no row's text is to blame for
-_SHOWN = 3  # failures quoted in one warning
-_UNSCORED = "not scored: "  # begins the reason of a row that failed
+_FATAL_STATUSES = frozenset({401, 403, 404, 405})  # independent of the text of a row
+_MAX_QUOTED = 3  # failures quoted in one warning
+_UNSCORED = "not scored: "  # prefix of the reason of a failed row
 
 
 class Verdict(NamedTuple):
-    """What a judge thinks of one trajectory."""
+    """Score and reason of a judge for one trajectory."""
 
-    score: float  # in [0, 1]; NaN if there is none
+    score: float  # in [0, 1]; NaN without a score
     reason: str
     seconds: float = 0.0
 
 
 class LLMJudge:
-    """A score in [0, 1] per trajectory from any OpenAI-compatible ``/chat/completions`` endpoint.
+    """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
-    The judge is asked for ``{"reason": ..., "score": ...}`` and read leniently; a reply without a score on the scale is
-    answered with a reminder, up to ``retries`` times. Equal rows of a call are asked about once, and what is in the
-    cache never.
+    The judge is asked for ``{"reason": ..., "score": ...}``, and its reply is parsed leniently. A reply without a score
+    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
+    cached rows need none.
 
-    A row that gets no score in the end costs only itself: it scores NaN, which counts as a failure of this function and
-    not as an abstention; one WARNING per call names rows and reasons. What concerns every row (401, 403, 404, 405, a
-    redirect, a missing key) raises.
+    A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
+    names the rows and reasons. Errors that concern all rows raise: 401, 403, 404, 405, a redirect, a missing key.
 
-    Column for the completions table: ``<name>_reason``, or what went wrong. Metrics: ``<name>/failed`` and
-    ``<name>/cached``, shares of the rows; ``<name>/seconds``, mean over the requests, retries and waiting included.
+    Column of the completions table: ``<name>_reason``, the reason or the error. Metrics: ``<name>/failed`` and
+    ``<name>/cached`` are shares of the rows, and ``<name>/seconds`` is the mean per request, with retries and waits.
 
-    Completions may address the judge. They stand between tags that they cannot end, are shortened to ``max_chars``, and
-    the judge is told that they are material; a policy in training may still find words that move it, so watch the
-    reasons and compare with another reward.
+    Completions may contain instructions to the judge. They are placed between tags that they cannot close and shortened
+    to ``max_chars``, and the judge is told to ignore instructions in them. A policy may still learn to exploit the
+    judge, so read the reasons and compare with another reward.
 
     Args:
-        base_url: up to and including ``/v1``.
-        model: the judge's name there.
-        rubric: a name in ``RUBRICS``, a text with ``{completion}`` and, as a rule, ``{prompt}`` in it, or the path of a
-            file that holds one. Other braces are left alone.
-        columns: dataset columns by placeholder, such as ``{"reference": "answer"}`` for the rubric ``"correctness"``.
-        scale: lowest and highest score that the judge may give; mapped to [0, 1].
-        temperature: of the judge; at 0 most servers answer alike each time.
-        max_tokens: of its reply, thinking included.
-        extra_body: more entries of the request, or others in place of those above; None takes one out, as in
+        base_url: address of the API, up to and including ``/v1``.
+        model: name of the judge at the endpoint.
+        rubric: name in ``RUBRICS``, text with the placeholder ``{completion}`` and usually ``{prompt}``, or path of a
+            file with such a text. Other braces are kept.
+        columns: placeholder -> dataset column, such as ``{"reference": "answer"}`` for the rubric ``"correctness"``.
+        scale: lowest and highest score of the judge, mapped to [0, 1].
+        temperature: sampling temperature of the judge. At 0 most servers are nearly deterministic.
+        max_tokens: maximum number of tokens of a reply, with its reasoning.
+        extra_body: entries to add to the request or to replace. None removes an entry, as in
             ``{"max_tokens": None, "max_completion_tokens": 2000}``.
-        max_chars: characters of each value that the judge gets to see; the middle of longer ones is left out.
-        cache: path of a :class:`~torchrl_rloo.rewards.cache.DiskCache`; its key is all of a request but the address.
-        timeout: seconds one attempt may take.
-        total_timeout: seconds one request may take with all its attempts.
-        retries: further attempts after connection errors, time-outs, 408, 425, 429 and 5xx; reminders likewise.
-        backoff: seconds before the second attempt, doubled for each after it.
-        concurrency: requests under way at a time.
-        api_key_env: environment variable with the key, read at each call and stored nowhere; None for a server without.
-        name: the name in the logs.
+        max_chars: maximum number of characters per value; the middle of longer values is left out.
+        cache: path of a :class:`~torchrl_rloo.rewards.cache.DiskCache`, keyed by the request without the address. None
+            disables it.
+        timeout: seconds per attempt.
+        total_timeout: seconds per request, with all attempts.
+        retries: maximum number of attempts after the first (connection errors, time-outs, 408, 425, 429, 5xx), and
+            maximum number of reminders.
+        backoff: seconds before the second attempt, doubled for each later one.
+        concurrency: maximum number of requests in flight.
+        api_key_env: environment variable with the key, read at each call and not stored. None sends no key.
+        name: name in logs.
 
     Raises:
-        ValueError: for a setting out of range, or a rubric that lacks a placeholder.
+        ValueError: if a setting is out of range, or the rubric lacks a placeholder.
+
+    Example::
+
+        judge = LLMJudge(
+            "https://api.openai.com/v1", "gpt-4o-mini", rubric="correctness", columns={"reference": "answer"}
+        )
+        scores = await judge(["2+2?"], ["It is 4."], [[1]], answer=["4"])
     """
 
     def __init__(
@@ -96,19 +104,19 @@ class LLMJudge:
     ):
         low, high = scale
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"scale={scale} must be two finite numbers, the lower first")
+            raise ValueError(f"scale={scale} must be two finite numbers, lowest first")
         if max_chars < 2:
             raise ValueError(f"max_chars={max_chars} must be at least 2")
         self.columns = dict(columns or {})
         if clash := {"prompt", "completion"} & set(self.columns):
-            raise ValueError(f"columns={self.columns}: {sorted(clash)} are filled already, choose other names")
+            raise ValueError(f"columns={self.columns}: placeholders {sorted(clash)} are reserved; use other names")
         self.rubric, self.scale = read_rubric(os.fspath(rubric), self.columns), (float(low), float(high))
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
         self.cache = None if cache is None else DiskCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
-        self.concurrency = concurrency  # also of calls, where each is one trajectory
+        self.concurrency = concurrency  # also the number of calls in flight with one trajectory each
         self.endpoint = JsonEndpoint(url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env)
 
     async def __call__(
@@ -120,22 +128,24 @@ class LLMJudge:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """``B`` scores in [0, 1], NaN where the judge gave none.
+        """Return ``B`` scores in [0, 1], NaN where the judge gave none.
 
         Raises:
-            KeyError: if the rows lack a column that ``columns`` names.
+            KeyError: if the dataset lacks a column of ``columns``.
             RemoteRewardError: if the endpoint refuses every request.
             OSError: if the cache cannot be read.
         """
         if missing := sorted(set(self.columns.values()) - set(columns)):
-            raise KeyError(f"{self.__name__} needs the columns {missing}; the rows have {sorted(columns)}")
+            raise KeyError(f"{self.__name__} requires columns {missing}; the rows have {sorted(columns)}")
+        # Ask the judge once per distinct request that is not cached
         bodies = [self._body(prompts[i], completions[i], columns, i) for i in range(len(completions))]
         keys = [cache_key(body) for body in bodies]
         requests = dict(zip(keys, bodies, strict=True))
-        cached = await self._from_cache(requests)
-        asked = {key: body for key, body in requests.items() if key not in cached}
-        fresh = await self._from_judge(asked)
+        cached = await self._read_cache(requests)
+        uncached = {key: body for key, body in requests.items() if key not in cached}
+        fresh = await self._ask_all(uncached)
         verdicts = [cached.get(key) or fresh[key] for key in keys]
+        # Report failures, reasons and metrics
         self._warn(verdicts)
         if log_extra is not None:
             log_extra(f"{self.__name__}_reason", [verdict.reason for verdict in verdicts])
@@ -151,13 +161,13 @@ class LLMJudge:
         values |= {placeholder: str(columns[column][i]) for placeholder, column in self.columns.items()}
         return {**self.body, "messages": judge_messages(self.rubric, values, self.scale, self.max_chars)}
 
-    async def _from_cache(self, requests: Mapping[str, Any]) -> dict[str, Verdict]:
+    async def _read_cache(self, requests: Mapping[str, Any]) -> dict[str, Verdict]:
         if self.cache is None:
             return {}
-        found = await asyncio.to_thread(self.cache.get_many, requests)  # other processes may hold its lock for a while
+        found = await asyncio.to_thread(self.cache.get_many, requests)  # may wait for the lock of another process
         return {key: Verdict(*value) for key, value in found.items()}
 
-    async def _from_judge(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
+    async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:
             return {}
         async with self.endpoint.session() as session:
@@ -165,26 +175,26 @@ class LLMJudge:
         return dict(zip(requests, verdicts, strict=True))
 
     async def _ask(self, session: JsonSession, key: str, body: dict[str, Any]) -> Verdict:
-        """The verdict on one request, in the cache by the time it is returned."""
+        """Ask for the verdict on one request and cache it."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            score, reason = await self._scored(session, body)
+            score, reason = await self._ask_with_reminders(session, body)
         except (RemoteRewardError, NoScoreError) as error:
             status = getattr(error, "status", None) or 0
-            if status in _EVERY_ROW or 300 <= status < 400:
+            if status in _FATAL_STATUSES or 300 <= status < 400:
                 raise
             return Verdict(math.nan, f"{_UNSCORED}{error}", clock() - start)
         verdict = Verdict((score - self.scale[0]) / (self.scale[1] - self.scale[0]), reason)
         if self.cache is not None:
             try:
                 await asyncio.to_thread(self.cache.put, key, verdict[:2])
-            except OSError as error:  # the answer is here and paid for
+            except OSError as error:  # keep the verdict, which is already paid for
                 log.warning("reward %s: %s", self.__name__, error)
         return verdict._replace(seconds=clock() - start)
 
-    async def _scored(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
-        """Score on the scale and reason, after as many reminders as it takes."""
+    async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
+        """Return the score on the scale and the reason, after up to ``retries`` reminders."""
         messages = body["messages"]
         for reminders in count():
             content = _content(await session.post({**body, "messages": messages}))
@@ -193,21 +203,21 @@ class LLMJudge:
             except NoScoreError as error:
                 if reminders == self.retries:
                     raise NoScoreError(f"{reminders + 1} replies, the last with {error}") from error
-            # asked the same again, a judge at temperature 0 would give the same reply
+            # Change the request: at temperature 0 the same one would get the same reply
             reminder = {"role": "user", "content": on_scale(REMINDER, self.scale)}
             messages = [*body["messages"], {"role": "assistant", "content": content}, reminder]
 
     def _warn(self, verdicts: Sequence[Verdict]) -> None:
         failed = [i for i, verdict in enumerate(verdicts) if math.isnan(verdict.score)]
         if failed:
-            shown = "; ".join(f"row {i}: {verdicts[i].reason.removeprefix(_UNSCORED)}" for i in failed[:_SHOWN])
-            more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+            quoted = "; ".join(f"row {i}: {verdicts[i].reason.removeprefix(_UNSCORED)}" for i in failed[:_MAX_QUOTED])
+            more = f"; and {len(failed) - _MAX_QUOTED} more" if len(failed) > _MAX_QUOTED else ""
             counts = f"{len(failed)} of {len(verdicts)} rows not scored"
-            log.warning("reward %s: %s: %s%s", self.__name__, counts, shown, more)
+            log.warning("reward %s: %s: %s%s", self.__name__, counts, quoted, more)
 
 
 def _transcript(prompt: Any) -> str:
-    """A prompt as text: that of its only message, or all messages with their roles."""
+    """Format a prompt as text: the text of its only message, or all messages with their roles."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -216,7 +226,7 @@ def _transcript(prompt: Any) -> str:
 
 
 def _content(reply: Any) -> str:
-    """The text of a chat completion; "" if there is none, as when a reasoning model runs out of tokens."""
+    """Return the text of a chat completion, "" without one (a reasoning model may run out of tokens)."""
     try:
         return reply["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError):

@@ -1,22 +1,22 @@
-"""How long calls take: a histogram whose size does not grow with the number of calls."""
+"""Latency histogram whose size does not grow with the number of calls."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
-PER_DECADE = 20  # buckets; a quantile is off by at most 6 %
-SMALLEST = 1e-6  # seconds; what is shorter counts as this
+PER_DECADE = 20  # buckets per decade; the error of a quantile is at most 6 %
+SMALLEST = 1e-6  # seconds; shorter durations count as this
 
 
 class Histogram:
-    """Durations in buckets spaced by a constant ratio of 1.12.
+    """Histogram of durations, in buckets spaced by a constant ratio of 1.12.
 
     Attributes:
-        buckets: bucket -> how many durations fell into it.
-        n: how many durations there are.
-        total: their sum in seconds.
-        longest: the longest of them.
+        buckets: bucket -> number of durations in it.
+        n: number of durations.
+        total: sum of the durations in seconds.
+        longest: longest duration in seconds.
 
     Example:
         >>> seconds = Histogram()
@@ -31,22 +31,26 @@ class Histogram:
         self.n, self.total, self.longest = 0, 0.0, 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Counts a duration, ``times`` times."""
+        """Count a duration ``times`` times."""
         self.buckets[round(PER_DECADE * math.log10(max(seconds, SMALLEST)))] += times
         self.n += times
         self.total += seconds * times
         self.longest = max(self.longest, seconds)
 
     def merge(self, other: Histogram) -> None:
-        """Counts the durations of another histogram, too."""
+        """Add the durations of another histogram."""
         self.buckets.update(other.buckets)
         self.n, self.total = self.n + other.n, self.total + other.total
         self.longest = max(self.longest, other.longest)
 
     def quantile(self, q: float) -> float:
-        """Seconds that a share ``q`` in [0, 1] of the durations did not exceed; NaN if there are none."""
+        """Return the ``q``-quantile of the durations in seconds, ``q`` in [0, 1]; NaN without durations.
+
+        Raises:
+            ValueError: if ``q`` is outside [0, 1].
+        """
         if not 0 <= q <= 1:
-            raise ValueError(f"q={q} must be between 0 and 1")
+            raise ValueError(f"q={q} must be in [0, 1]")
         seen = 0
         for bucket in sorted(self.buckets):
             seen += self.buckets[bucket]
@@ -55,7 +59,7 @@ class Histogram:
         return self.longest if self.n else math.nan
 
     def table(self) -> str:
-        """One line for each bucket that is not empty: seconds, count, bar."""
+        """Format the buckets that are not empty, a line each: seconds, count, bar."""
         most = max(self.buckets.values(), default=1)
         return "\n".join(
             f"{10 ** (bucket / PER_DECADE):>9.2g} s {self.buckets[bucket]:>8} {'#' * math.ceil(40 * count / most)}"

@@ -11,16 +11,16 @@ from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class SoftOverlong:
-    """0 up to a length, then down linearly to -1 at the largest length, -1 beyond.
+    """Penalty for long completions: 0 up to a length, then linear down to -1 at the maximum length.
 
-    With ``n`` the tokens sampled in the row, ``L = max_completion_len`` and ``c = soft_punish_cache``: 0 for
-    ``n <= L - c``; ``(L - c - n) / c`` for ``L - c < n <= L``; -1 for ``n > L``.
+    With ``n`` sampled tokens, ``L = max_completion_len`` and ``c = soft_punish_cache``, the reward is 0 for
+    ``n <= L - c``, ``(L - c - n) / c`` for ``L - c < n <= L``, and -1 for ``n > L``.
 
     Source: DAPO, arXiv 2503.14476, eq. 13; names of TRL.
 
     Args:
-        max_completion_len: ``L``, tokens. A limit on new tokens at or below it leaves the last case out.
-        soft_punish_cache: ``c``, tokens; with 0 the reward falls from 0 at ``L`` to -1 at ``L + 1``.
+        max_completion_len: ``L`` in tokens. The last case cannot occur if at most ``L`` new tokens are sampled.
+        soft_punish_cache: ``c`` in tokens. With 0 the reward drops from 0 at ``L`` to -1 at ``L + 1``.
 
     Raises:
         ValueError: unless ``max_completion_len > 0`` and ``0 <= soft_punish_cache <= max_completion_len``.
@@ -37,7 +37,7 @@ class SoftOverlong:
             raise ValueError(f"max_completion_len={max_completion_len} must be a positive number of tokens")
         if not 0 <= soft_punish_cache <= max_completion_len:
             raise ValueError(
-                f"soft_punish_cache={soft_punish_cache} must be between 0 and max_completion_len={max_completion_len}"
+                f"soft_punish_cache={soft_punish_cache} must be in [0, max_completion_len={max_completion_len}]"
             )
         self.max_completion_len, self.soft_punish_cache = max_completion_len, soft_punish_cache
 
@@ -48,7 +48,7 @@ class SoftOverlong:
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float | None]:
-        """``B`` rewards in [-1, 0]."""
+        """Return ``B`` rewards in [-1, 0]."""
         return [self._reward(len(ids)) for ids in completion_ids]
 
     def _reward(self, length: int) -> float:
@@ -59,18 +59,18 @@ class SoftOverlong:
 
 
 class Length:
-    """Minus a cost for each token by which a completion is longer or shorter than its target.
+    """Penalty for each token by which a completion is longer or shorter than its target.
 
-    With ``n`` the tokens sampled in the row: ``-cost |n - target|``, or ``-cost max(0, n - target)`` if being shorter
-    is free. A target of 0 makes a linear cost of length, a free shortfall a penalty beyond a budget. Beside a reward of
-    1 for a correct answer, a target for each row makes L1's exact form.
+    With ``n`` sampled tokens, the reward is ``-cost |n - target|``, or ``-cost max(0, n - target)`` with
+    ``free_if_shorter``. A target of 0 gives a linear cost of length, and ``free_if_shorter`` a cost beyond a budget.
+    Add a reward of 1 for a correct answer and a target per row for the exact form of L1.
 
-    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), eq. 1, the term of length; its default cost.
+    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), length term of eq. 1, with its default cost.
 
     Args:
-        target: tokens; a string is the dataset's column of targets, in which None abstains.
-        cost: for each token of deviation.
-        free_if_shorter: whether completions shorter than the target cost nothing.
+        target: number of tokens, or the name of the dataset column of targets, in which None abstains.
+        cost: cost per token of deviation.
+        free_if_shorter: True if completions shorter than the target cost nothing.
 
     Raises:
         ValueError: if ``target`` is negative or empty, or ``cost`` negative or not finite.
@@ -85,7 +85,7 @@ class Length:
     def __init__(self, target: int | str = 0, cost: float = 0.0003, *, free_if_shorter: bool = False):
         self.target = _checked_target("target", target)
         if not 0 <= cost < math.inf:
-            raise ValueError(f"cost={cost} must be finite and not negative: it is subtracted from the reward")
+            raise ValueError(f"cost={cost} must be finite and not negative, because it is subtracted")
         self.cost, self.free_if_shorter = cost, free_if_shorter
 
     def __call__(
@@ -95,10 +95,10 @@ class Length:
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float | None]:
-        """``B`` rewards of at most 0.
+        """Return ``B`` rewards of at most 0, None where the target is None.
 
         Raises:
-            KeyError: if the rows have no column of targets.
+            KeyError: if the dataset does not have the column of targets.
         """
         targets = _targets(self.__name__, self.target, columns, len(completion_ids))
         rows = zip(completion_ids, targets, strict=True)
@@ -109,20 +109,20 @@ class Length:
 
 
 class LengthBudget(RewardWrapper):
-    """Another reward function, whose scores fade as the completion comes near its budget of tokens and exceeds it.
+    """Reward that scales down the scores of another reward function near and beyond a token budget.
 
-    The score is multiplied by ``clip(cost (budget - n) + at_budget, 0, 1)`` with ``n`` the tokens sampled in the row:
-    with a score of 1 for a correct answer, L1's max form. Where the function abstains, so does this. Logged as
+    The score is multiplied by ``clip(cost (budget - n) + at_budget, 0, 1)`` for ``n`` sampled tokens. With a score of
+    1 for a correct answer this is the max form of L1. The reward abstains where the function does. Logged as
     ``length_budget_<name of the function>``.
 
-    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), eq. 2; its defaults.
+    Source: L1 (Aggarwal and Welleck 2025, arXiv 2503.04697), eq. 2, with its defaults.
 
     Args:
-        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
-            Its scores should not be negative: the factor would make long completions better.
-        budget: tokens; a string is the dataset's column of budgets, in which None abstains.
-        cost: by what the factor changes with each token.
-        at_budget: the factor at the budget itself.
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`). Its
+            scores should not be negative, because the factor would raise those of long completions.
+        budget: number of tokens, or the name of the dataset column of budgets, in which None abstains.
+        cost: change of the factor per token.
+        at_budget: factor at ``n = budget``.
 
     Raises:
         ValueError: if ``budget`` is negative or empty, ``cost`` negative or not finite, or ``at_budget`` not in [0, 1].
@@ -145,15 +145,15 @@ class LengthBudget(RewardWrapper):
         if not 0 <= cost < math.inf:
             raise ValueError(f"cost={cost} must be finite and not negative")
         if not 0 <= at_budget <= 1:
-            raise ValueError(f"at_budget={at_budget} must be between 0 and 1: it multiplies the score")
+            raise ValueError(f"at_budget={at_budget} must be in [0, 1], because it multiplies the score")
         super().__init__(function, "length_budget_{}")
         self.cost, self.at_budget = cost, at_budget
 
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The scores times their factors.
+        """Return the scores times their factors.
 
         Raises:
-            KeyError: if the rows have no column of budgets.
+            KeyError: if the dataset does not have the column of budgets.
         """
         budgets = _targets(self.__name__, self.budget, batch.columns, len(batch))
         return [
@@ -167,7 +167,7 @@ class LengthBudget(RewardWrapper):
 
 def _checked_target(name: str, target: int | str) -> int | str:
     if not target if isinstance(target, str) else not 0 <= target < math.inf:
-        raise ValueError(f"{name}={target!r} must be a number of tokens, or a column of them")
+        raise ValueError(f"{name}={target!r} must be a number of tokens or the name of a column")
     return target
 
 
@@ -175,5 +175,5 @@ def _targets(name: str, target: int | str, columns: Mapping[str, Any], n: int) -
     if not isinstance(target, str):
         return [target] * n
     if target not in columns:
-        raise KeyError(f"{name} needs the column {target!r}; the rows have {sorted(columns)}")
+        raise KeyError(f"{name} requires column {target!r}; the rows have {sorted(columns)}")
     return columns[target]

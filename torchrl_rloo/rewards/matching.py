@@ -1,4 +1,4 @@
-"""Whether a completion gives the gold answer, as text or as a number."""
+"""Rewards for completions that give the gold answer, as text or as a number."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from torchrl_rloo.rewards.protocol import final_text
 
 
 class ExactMatch:
-    r"""1.0 where the answer of a completion is the gold, character for character after normalising, else 0.0.
+    r"""Reward of 1.0 where the normalized answer of a completion equals the gold, else 0.0.
 
-    Runs of white space count as one space and none at the ends; Unicode is brought to its NFC form.
+    Runs of white space count as one space, white space at the ends is removed, and Unicode is normalized to NFC.
 
     Args:
-        column: the dataset's column of golds: strings, lists of strings of which any is right, or None, which abstains.
-        where: where the answer stands; the first of these that a completion has decides, and one with none scores 0.0:
+        column: dataset column of golds: strings, lists of accepted strings, or None, which abstains.
+        where: places of the answer. The first place that a completion has is used; without any it scores 0.0:
 
             - ``"text"``: the whole completion;
             - ``"boxed"``: the content of the last closed ``\boxed{}``;
             - ``"last_line"``: the last line that is not blank;
-            - any other text, such as ``"####"``, ``"Answer:"`` or ``"</think>"``: a marker; the rest of the line after
-              its last occurrence or, if that is blank, the next line that is not.
-        ignore_case: compare without case.
-        ignore_punctuation: compare without punctuation and symbols: only letters, digits and spaces remain.
+            - any other text, such as ``"####"``, ``"Answer:"`` or ``"</think>"``: a marker. The answer is the rest of
+              the line after its last occurrence or, if that is blank, the next line that is not.
+
+        ignore_case: True ignores case.
+        ignore_punctuation: True ignores punctuation and symbols.
 
     Raises:
-        ValueError: if ``column`` or ``where`` is empty or no such thing.
+        ValueError: if ``column`` is not a name, or ``where`` is not a list of places.
 
     Example:
         >>> capital = ExactMatch(where=["Answer:"], ignore_case=True)
@@ -57,10 +58,10 @@ class ExactMatch:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores: 1.0, 0.0, or None where the gold is None.
+        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None.
 
         Raises:
-            KeyError: if the rows have no column of golds.
+            KeyError: if the dataset does not have ``column``.
             TypeError: if a gold is not a string, a list of strings or None.
         """
         golds = _column(self, columns)
@@ -71,11 +72,11 @@ class ExactMatch:
             return None
         golds = [gold] if isinstance(gold, str) else gold
         if not isinstance(golds, list | tuple) or not all(isinstance(g, str) for g in golds):
-            raise TypeError(f"{self.column} must hold strings, lists of strings or None, got {gold!r}: use str()")
+            raise TypeError(f"{self.column}={gold!r} must be a string, a list of strings or None; use str()")
         answer = next(find_answers(text, self.where), ("", None))[1]
-        return float(answer is not None and self._normal(answer) in {self._normal(g) for g in golds})
+        return float(answer is not None and self._normalize(answer) in {self._normalize(g) for g in golds})
 
-    def _normal(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         text = unicodedata.normalize("NFC", text)
         if self.ignore_case:
             text = text.casefold()
@@ -85,27 +86,29 @@ class ExactMatch:
 
 
 class NumericMatch:
-    r"""1.0 where the number that a completion answers is the gold, else 0.0.
+    r"""Reward of 1.0 where the number of a completion equals the gold, else 0.0.
 
     Numbers are compared exactly, as fractions. They may have a sign, thousands separators (``1,234``), decimals, an
-    exponent (``1.5e3``, ``1.5 \times 10^{3}``), a currency or percent sign, and be fractions (``3/4``, ``\frac{3}{4}``)
-    or mixed (``1 3/4``). ``50%`` is right for 50 and for 0.5. There is no decimal comma: ``3,5`` is two numbers. Digits
-    in a word, an index or an exponent are no number. Never right, as golds abstaining, are numbers of more than 400
-    digits or with such an exponent, fractions over 0, roots, multiples of pi or a root, and powers but of 10. Takes
-    time linear in the text, whatever a policy writes.
+    exponent (``1.5e3``, ``1.5 \times 10^{3}``), and a currency or percent sign. Fractions (``3/4``, ``\frac{3}{4}``)
+    and mixed numbers (``1 3/4``) are read. ``50%`` equals 50 and 0.5. There is no decimal comma: ``3,5`` is two
+    numbers. Digits in a word, an index or an exponent are not numbers. The time is linear in the length of the text.
 
-    Golds are read as completions are, so that whole solutions such as GSM8K's, which end in ``#### 72``, are golds.
+    Some numbers are always wrong, and abstain as golds: more than 400 digits or such an exponent, fractions over 0,
+    roots, multiples of pi or of a root, and powers of other bases than 10.
+
+    Golds are parsed like completions, so whole solutions such as GSM8K's, which end in ``#### 72``, are golds.
 
     Args:
-        column: the dataset's column of golds: numbers, strings or None; None and what holds no number abstain.
-        where: where the number stands, see :class:`ExactMatch`; the first of these that holds a number decides. After a
-            marker the first number counts, in ``"text"`` and ``"last_line"`` the last; a box must hold just one, after
-            its last ``=`` if it has any, else it is wrong. A completion without a number scores 0.0.
-        rel_tol: the largest relative deviation from the gold that is right.
-        abs_tol: the largest deviation that is right, if that is more.
+        column: dataset column of golds: numbers, strings or None. None and golds without a number abstain.
+        where: places of the number, see :class:`ExactMatch`. The first place with a number is used; without any the
+            completion scores 0.0. The first number after a marker counts, and the last one in ``"text"`` and
+            ``"last_line"``. A box must hold exactly one, after its last ``=`` if it has any, else the answer is wrong.
+        rel_tol: maximum deviation from the gold, relative to the gold.
+        abs_tol: maximum absolute deviation; the larger tolerance applies.
 
     Raises:
-        ValueError: if ``column`` or ``where`` is empty or no such thing, or a tolerance is negative or not finite.
+        ValueError: if ``column`` is not a name, ``where`` is not a list of places, or a tolerance is negative or not
+            finite.
 
     Example:
         >>> texts = ["So 48 + 24 = 72 clips.", r"\\boxed{72.0}", "#### $1,072", "72 or 73"]
@@ -126,16 +129,16 @@ class NumericMatch:
         self.column, self.where = _checked_column(column), _checked_where(where)
         for name, tolerance in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
             if not 0 <= tolerance < math.inf:
-                raise ValueError(f"{name}={tolerance} must be a finite number of at least 0")
+                raise ValueError(f"{name}={tolerance} must be finite and not negative")
         self.rel_tol, self.abs_tol = rel_tol, abs_tol
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """``B`` scores: 1.0, 0.0, or None where the gold is None or holds no number.
+        """Return ``B`` scores: 1.0, 0.0, or None where the gold is None or holds no number.
 
         Raises:
-            KeyError: if the rows have no column of golds.
+            KeyError: if the dataset does not have ``column``.
             TypeError: if a gold is neither a number, a string nor None.
         """
         golds = _column(self, columns)
@@ -145,36 +148,36 @@ class NumericMatch:
         if gold is None:
             return None
         if isinstance(gold, bool) or not isinstance(gold, Real | Decimal | str):
-            raise TypeError(f"{self.column} must hold numbers, strings or None, got {gold!r} ({type(gold).__name__})")
+            raise TypeError(f"{self.column}={gold!r} ({type(gold).__name__}) must be a number, a string or None")
         if isinstance(gold, Rational):
-            wanted = Number(Fraction(int(gold.numerator), int(gold.denominator)), False)
+            expected = Number(Fraction(int(gold.numerator), int(gold.denominator)), False)
         else:
-            wanted = find_number(str(gold), (*self.where, "text"))
-        if wanted is None or wanted.value is None:
+            expected = find_number(str(gold), (*self.where, "text"))
+        if expected is None or expected.value is None:
             return None
         answer = find_number(text, self.where)
-        return float(answer is not None and answer.value is not None and self._equal(wanted, answer))
+        return float(answer is not None and answer.value is not None and self._is_equal(expected, answer))
 
-    def _equal(self, gold: Number, answer: Number) -> bool:
+    def _is_equal(self, gold: Number, answer: Number) -> bool:
         if gold.percent == answer.percent:
-            return self._close(gold.value, answer.value)
+            return self._is_close(gold.value, answer.value)
         hundredth = Fraction(1, 100)
         scaled = (gold.value * hundredth, answer.value) if gold.percent else (gold.value, answer.value * hundredth)
-        return self._close(gold.value, answer.value) or self._close(*scaled)
+        return self._is_close(gold.value, answer.value) or self._is_close(*scaled)
 
-    def _close(self, gold: Fraction, answer: Fraction) -> bool:
+    def _is_close(self, gold: Fraction, answer: Fraction) -> bool:
         return abs(gold - answer) <= max(Fraction(self.rel_tol) * abs(gold), Fraction(self.abs_tol))
 
 
 class Number(NamedTuple):
-    """A number in a text."""
+    """Number in a text."""
 
-    value: Fraction | None  # None: it is not one that can be right
+    value: Fraction | None  # None if it is always wrong, see `NumericMatch`
     percent: bool
 
 
 def find_answers(text: str, where: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The places of ``where`` that ``text`` has, each with what stands there; see :class:`ExactMatch`."""
+    """Yield ``(place, answer)`` for the places of ``where`` that ``text`` has; see :class:`ExactMatch`."""
     for place in where:
         if place == "text":
             yield place, text
@@ -189,22 +192,22 @@ def find_answers(text: str, where: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def find_number(text: str, where: Sequence[str]) -> Number | None:
-    """The number that ``text`` answers, None if there is none; see :class:`NumericMatch`."""
+    """Return the number that ``text`` answers, None without one; see :class:`NumericMatch`."""
     for place, answer in find_answers(text, where):
         if place == "boxed":
-            answer = "=" + answer.rpartition("=")[2]  # what follows a sign of equality may be "- 5"
+            answer = "=" + answer.rpartition("=")[2]  # after "=", "- 5" is a negative number
         first = last = None
-        for found in _NUMBER.finditer(_plain(answer)):
+        for found in _NUMBER.finditer(_simplify(answer)):
             first, last = first or found, found
         if last is not None:
             if place == "boxed" and first is not last:
                 return Number(None, False)
-            return _number(last if place in ("text", "last_line") else first)
+            return _parse_number(last if place in ("text", "last_line") else first)
     return None
 
 
-_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")  # India groups by two digits
-_SPELLINGS = [  # applied in this order; none may take more than linear time
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")  # groups of two digits are used in India
+_SPELLINGS = [  # applied in this order; each must take linear time
     (re.compile(r"\\!|\\,|\{(?=,\})|(?<=,)\}|(?<=[0-9])_(?=[0-9])"), ""),  # 1{,}000, 1\,000, 1_000
     (re.compile("[\u2212\ufe63\uff0d]"), "-"),
     (re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
@@ -234,19 +237,19 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_LARGEST = 400
+_MAX_DIGITS = 400
 
 
-def _plain(text: str) -> str:
-    """``text`` with the spellings of numbers reduced to those that ``_NUMBER`` reads."""
+def _simplify(text: str) -> str:
+    """Rewrite the numbers of a text in the notations that ``_NUMBER`` matches."""
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     return text
 
 
-def _number(found: re.Match[str]) -> Number:
+def _parse_number(found: re.Match[str]) -> Number:
     parts = [found["whole"] or "0", found["digits"], found["exponent"] or "0", found["below"] or "1"]
-    if found["never"] or any(len(part) > _LARGEST for part in parts) or abs(int(parts[2])) > _LARGEST:
+    if found["never"] or any(len(part) > _MAX_DIGITS for part in parts) or abs(int(parts[2])) > _MAX_DIGITS:
         return Number(None, False)
     below = Fraction(parts[3])
     if not below:
@@ -257,7 +260,7 @@ def _number(found: re.Match[str]) -> Number:
 
 def _checked_column(column: str) -> str:
     if not column or not isinstance(column, str):
-        raise ValueError(f"column={column!r} must be the name of the dataset's column of golds")
+        raise ValueError(f"column={column!r} must name the dataset's column of golds")
     return column
 
 
@@ -270,5 +273,5 @@ def _checked_where(where: Sequence[str]) -> tuple[str, ...]:
 
 def _column(reward: ExactMatch | NumericMatch, columns: dict[str, Any]) -> Sequence[Any]:
     if reward.column not in columns:
-        raise KeyError(f"{reward.__name__} needs the column {reward.column!r}; the rows have {sorted(columns)}")
+        raise KeyError(f"{reward.__name__} requires column {reward.column!r}; the rows have {sorted(columns)}")
     return columns[reward.column]

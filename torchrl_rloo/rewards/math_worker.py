@@ -1,9 +1,9 @@
-"""Judges mathematical answers in a process of its own, run as a script by :mod:`torchrl_rloo.rewards.math_judge`.
+"""Worker process that judges mathematical answers; a script started by :mod:`torchrl_rloo.rewards.math_judge`.
 
-It imports nothing of the toolkit, so that starting it takes about a second and some 60 MB. Requests and replies are
-lines of JSON. A request is ``[gold, text]``; the first reply says whether the gold could be parsed, the second, if it
-could, whether the text gives the same answer. Whatever takes longer than the limit ends the process: short texts such
-as ``9^{9^{9}}`` keep SymPy busy for ever inside one long multiplication, where no signal or exception reaches it.
+It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
+JSON. A request is ``[gold, text]``. The first reply tells whether the gold was parsed. If so, a second reply tells
+whether the text gives the same answer. A request that exceeds the time limit ends the process. Short texts such as
+``9^{9^{9}}`` keep SymPy in one endless multiplication, which no signal or exception can interrupt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script: its files are no top-level modules
+    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
 
 import faulthandler
 import json
@@ -24,15 +24,14 @@ from functools import lru_cache
 from typing import Any
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-_NO_FORMULA = re.compile(  # delimiters, several lines, GSM8K's marker; what only the reader of plain expressions knows
-    r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|[0-9]\s+[0-9]"
-)
+# Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
+_NO_FORMULA = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|[0-9]\s+[0-9]")
 
 
 def as_formula(gold: str) -> str | None:
-    """A gold that is nothing but LaTeX, though no dollar sign or box says so, between dollar signs; None for others.
+    """Wrap a gold that is bare LaTeX in dollar signs; return None for other golds.
 
-    math-verify looks for LaTeX between delimiters only, and would take the 2 or the 10 of ``2^{10}`` for the gold.
+    math-verify reads LaTeX only between delimiters. Without them it would take the 2 or the 10 of ``2^{10}``.
 
     >>> as_formula("1.5e3"), as_formula("2^{10}"), as_formula("42 apples")
     ('$1.5\\\\times 10^{3}$', '$2^{10}$', None)
@@ -45,7 +44,7 @@ def as_formula(gold: str) -> str | None:
 
 
 def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]]:
-    """How a gold is parsed, how a completion is parsed, and how their parses are compared, without time limits."""
+    """Return functions that parse a gold, parse a completion and compare both, without time limits."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -53,13 +52,14 @@ def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
 
-    @lru_cache(maxsize=64)  # the rows of a group share their gold
+    @lru_cache(maxsize=64)  # the rows of a group share a gold
     def parse_gold(gold: str) -> list[Any]:
         plain = parse(gold, parsing_timeout=None)
         if (latex := as_formula(gold)) is None:
             return plain
         formula = parse(latex, parsing_timeout=None)
-        return plain + formula if "%" in gold else formula or plain  # 5% is 0.05 plain, and 5 as math-verify reads 5\%
+        # Accept both readings of a percentage: 5% is 0.05 as plain text, and math-verify reads 5\% as 5
+        return plain + formula if "%" in gold else formula or plain
 
     def parse_answer(text: str) -> list[Any]:
         return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=None)
@@ -71,25 +71,27 @@ def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
 
 
 def main(limit: float) -> None:
-    """Answers requests from standard input until it closes.
+    """Answer requests from standard input until it closes.
 
     Args:
-        limit: seconds one request may take.
+        limit: seconds per request.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training process, which may finish its step
+    # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not mix with the replies
+    os.dup2(2, 1)
     parse_gold, parse_answer, equal = make_parsers()
-    logging.disable(logging.WARNING)  # math-verify warns that its own time limits are off
+    logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
 
     def reply(value: Any) -> None:
         replies.write(json.dumps(value) + "\n")
         replies.flush()
 
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         reply("ready")
         for line in sys.stdin:
-            faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)  # needs neither the GIL nor the caller
+            # Exit at the time limit; this timer needs neither the GIL nor the caller
+            faulthandler.dump_traceback_later(limit, exit=True, file=devnull)
             gold, text = json.loads(line)
             parsed = parse_gold(gold)
             reply(bool(parsed))

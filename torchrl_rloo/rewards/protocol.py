@@ -1,26 +1,27 @@
-"""How a reward function is called, and what it gives back.
+"""Protocol of reward functions: their arguments, their return value and their attributes.
 
 A reward is a plain callable ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or
-async. All these are lists of one entry per trajectory: prompts and completions as text or as chat messages, the sampled
-ids, and each of the dataset's other columns by name. ``None`` abstains. Also passed, by name:
+async. Each argument is a list with one entry per trajectory. Prompts and completions are texts or lists of chat
+messages, ``completion_ids`` are the sampled ids, and ``columns`` are the other columns of the dataset. ``None``
+abstains. These arguments are also passed by name:
 
 ==================  ================================================================================================
-``trainer_state``   :class:`TrainerState`: how far the run is
-``log_extra``       ``log_extra(column, values)``: another column of the completions table, one value per trajectory
-``log_metric``      ``log_metric(name, value)``: a scalar to plot; the mean over the calls of a step is logged, in which
-                    identical trajectories count once
-``truncated``       list of bool: whether a token, turn or time limit ended the trajectory
+``trainer_state``   :class:`TrainerState`: the progress of the run
+``log_extra``       ``log_extra(column, values)`` adds a column to the completions table, one value per trajectory
+``log_metric``      ``log_metric(name, value)`` logs a scalar: its mean over the calls of a step, where identical
+                    trajectories count once
+``truncated``       list of bool: True where a token, turn or time limit ended the trajectory
 ==================  ================================================================================================
 
-A function without ``**kwargs`` is passed what its signature names and nothing else. The protocol is that of TRL's
-reward functions, which run unchanged. How a function wants to be called it may say by two attributes:
+A function without ``**kwargs`` gets only the arguments that its signature names. TRL's reward functions follow the
+same protocol and run unchanged. Two optional attributes configure the calls:
 
 ==================  ================================================================================================
-``whole_batch``     True: it compares trajectories, and must see all of a batch in one call, identical ones included
-``concurrency``     of an async function: calls of it under way at a time, where each call is one trajectory
+``whole_batch``     True: the function compares trajectories, so one call gets the whole batch, duplicates included
+``concurrency``     of an async function: maximum number of calls in flight, each with one trajectory
 ==================  ================================================================================================
 
-Nothing here imports torch, so that a worker process starts in a fraction of a second.
+This module does not import torch, so a worker process starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[floa
 
 
 class MalformedScoresError(TypeError, ValueError):
-    """A reward function returned something other than one number or None for each trajectory."""
+    """Error of a reward function that did not return one number or None per trajectory."""
 
 
 @dataclass
 class TrainerState:
-    """How far a run is, for rewards that change with it; names as in Transformers' class.
+    """Progress of the run, for rewards that follow a schedule. Fields are named as in Transformers' ``TrainerState``.
 
     Attributes:
-        global_step: finished training steps.
-        max_steps: steps of the whole run; 0 if unknown.
-        epoch: passes over the dataset so far.
-        num_input_tokens_seen: tokens of all trajectories so far.
+        global_step: number of finished training steps.
+        max_steps: number of steps of the whole run; 0 if unknown.
+        epoch: number of passes over the dataset so far.
+        num_input_tokens_seen: number of tokens of all trajectories so far.
     """
 
     global_step: int = 0
@@ -62,15 +63,15 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """``B`` finished trajectories as reward functions see them: plain Python values, no tensors.
+    """Batch of ``B`` finished trajectories, as plain Python values without tensors.
 
     Attributes:
-        prompts: texts or lists of messages.
-        completions: texts or lists of messages.
-        completion_ids: the sampled ids of each.
-        columns: the dataset's other columns, ``B`` values each.
-        truncated: whether a limit ended the trajectory; empty: none was.
-        trainer_state: how far the run is.
+        prompts: ``B`` texts or lists of messages.
+        completions: ``B`` texts or lists of messages.
+        completion_ids: ``B`` lists of sampled ids.
+        columns: other columns of the dataset by name, ``B`` values each.
+        truncated: ``B`` flags, True where a limit ended the trajectory. Empty means that none was truncated.
+        trainer_state: progress of the run.
     """
 
     prompts: Sequence[Any]
@@ -84,7 +85,7 @@ class RewardBatch:
         return len(self.completions)
 
     def select(self, indices: Sequence[int]) -> RewardBatch:
-        """The trajectories at ``indices``, in that order."""
+        """Return the trajectories at ``indices``, in that order."""
         return RewardBatch(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
@@ -97,12 +98,12 @@ class RewardBatch:
 
 @dataclass
 class RewardCall:
-    """What one call of a reward function gave.
+    """Result of one call of a reward function.
 
     Attributes:
-        scores: one number or None for each trajectory, NaN and infinities as they came.
+        scores: one number or None per trajectory. NaN and infinities are kept.
         extra: columns from ``log_extra``.
-        metrics: values from ``log_metric``, in order.
+        metrics: names and values from ``log_metric``, in call order.
         seconds: wall-clock time of the call.
     """
 
@@ -114,13 +115,13 @@ class RewardCall:
 
 @dataclass
 class RewardFailure:
-    """Why a call of a reward function gave no scores.
+    """Failed call of a reward function.
 
     Attributes:
-        kind: ``"raised"``, ``"malformed"`` (not one number or None for each trajectory), ``"timed_out"``,
+        kind: ``"raised"``, ``"malformed"`` (not one number or None per trajectory), ``"timed_out"``,
             ``"worker_died"`` or ``"not_finite"``.
-        message: one line that says what happened.
-        traceback: where, as far as that is known.
+        message: error message, one line.
+        traceback: formatted traceback; "" if unknown.
         seconds: wall-clock time of the call.
     """
 
@@ -131,34 +132,34 @@ class RewardFailure:
 
     @classmethod
     def of(cls, error: BaseException, seconds: float = 0.0) -> RewardFailure:
-        """The failure that an exception is; even one that cannot be printed."""
+        """Create a failure from an exception, even from one that cannot be printed."""
         kind = "malformed" if isinstance(error, MalformedScoresError) else "raised"
-        # around it may stand indented source (a SyntaxError), and behind it notes or the parts of a group
+        # Indented source (SyntaxError) may precede the message, and notes or the parts of a group may follow it
         message = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
         return cls(kind, message.strip(), "".join(traceback.format_exception(error)), seconds)
 
     @classmethod
     def timed_out(cls, limit: float, seconds: float, traceback: str = "") -> RewardFailure:
-        """A call that was given up after ``limit`` seconds."""
+        """Create the failure of a call that was stopped after ``limit`` seconds."""
         return cls("timed_out", f"no answer within {limit:g} s", traceback, seconds)
 
 
 def reward_name(function: RewardFunction) -> str:
-    """The name under which a function's scores are logged."""
+    """Return the name under which a function's scores are logged."""
     while isinstance(function, partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether a call of the function has to be awaited."""
+    """Return whether a call of the function must be awaited."""
     while isinstance(function, partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-_ALWAYS_GIVEN = (
+_STANDARD_ARGUMENTS = (
     "prompts",
     "completions",
     "completion_ids",
@@ -170,58 +171,59 @@ _ALWAYS_GIVEN = (
 
 
 def missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
-    """Return the columns that a function asks for and ``columns`` lack.
+    """Return the required columns of a function that are not in ``columns``.
 
-    A function asks by its signature, or by an attribute ``column`` or ``*_column`` that holds a name.
+    Required columns are its arguments without a default, and the names that it holds in an attribute ``column`` or
+    ``*_column``.
 
     >>> def graded(completions, answer, hint=None, **others): ...
     >>> missing_columns(graded, ["question"])
     ['answer']
     """
-    known = {*columns, *_ALWAYS_GIVEN}
+    known = {*columns, *_STANDARD_ARGUMENTS}
     settings = getattr(function, "__dict__", {}).items()
     named = [v for k, v in settings if (k == "column" or k.endswith("_column")) and isinstance(v, str) and v]
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         parameters = []
     asked = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [name for name in (*asked, *named) if name not in known]
 
 
 def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], what: str = "reward") -> None:
-    """Refuse functions that ask for a column that the dataset does not have.
+    """Raise if a function requires a column that the dataset does not have.
 
     Args:
         functions: reward functions, or scorers of an evaluation.
-        columns: of the dataset, :attr:`~torchrl_rloo.data.PromptDataset.columns`.
-        what: what to call the functions in the message.
+        columns: columns of the dataset, :attr:`~torchrl_rloo.data.PromptDataset.columns`.
+        what: noun for the functions in error messages.
 
     Raises:
-        ValueError: naming the function, the column and the remedy; also for one that takes nothing to judge by.
+        ValueError: if a required column is missing, or if a function accepts neither a column nor a standard argument.
     """
     for function in functions:
-        if (accepted := _accepted(function)) is not None and not accepted & {*columns, *_ALWAYS_GIVEN}:
+        if (accepted := _accepted(function)) is not None and not accepted & {*columns, *_STANDARD_ARGUMENTS}:
             raise ValueError(
-                f"{what} {reward_name(function)} takes none of the arguments that it could judge by: name completions, "
-                f"completion_ids, prompts, or a column of {list(columns)} in its signature"
+                f"{what} {reward_name(function)} accepts none of the arguments of a reward: add completions, "
+                f"completion_ids, prompts or a column of {list(columns)} to its signature"
             )
         if missing := missing_columns(function, columns):
-            hint = did_you_mean(missing[0], [*columns, *_ALWAYS_GIVEN])
-            remedy = "" if what == "reward" else f", choose another {what} (eval.scorer, or task=custom: the rewards)"
+            hint = did_you_mean(missing[0], [*columns, *_STANDARD_ARGUMENTS])
+            remedy = "" if what == "reward" else f", or set another {what} (eval.scorer, or task=custom: the rewards)"
             raise ValueError(
-                f"{what} {reward_name(function)} asks for {missing}, which the dataset does not have{hint}: its "
-                f"columns are {list(columns)}. Rename one (load_prompts(column_map=...), data.column_map={{old: "
-                f"{missing[0]}}}), give the argument a default{remedy}"
+                f"{what} {reward_name(function)} requires {missing}, which the dataset does not have{hint}: its "
+                f"columns are {list(columns)}. Rename a column (load_prompts(column_map=...), data.column_map={{old: "
+                f"{missing[0]}}}), or give the argument a default{remedy}"
             )
 
 
 def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
-    """One call of a sync function for all of a batch.
+    """Call a sync function once with the whole batch.
 
     Raises:
-        MalformedScoresError: if it does not return as many numbers and Nones as there are trajectories.
-        Exception: whatever the function raises.
+        MalformedScoresError: if it does not return one number or None per trajectory.
+        Exception: any exception of the function.
     """
     call, arguments = _prepare(function, batch)
     start = perf_counter()
@@ -230,7 +232,7 @@ def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
 
 
 async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> RewardCall:
-    """As :func:`call_reward`, of an async function."""
+    """Call an async function once with the whole batch; see :func:`call_reward`."""
     call, arguments = _prepare(function, batch)
     start = perf_counter()
     scores = await function(**arguments)
@@ -240,17 +242,18 @@ async def call_reward_async(function: RewardFunction, batch: RewardBatch) -> Rew
 def attempt_reward(
     function: RewardFunction, batch: RewardBatch, catch: type[BaseException] = Exception
 ) -> RewardCall | RewardFailure:
-    """One call of a function, sync or async, whose exceptions become failures.
+    """Call a function, sync or async, and return its exceptions as failures.
 
     Args:
-        function: an async one runs in an event loop of its own.
-        batch: the trajectories.
-        catch: what is a failure; other exceptions come through.
+        function: reward function. An async function runs in a new event loop.
+        batch: ``B`` trajectories.
+        catch: exceptions that become a :class:`RewardFailure`; others propagate.
     """
     start = perf_counter()
     try:
         if is_async(function):
-            import asyncio  # as much time to import as the rest together, and few workers need it
+            # Import here: asyncio doubles the start time of a worker, and few workers need it
+            import asyncio
 
             return asyncio.run(call_reward_async(function, batch))
         return call_reward(function, batch)
@@ -259,12 +262,12 @@ def attempt_reward(
 
 
 def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """What a completion says in the end: its text, or the content of its last assistant message ("" without one)."""
+    """Return the text of a completion, or the content of its last assistant message ("" without one)."""
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):
         if message["role"] == "assistant":
-            return message.get("content") or ""  # None, or no such key, beside tool calls
+            return message.get("content") or ""  # content is None or missing in a message of tool calls
     return ""
 
 
@@ -276,7 +279,7 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
         if len(values) != len(batch):
             raise ValueError(
                 f"log_extra({column!r}) of reward {reward_name(function)} got {len(values)} values for {len(batch)} "
-                "trajectories: give one for each"
+                "trajectories; pass one value per trajectory"
             )
         call.extra[column] = values
 
@@ -298,10 +301,10 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Return the names that a function takes; None for any."""
+    """Return the argument names that a function accepts; None if it accepts any."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return None
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
@@ -315,8 +318,10 @@ def _finish(function: RewardFunction, call: RewardCall, scores: Any, n: int, sta
     if isinstance(scores, list | tuple):
         scores = [s.item() if hasattr(s, "item") else s for s in scores]
     if not isinstance(scores, list) or not all(s is None or isinstance(s, Real) for s in scores):
-        raise MalformedScoresError(f"reward {name} returned {scores!r:.100}; it must return a list of numbers or None")
+        raise MalformedScoresError(f"reward {name} returned {scores!r:.100}; return a list of numbers or None")
     if len(scores) != n:
-        raise MalformedScoresError(f"reward {name} returned {len(scores)} scores for {n} completions")
+        raise MalformedScoresError(
+            f"reward {name} returned {len(scores)} scores for {n} completions; return one score per completion"
+        )
     call.scores = [None if s is None else float(s) for s in scores]
     return call

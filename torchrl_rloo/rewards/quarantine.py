@@ -1,4 +1,4 @@
-"""The samples that a reward function failed on, kept in a file for whoever repairs the function."""
+"""File of the samples that reward functions failed on, for debugging."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_LINES = 1000  # of one function
-TRACEBACK = 4000  # characters kept, from the end
+MAX_LINES = 1000  # per function
+TRACEBACK = 4000  # last characters of a traceback that are kept
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Appends one line of JSON for each bad sample, at most 1,000 for each function. It never fails the run.
+    """JSON-lines file of failed samples, at most 1,000 per function. A write that fails is only logged.
 
     Args:
-        path: of the file; its folder is made when the first line is written. None keeps nothing.
+        path: file, created with its folder at the first line. None disables it.
 
     Attributes:
-        lines: function -> lines written.
+        lines: function -> number of lines written.
 
     Raises:
-        ValueError: if the path is a folder.
+        ValueError: if ``path`` is a folder.
     """
 
     def __init__(self, path: str | os.PathLike | None):
         self.path = None if path is None else Path(path)
         if self.path is not None and self.path.is_dir():
-            raise ValueError(f"quarantine={str(path)!r} is a folder; it must be the path of a file, such as bad.jsonl")
+            raise ValueError(f"quarantine={str(path)!r} is a folder; set the path of a file, such as bad.jsonl")
         self.lines: Counter[str] = Counter()
 
     def add(self, function: str, entry: Mapping[str, Any]) -> None:
-        """Writes ``entry`` with the function's name before it; values that are no JSON as their ``repr``."""
+        """Append ``entry`` after the function's name; values that are not JSON are written as their ``repr``."""
         if self.path is None or self.lines[function] >= MAX_LINES:
             return
         try:
@@ -46,16 +46,16 @@ class Quarantine:
             with self.path.open("a") as file:
                 file.write(line + "\n")
         except Exception as error:  # a full disk, values whose repr raises
-            _LOGGER.warning("the quarantine %s takes no more: %s: %s", self.path, type(error).__name__, error)
+            _LOGGER.warning("cannot write to quarantine %s, disabled: %s: %s", self.path, type(error).__name__, error)
             self.lines[function] = MAX_LINES
         else:
             self.lines[function] += 1
 
     def rewind(self, step: int) -> None:
-        """Takes out the lines of this step and later ones, which a run that goes back to a checkpoint writes again.
+        """Remove the lines of ``step`` and later: a run that resumes from a checkpoint writes them again.
 
         Args:
-            step: in ``trainer_state.global_step``; 0 takes out all.
+            step: first ``trainer_state.global_step`` to remove; 0 removes all lines.
         """
         if self.path is None or not self.path.exists():
             return
@@ -68,14 +68,14 @@ class Quarantine:
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError):  # the writer was killed in the middle of the line
+    except (ValueError, KeyError):  # the process was killed in the middle of the line
         return math.inf
 
 
 def _line(entry: Mapping[str, Any]) -> str:
     try:
         return json.dumps(entry, default=repr)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, cycles
+    except (TypeError, ValueError, RecursionError):  # keys that are not strings, cycles
         return json.dumps({key: _value(value) for key, value in entry.items()})
 
 

@@ -1,4 +1,4 @@
-"""Reward functions by name: what a configuration says, and the function that it means."""
+"""Registry of reward functions: names in a configuration and the functions that they load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_rloo.lookup import did_you_mean, import_object
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 
-# name -> dotted path, imported only where used
+# Name -> dotted path; a module is imported only when its reward is loaded
 REWARDS: dict[str, str] = {
     "accuracy": "torchrl_rloo.rewards.accuracy.MathAccuracy",
     "boxed_accuracy": "torchrl_rloo.rewards.boxed.boxed_accuracy",
@@ -45,33 +45,32 @@ TRL_NAMES: dict[str, str] = {
     "reasoning_accuracy_reward": REWARDS["reasoning_accuracy"],
     "think_format_reward": REWARDS["think_format"],
 }
-_OF_A_REWARD = {"prompts", "completions", "completion_ids"}
+_REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 
 
 RewardSpec = RewardFunction | str | Mapping[str, Any]
 
 
 def load_reward(spec: RewardSpec) -> RewardFunction:
-    """Return the reward function that a configuration means.
+    """Load a reward function from its specification.
 
     Args:
         spec: one of
 
-            - a callable, given back as it is;
-            - a name in :data:`REWARDS`, TRL's name of one of these, or the dotted path of a function or class; a class
+            - a callable, which is returned unchanged;
+            - a name in :data:`REWARDS`, TRL's name of one of these, or the dotted path of a function or class. A class
               is instantiated;
-            - a mapping ``{"_target_": name or dotted path, setting: value, ...}``. A class, or a function that makes
-              reward functions, is called with the settings; those of a function that is itself a reward (it takes
-              ``prompts``, ``completions`` or ``completion_ids``, or any keyword) are bound to it. The setting ``name``
-              is the name under which the scores are logged, so that one class can be used twice.
+            - a mapping ``{"_target_": name or dotted path, setting: value, ...}``. A class or a factory is called with
+              the settings. A function that is itself a reward (it accepts ``prompts``, ``completions``,
+              ``completion_ids`` or any keyword) gets them bound. The setting ``name`` is the name in logs, so one
+              class can be used twice.
 
-            A wrapper takes any of these for the function that it wraps.
+            A wrapper accepts any of these as its function.
 
     Raises:
-        TypeError: if ``spec`` is none of these, or what it names is not callable.
-        ValueError: for a name or path that is not found, with near matches, and for settings that are missing or
-            unknown, with those that there are.
-        Exception: whatever the import, or the class itself, raises.
+        TypeError: if ``spec`` has another type, or its target is not callable.
+        ValueError: if the name or path is not found, or settings are missing or unknown.
+        Exception: any exception of the import or of the class.
 
     Example:
         >>> load_reward("think_format").__name__
@@ -90,52 +89,54 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
         settings = {str(key): value for key, value in spec.items()}
         path = settings.pop("_target_", None)
         if not isinstance(path, str):
-            raise TypeError(f"the reward {dict(spec)} needs '_target_', a name or dotted path, and got {path!r}")
+            raise TypeError(f"reward {dict(spec)} has _target_={path!r}; it must be a name or dotted path")
         target = _find(path)
     elif callable(spec):
         return spec
     else:
-        raise TypeError(f"a reward is a callable, a name, a dotted path or a mapping with '_target_', not {spec!r}")
+        raise TypeError(f"reward={spec!r} must be a callable, a name, a dotted path or a mapping with '_target_'")
     return _build(target, settings)
 
 
 def _find(path: str) -> Any:
-    """Return the object that a name or dotted path stands for."""
+    """Return the object at a name or dotted path."""
     full = REWARDS.get(path) or TRL_NAMES.get(path, path)
     if "." not in full:
         raise ValueError(
-            f"no reward is named {path!r}{did_you_mean(path, [*REWARDS, *TRL_NAMES])}: there are {', '.join(REWARDS)}; "
-            "for one of your own give its dotted path, module.function"
+            f"unknown reward {path!r}{did_you_mean(path, [*REWARDS, *TRL_NAMES])}; valid: {', '.join(REWARDS)}, "
+            "or the dotted path module.function of a custom reward"
         )
     found = import_object(full, "reward")
     if not callable(found):
-        raise TypeError(f"reward {path!r} is {found!r:.100}, which is not callable")
+        raise TypeError(f"reward {path!r} is {found!r:.100}; it must be callable")
     return found
 
 
 def _build(target: Any, settings: dict[str, Any]) -> RewardFunction:
-    """The reward function of a class, a factory or a reward function with settings."""
+    """Build a reward function from a class, a factory or a reward function, and its settings."""
     parameters = inspect.signature(target).parameters
     log_name = None if "name" in parameters else settings.pop("name", None)
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    is_reward = not inspect.isclass(target) and (any_keyword or bool(_OF_A_REWARD & parameters.keys()))
+    is_reward = not inspect.isclass(target) and (any_keyword or bool(_REWARD_ARGUMENTS & parameters.keys()))
+    # Check the settings against the signature: an unknown one would fail later with a less helpful error
     names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = f"its settings are {', '.join(names) or 'none'}"
+    known = f"valid settings: {', '.join(names) or 'none'}"
     if unknown := [] if any_keyword else [setting for setting in settings if setting not in names]:
         raise ValueError(
-            f"{reward_name(target)} has no setting {unknown[0]!r}{did_you_mean(unknown[0], names)}: {known}"
+            f"unknown setting {unknown[0]!r} of {reward_name(target)}{did_you_mean(unknown[0], names)}; {known}"
         )
     if is_reward:
         function = _bind(target, settings) if settings else target
     else:
         missing = [name for name in names if parameters[name].default is inspect.Parameter.empty]
         if missing := [name for name in missing if name not in settings]:
-            raise ValueError(f"{reward_name(target)} needs the settings {', '.join(missing)}: {known}")
+            raise ValueError(f"{reward_name(target)} requires the settings {', '.join(missing)}; {known}")
         function = target(**settings)
         if not callable(function):
-            raise TypeError(f"{reward_name(target)} made {function!r:.100}, which is not callable")
+            raise TypeError(f"{reward_name(target)} returned {function!r:.100}; it must return a callable")
     if log_name is not None:
-        function = function if inspect.isclass(target) else _bind(function, {})  # not to rename it elsewhere
+        # Rename a copy: the function itself may be used elsewhere
+        function = function if inspect.isclass(target) else _bind(function, {})
         function.__name__ = str(log_name)
     return function
 

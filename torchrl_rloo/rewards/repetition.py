@@ -1,4 +1,4 @@
-"""Rewards against text that repeats itself."""
+"""Penalty for repetitive text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class RepetitionPenalty:
-    """``max_penalty`` times the share of repeated n-grams among a row's sampled tokens.
+    """Penalty of ``max_penalty`` times the share of repeated n-grams among the sampled tokens.
 
-    The share is ``1 - distinct n-grams / all n-grams``, so a row of one token over and over approaches ``max_penalty``
-    with its length and never reaches it. Fewer than ``ngram_size`` tokens score 0.
+    The share is ``1 - distinct n-grams / all n-grams``. A row that repeats one token approaches ``max_penalty`` with
+    its length but never reaches it. Rows with fewer than ``ngram_size`` tokens score 0.
 
-    Source: the n-gram penalty of Yeo et al. 2025, arXiv 2502.03373, appendix C.2, as one number a row; names of TRL.
+    Source: n-gram penalty of Yeo et al. 2025, arXiv 2502.03373, appendix C.2, as one number per row; names of TRL.
 
     Args:
-        ngram_size: tokens in an n-gram.
-        max_penalty: at most 0.
+        ngram_size: number of tokens in an n-gram.
+        max_penalty: lower bound of the reward, at most 0.
 
     Raises:
-        ValueError: if ``ngram_size`` is below 1, or ``max_penalty`` positive or not finite.
+        ValueError: if ``ngram_size`` is below 1, or ``max_penalty`` is positive or not finite.
 
     Example:
         >>> RepetitionPenalty(ngram_size=2)(["?"] * 2, ["..."] * 2, [[1, 2, 3, 4], [5, 5, 5, 5, 5]])
@@ -33,7 +33,7 @@ class RepetitionPenalty:
         if ngram_size < 1:
             raise ValueError(f"ngram_size={ngram_size} must be at least 1 token")
         if not -math.inf < max_penalty <= 0:
-            raise ValueError(f"max_penalty={max_penalty} must be finite and not positive: it is added to the reward")
+            raise ValueError(f"max_penalty={max_penalty} must be finite and not positive, because it is added")
         self.ngram_size, self.max_penalty = ngram_size, max_penalty
 
     def __call__(
@@ -43,7 +43,7 @@ class RepetitionPenalty:
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float | None]:
-        """``B`` rewards in ``(max_penalty, 0]``."""
+        """Return ``B`` rewards in ``(max_penalty, 0]``."""
         return [self._reward(ids) for ids in completion_ids]
 
     def _reward(self, ids: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""What an LLM judge is told, and how its reply is read."""
+"""Prompts of LLM judges, and the parsing of their replies."""
 
 from __future__ import annotations
 
@@ -53,66 +53,76 @@ _IN_TEXT = re.compile(rf"\s*({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?\s*")
 
 
 class NoScoreError(ValueError):
-    """A judge's reply holds no score on the scale."""
+    """Error of a judge's reply without a score on the scale."""
 
 
 def read_rubric(rubric: str | Path, placeholders: Mapping[str, str]) -> str:
-    """The text of a rubric: a name in ``RUBRICS``, the text itself, or the path of a file that holds it.
+    """Return the text of a rubric.
+
+    Args:
+        rubric: name in ``RUBRICS``, text, or path of a text file.
+        placeholders: placeholders that the text must contain, in addition to ``{completion}``.
 
     Raises:
-        ValueError: if it is none of these, or has no ``{completion}`` or none of the ``placeholders``.
+        ValueError: if the rubric is not found, or a placeholder is missing.
         OSError: if the file cannot be read.
     """
     text = RUBRICS.get(str(rubric), str(rubric))
     if "{completion}" not in text:
         if "\n" in text or not Path(text).is_file():
             raise ValueError(
-                f"rubric={text!r:.200} is no text with {{completion}} in it, no file, and none of {sorted(RUBRICS)}"
+                f"rubric={text!r:.200} must be a text with {{completion}}, a file, or one of {sorted(RUBRICS)}"
             )
         text = Path(text).read_text(encoding="utf-8")
     if str(rubric) in RUBRICS and (
-        open_ := set(re.findall(r"{(\w+)}", text)) - {"prompt", "completion", *placeholders}
+        unfilled := set(re.findall(r"{(\w+)}", text)) - {"prompt", "completion", *placeholders}
     ):
-        raise ValueError(f"rubric={rubric!r} also needs columns={{...}} with the placeholders {sorted(open_)}")
+        raise ValueError(f"rubric={rubric!r} requires columns={{...}} with the placeholders {sorted(unfilled)}")
     if missing := [name for name in ("completion", *placeholders) if f"{{{name}}}" not in text]:
-        raise ValueError(f"the rubric lacks the placeholders {missing}, in braces: {text!r:.200}")
+        raise ValueError(f"rubric={text!r:.200} must contain the placeholders {missing} in braces")
     return text
 
 
 def judge_messages(rubric: str, values: Mapping[str, str], scale: tuple[float, float], max_chars: int) -> list[dict]:
-    """The messages that ask for one verdict.
+    """Build the messages that ask for one verdict.
 
     Args:
-        rubric: text with placeholders. Braces around anything that is not in ``values`` are left as they are.
-        values: text by placeholder. Each is put between tags with a fingerprint of the text in them, which the text
-            cannot hold itself, so it cannot end its own tag.
+        rubric: text with placeholders. Braces around names that are not in ``values`` are kept.
+        values: placeholder -> text. Each text is placed between tags with a hash of the text. A text cannot contain its
+            own hash, so it cannot close its tag.
         scale: lowest and highest score.
-        max_chars: characters that each value may have; of longer ones the middle is left out.
+        max_chars: maximum number of characters per value; the middle of longer values is left out.
+
+    Returns:
+        A system message and a user message.
     """
     names = "|".join(re.escape(name) for name in values)
-    # one pass, so that a placeholder within a value stays text
-    user = re.sub(rf"\{{({names})\}}", lambda match: _enclosed(match[1], values[match[1]], max_chars), rubric)
+    # Replace in one pass, so that a placeholder inside a value stays text
+    user = re.sub(rf"\{{({names})\}}", lambda match: _enclose(match[1], values[match[1]], max_chars), rubric)
     return [{"role": "system", "content": on_scale(_SYSTEM, scale)}, {"role": "user", "content": user}]
 
 
 def on_scale(text: str, scale: tuple[float, float]) -> str:
-    """The text with the ends of the scale in the place of LOW and HIGH."""
+    """Replace LOW and HIGH in a text by the ends of the scale."""
     return text.replace("LOW", f"{scale[0]:g}").replace("HIGH", f"{scale[1]:g}")
 
 
 def parse_verdict(reply: str, scale: tuple[float, float]) -> tuple[float, str]:
-    """Score and reason in a judge's reply.
+    """Parse the score and the reason in a judge's reply.
 
-    The last JSON object with a score counts, fenced or not; else the last ``score: <number>``; else a number at the
-    very end. What a reasoning model thinks aloud (up to ``</think>``) is passed over.
+    The score is in the last JSON object with one, fenced or not, else in the last ``score: <number>``, else in a number
+    at the end. Reasoning up to ``</think>`` is ignored.
+
+    Returns:
+        ``(score, reason)``, with the score on the scale.
 
     Raises:
-        NoScoreError: if there is none, or it is not on the scale.
+        NoScoreError: if there is no score, or it is not on the scale.
     """
     text = reply.rpartition("</think>")[2].strip()
     verdict = _last_object(text)
     if verdict is not None:
-        score, reason = _number(verdict["score"]), str(verdict.get("reason", ""))
+        score, reason = _parse_number(verdict["score"]), str(verdict.get("reason", ""))
     else:
         found = _NAMED.findall(text) or _LAST.findall(text)
         score, reason = (float(found[-1]) if found else None), text
@@ -123,7 +133,7 @@ def parse_verdict(reply: str, scale: tuple[float, float]) -> tuple[float, str]:
     return score, reason
 
 
-def _enclosed(name: str, text: str, max_chars: int) -> str:
+def _enclose(name: str, text: str, max_chars: int) -> str:
     tag = f'{name} id="{hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]}"'
     if len(text) > max_chars:
         half = max_chars // 2
@@ -132,7 +142,7 @@ def _enclosed(name: str, text: str, max_chars: int) -> str:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in the text that has a score."""
+    """Return the last JSON object with a score in a text, None without one."""
     decoder, found, position = json.JSONDecoder(strict=False), None, 0
     while (position := text.find("{", position)) >= 0:
         try:
@@ -144,7 +154,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
     return found
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     if isinstance(value, str) and (match := _IN_TEXT.fullmatch(value)):
         return float(match[1])
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

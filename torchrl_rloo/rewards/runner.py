@@ -1,4 +1,4 @@
-"""RewardRunner: scores of several reward functions for a batch, which no bad sample and no bad function can break."""
+"""RewardRunner: scores a batch with several reward functions and tolerates bad samples and failing functions."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from torchrl_rloo.rewards.protocol import (
 from torchrl_rloo.rewards.quarantine import TRACEBACK, Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 
-LARGEST = 3.4028234663852886e38  # a larger score is infinite in float32
-EXCERPT = 200  # characters of a prompt and of a completion in a log
+LARGEST = 3.4028234663852886e38  # largest finite float32
+EXCERPT = 200  # characters of a prompt or completion in a log line
 
 _LOGGER = logging.getLogger(__name__)
-_BOOKS = threading.Lock()  # of counters and histograms: several threads may score batches
+_COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
 
 
 class RewardFailureError(RuntimeError):
-    """A reward function failed on so many samples in a row that nothing can be learned from it."""
+    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row."""
 
 
 @dataclass
 class RewardScores:
-    """What ``F`` functions gave to ``B`` trajectories.
+    """Scores of ``F`` reward functions for ``B`` trajectories.
 
     Attributes:
-        scores: ``F`` lists of ``B`` finite numbers, or None where a function abstained or failed.
-        extra: columns from ``log_extra``, ``B`` values each, None where there is none for a trajectory.
-        metrics: means of the values of each name from ``log_metric``, over all calls.
+        scores: ``F`` lists of ``B`` finite numbers, None where a function abstained or failed.
+        extra: columns from ``log_extra``, ``B`` values each, None where a trajectory has no value.
+        metrics: mean of the ``log_metric`` values over all calls, by name.
     """
 
     scores: list[list[float | None]]
@@ -53,34 +53,44 @@ class RewardScores:
 
 
 class RewardRunner:
-    """Calls reward functions on batches of trajectories.
+    """Runner that scores batches of trajectories with reward functions and isolates their failures.
 
-    A sample on which a function raises, takes too long, kills its worker, returns NaN, infinity or something that is no
-    score, gets no score from that function; others are not touched. If a call of several trajectories fails, each of
-    them is tried alone. Every such sample is counted; one of each kind and batch is logged, all go to the quarantine.
+    A function fails on a sample if it raises, times out, kills its worker, or returns NaN, infinity or a malformed
+    score. The sample then gets no score from that function; other samples keep theirs. If a call with several
+    trajectories fails, each of them is retried alone. Failed samples are counted and written to the quarantine file.
+    One sample of each failure kind is logged per batch.
 
-    Identical trajectories (prompt, completion, ids and columns) are scored once. A function with an attribute
-    ``whole_batch = True`` gets all trajectories in one call instead, identical ones included. Async functions run on an
-    event loop, concurrently with each other and with the rest, with the time limit of the executor in their place.
+    Identical trajectories (prompt, completion, ids, columns and truncation) are scored once. A function with the
+    attribute ``whole_batch = True`` gets all trajectories in one call, duplicates included. Async functions run on an
+    event loop, concurrently with each other and with the sync functions. Their executor only sets their time limit.
 
     Args:
-        functions: the reward functions, each as :func:`~torchrl_rloo.rewards.load_reward` takes it.
-        executor: where they run (:mod:`torchrl_rloo.rewards.executors`); default: in line. A mapping gives functions
-            one each by name; those that it does not name run in line.
-        max_consecutive_failures: this many samples in a row that a function fails on end the run; None for no limit.
-        quarantine: file for the samples that a function failed on, as lines of JSON, at most 1,000 a function.
-        deduplicate: False scores identical trajectories each, for functions that draw random numbers.
+        functions: reward functions, each in a form that :func:`~torchrl_rloo.rewards.load_reward` accepts.
+        executor: executor that runs the functions (:mod:`torchrl_rloo.rewards.executors`), or a mapping from function
+            names to executors. None, and functions that are not in the mapping, run inline.
+        max_consecutive_failures: number of consecutive samples that a function may fail on before the run ends; None
+            disables the limit.
+        quarantine: path of a JSON-lines file for failed samples, at most 1,000 per function. None disables it.
+        deduplicate: True scores identical trajectories once. Use False for functions that draw random numbers.
 
     Attributes:
-        names: of the functions.
-        counts: how many samples so far, ``"<name>/<kind>"`` for the kinds ``raised``, ``malformed``, ``timed_out``,
-            ``worker_died`` and ``not_finite``; ``"<name>/duplicates"`` that took over another's score; and
-            ``"<name>/repeated"`` that were tried alone because a call of several failed.
-        latency: ``"<name>/call"`` and ``"<name>/sample"``: seconds of a call, and of it divided by its trajectories.
+        names: names of the functions.
+        counts: number of samples so far. ``"<name>/<kind>"`` counts failures of the kinds ``raised``, ``malformed``,
+            ``timed_out``, ``worker_died`` and ``not_finite``. ``"<name>/duplicates"`` counts samples that reused the
+            score of an identical one, and ``"<name>/repeated"`` samples that were retried alone.
+        latency: histograms of seconds. ``"<name>/call"`` is the time of a call, and ``"<name>/sample"`` that time
+            divided by its number of trajectories.
 
     Raises:
-        ValueError: for two functions of one name, an executor for a name that there is not, or a limit below 1.
+        ValueError: if two functions share a name, ``executor`` names an unknown function, or the limit is below 1.
         TypeError: if an executor cannot run a function.
+
+    Example:
+        >>> from torchrl_rloo.rewards import RewardBatch
+        >>> runner = RewardRunner("boxed_accuracy")
+        >>> batch = RewardBatch(["?"] * 2, [r"\\boxed{7}", "7"], [[1], [2]], {"answer": ["7", "7"]})
+        >>> runner(batch).scores
+        [[1.0, 0.0]]
     """
 
     def __init__(
@@ -96,10 +106,10 @@ class RewardRunner:
         self.functions = [load_reward(spec) for spec in ([functions] if single else functions)]
         self.names = [reward_name(f) for f in self.functions]
         if len(set(self.names)) != len(self.names):
-            raise ValueError(f"reward functions are logged by name, but the names {self.names} are not all different")
+            raise ValueError(f"reward functions are logged by name: names={self.names} must be unique; set name=...")
         if max_consecutive_failures is not None and max_consecutive_failures < 1:
             raise ValueError(
-                f"max_consecutive_failures={max_consecutive_failures} must be at least 1, or None for no limit"
+                f"max_consecutive_failures={max_consecutive_failures} must be at least 1; use None to disable the limit"
             )
         self.executor = None if isinstance(executor, Mapping) else executor
         self.executors = self._executors(executor)
@@ -113,7 +123,7 @@ class RewardRunner:
         inline = InlineExecutor()
         if isinstance(executor, Mapping):
             if unknown := sorted(executor.keys() - set(self.names)):
-                raise ValueError(f"executor names {unknown}, but the reward functions are {self.names}")
+                raise ValueError(f"executor: unknown reward functions {unknown}; valid: {self.names}")
             executors = [executor.get(name, inline) for name in self.names]
         else:
             executors = [inline if executor is None else executor] * len(self.names)
@@ -123,25 +133,27 @@ class RewardRunner:
         return executors
 
     def __call__(self, batch: RewardBatch) -> RewardScores:
-        """Scores a batch.
+        """Score a batch of ``B`` trajectories with all ``F`` functions.
 
         Raises:
             RewardFailureError: if a function has failed on ``max_consecutive_failures`` samples in a row.
         """
+        # Call the functions on one trajectory of each set of identical ones
         first, place = find_distinct(batch) if self.deduplicate else (range(len(batch)), range(len(batch)))
         distinct = batch if len(first) == len(batch) else batch.select(first)
         outcomes = self._run_all(batch, distinct)
+        # Copy the results to the duplicates; count failures of all functions before one of them raises
         scores, metrics = RewardScores([]), {}
         error = None
         for name, outcome in zip(self.names, outcomes, strict=True):
-            rows = range(len(batch)) if outcome.batch is batch else place  # of the outcome, for each of the batch
+            rows = range(len(batch)) if outcome.batch is batch else place  # row of the outcome for each trajectory
             scores.scores.append([outcome.scores[i] for i in rows])
             for column, values in outcome.extra.items():
                 old = scores.extra.setdefault(column, [None] * len(batch))
                 scores.extra[column] = [old[k] if values[i] is None else values[i] for k, i in enumerate(rows)]
             for key, value in outcome.metrics:
                 metrics.setdefault(key, []).append(value)
-            with _BOOKS:
+            with _COUNTERS_LOCK:
                 error = self._account(name, outcome, rows) or error
         if error is not None:
             raise error
@@ -149,7 +161,7 @@ class RewardRunner:
         return scores
 
     def _run_all(self, batch: RewardBatch, distinct: RewardBatch) -> list[_Outcome]:
-        """Runs functions in line here, those of other executors beside them, and each async function beside those."""
+        """Run all functions: inline ones in this thread, one thread per other executor, one per async function."""
         outcomes: list[Any] = [None] * len(self.functions)
         chains: dict[Any, list[int]] = {}
         for k, (function, executor) in enumerate(zip(self.functions, self.executors, strict=True)):
@@ -162,30 +174,30 @@ class RewardRunner:
                 whole = getattr(self.functions[k], "whole_batch", False)
                 outcomes[k] = self._run(k, batch if whole else distinct)
 
-        *beside, here = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
-        futures = [_in_background(partial(run, chain)) for chain in beside]
-        run(here)
+        *background, foreground = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
+        futures = [_start_thread(partial(run, chain)) for chain in background]
+        run(foreground)
         for future in futures:
             future.result()
         return outcomes
 
     def _run(self, k: int, batch: RewardBatch) -> _Outcome:
-        """One function's scores of a batch, in calls of as many rows as its executor likes."""
+        """Run one function on a batch, in calls of ``executor.rows_per_call`` rows."""
         function, executor, n = self.functions[k], self.executors[k], len(batch)
         whole = getattr(function, "whole_batch", False)
-        outcome, first = _Outcome(batch, [None] * n), []
+        outcome, messages = _Outcome(batch, [None] * n), []
 
         def call(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-            """Those parts that failed."""
+            """Score the parts and return those that failed."""
             batches = [batch if len(part) == n else batch.select(part) for part in parts]
             if is_async(function):
                 results = self._loop.run(function, batches, executor.timeout)
             else:
                 results = executor.run(function, batches)
             for part, result in zip(parts, results, strict=True):
-                if isinstance(result, RewardFailure) and not first:
-                    first.append(result.message)
-                with _BOOKS:
+                if isinstance(result, RewardFailure) and not messages:
+                    messages.append(result.message)
+                with _COUNTERS_LOCK:
                     self.latency[f"{self.names[k]}/call"].add(result.seconds)
                     self.latency[f"{self.names[k]}/sample"].add(result.seconds / len(part), len(part))
                 outcome.put(part, result)
@@ -193,45 +205,49 @@ class RewardRunner:
 
         size = n if whole else min(executor.rows_per_call or n, n)
         failed = call([range(i, min(i + size, n)) for i in range(0, n, size)]) if n else []
-        alone = [] if whole else [[i] for part in failed if len(part) > 1 for i in part]
-        if alone:
-            outcome.repeated = len(alone)
-            if not call(alone) and not self.counts[f"{self.names[k]}/repeated"]:  # not yet counted: the first time
+        # Retry the rows of failed calls one by one, so that a bad sample costs only its own score
+        single_rows = [] if whole else [[i] for part in failed if len(part) > 1 for i in part]
+        if single_rows:
+            outcome.repeated = len(single_rows)
+            # Warn once: the count is still zero at the first batch with retries
+            if not call(single_rows) and not self.counts[f"{self.names[k]}/repeated"]:
                 _LOGGER.warning(
-                    "reward %s fails on %d rows at once (%s) and on none of them alone, so it is called row by row: "
-                    "return one score for each completion",
+                    "reward %s fails on %d rows at once (%s) but on none of them alone, so it is called row by row: "
+                    "return one score per completion",
                     self.names[k],
                     size,
-                    first[0],
+                    messages[0],
                 )
         return outcome
 
     def _account(self, name: str, outcome: _Outcome, rows: Sequence[int]) -> RewardFailureError | None:
-        """Counts, logs and keeps the failures of one function; ``rows`` are those of the outcome, for each sample."""
+        """Count, log and quarantine the failures of one function; ``rows`` maps samples to rows of the outcome."""
         for key, number in (("duplicates", len(rows) - len(outcome.scores)), ("repeated", outcome.repeated)):
             if number:
                 self.counts[f"{name}/{key}"] += number
         if not outcome.failures:
             self._consecutive[name] = 0 if rows else self._consecutive[name]
             return None
+        # Find the longest run of consecutive failures
         kinds = Counter(outcome.failures[i].kind for i in rows if i in outcome.failures)
         longest, longest_end = 0, None
         for i in rows:
             self._consecutive[name] = self._consecutive[name] + 1 if i in outcome.failures else 0
             if self._consecutive[name] > longest:
                 longest, longest_end = self._consecutive[name], i
+        # Quarantine every failure, but log only one of each kind
         for i, failure in outcome.failures.items():
-            self._keep(name, outcome.batch, i, failure)
+            self._quarantine_sample(name, outcome.batch, i, failure)
         for kind, number in kinds.items():
             self.counts[f"{name}/{kind}"] += number
             i, failure = next((i, f) for i, f in outcome.failures.items() if f.kind == kind)
             evidence = _evidence(outcome.batch, i, failure)
-            _LOGGER.warning("reward %s: %s on %d samples, which it does not score: %s", name, kind, number, evidence)
+            _LOGGER.warning("reward %s: %s on %d samples, which get no score: %s", name, kind, number, evidence)
         if self.max_consecutive_failures is None or longest < self.max_consecutive_failures:
             return None
         return self._error(name, longest, _evidence(outcome.batch, longest_end, outcome.failures[longest_end]))
 
-    def _keep(self, name: str, batch: RewardBatch, i: int, failure: RewardFailure) -> None:
+    def _quarantine_sample(self, name: str, batch: RewardBatch, i: int, failure: RewardFailure) -> None:
         entry = {
             "kind": failure.kind,
             "error": failure.message,
@@ -248,26 +264,26 @@ class RewardRunner:
 
     def _error(self, name: str, number: int, evidence: str) -> RewardFailureError:
         counts = {k.rpartition("/")[2]: v for k, v in self.counts.items() if k.rpartition("/")[0] == name}
-        where = self.quarantine.path or "given no file: set quarantine='bad_samples.jsonl'"
+        where = self.quarantine.path or "not recorded, set quarantine='bad_samples.jsonl'"
         return RewardFailureError(
-            f"reward {name} failed on {number} samples in a row, so nothing can be learned from it. Last: {evidence}. "
-            f"So far: {counts}. All samples with tracebacks: {where}. Repair the function, or raise "
-            f"max_consecutive_failures={self.max_consecutive_failures} (None: no limit)"
+            f"reward {name} failed on {number} samples in a row. Last: {evidence}. "
+            f"So far: {counts}. Failed samples with tracebacks: {where}. Fix the function, or increase "
+            f"max_consecutive_failures={self.max_consecutive_failures} (None disables the limit)"
         )
 
     def close(self) -> None:
-        """Ends the workers and the event loop; the next call starts them again."""
+        """Stop the workers and the event loop; the next call restarts them."""
         for executor in (self.executor, *self.executors):
             if executor is not None:
                 executor.close()
         self._loop.close()
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """The counters, failures in a row, and lines in the quarantine."""
+        """Return the counters, the consecutive failures and the numbers of quarantined samples."""
         return {name: dict(counter) for name, counter in self._counters()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
-        """Restores :meth:`state_dict`, in place."""
+        """Restore the counters of :meth:`state_dict` in place."""
         for name, counter in self._counters():
             counter.clear()
             counter.update(state[name])
@@ -278,7 +294,7 @@ class RewardRunner:
 
 @dataclass
 class _Outcome:
-    """What one function gave to a batch: a score, None or a failure for each row."""
+    """Result of one function for a batch: a score, None or a failure per row."""
 
     batch: RewardBatch
     scores: list[float | None]
@@ -288,7 +304,7 @@ class _Outcome:
     repeated: int = 0
 
     def put(self, rows: Sequence[int], result: RewardCall | RewardFailure) -> None:
-        """Takes the result of a call for some rows, in place of what was known of them."""
+        """Store the result of a call for ``rows``; it replaces an earlier one."""
         if isinstance(result, RewardFailure):
             self.failures |= dict.fromkeys(rows, result)
             return
@@ -297,7 +313,7 @@ class _Outcome:
             if score is None or abs(score) <= LARGEST:
                 self.scores[i] = score
             else:
-                message = f"returned {score}; a score must be a finite float32 or None"
+                message = f"returned {score}; return a finite float32 or None"
                 self.failures[i] = RewardFailure("not_finite", message, seconds=result.seconds)
         for column, values in result.extra.items():
             known = self.extra.setdefault(column, [None] * len(self.scores))
@@ -307,7 +323,7 @@ class _Outcome:
 
 
 def _evidence(batch: RewardBatch, i: int, failure: RewardFailure) -> str:
-    """One line on a failure, for a log."""
+    """Describe a failure in one line, for a log."""
     prompt, completion = _excerpt(batch.prompts[i]), _excerpt(batch.completions[i])
     return f"{failure.message[:500]}; after {failure.seconds:.3g} s, on prompt {prompt!r}, completion {completion!r}"
 
@@ -319,7 +335,7 @@ def _excerpt(value: Any) -> str:
     return text if len(text) <= EXCERPT else f"{text[: EXCERPT // 2]} [...] {text[-EXCERPT // 2 :]}"
 
 
-def _in_background(function: Callable[[], None]) -> Future:
+def _start_thread(function: Callable[[], None]) -> Future:
     future: Future = Future()
 
     def run() -> None:

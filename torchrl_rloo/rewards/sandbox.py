@@ -1,26 +1,26 @@
-"""Programs that nobody has read, run so that they can compute and print, and nothing else.
+"""Sandbox for untrusted programs, which can only compute and print.
 
-Each program is a process of its own, on Linux, with layers around it that do not rely on each other:
+Each program runs in a separate Linux process, inside independent layers of isolation:
 
 =============================  =========================================================================================
-program tries                  what stops it
+attempt of a program           protection
 =============================  =========================================================================================
-endless loops, sleeping        a limit on CPU time, by the kernel; on time, by a process that kills it
-memory, huge output            limits on address space and on the size of its output; no pipes, shared or locked memory
-processes, many threads        seccomp: no fork, no exec; more than 64 threads end it
-network                        seccomp: no sockets of any kind; Landlock, where the kernel has that
-signals, tracing               seccomp: none, not even to itself; Landlock, where the kernel has that
-writing, deleting              seccomp: no file is opened for writing, made, renamed or removed; Landlock
-reading                        Landlock: the standard library and shared libraries only; not the trainer's environment,
-                               ``/proc``, ``/etc`` or anyone's home
-open files, leaving things     it has its standard streams, which are in memory, and ends with the call
+endless loops, sleeping        CPU time limit of the kernel; a supervising process enforces the time limit
+memory, huge output            limits on address space and on output size; no pipes, shared or locked memory
+processes, many threads        seccomp: no fork, no exec; more than 64 threads end the program
+network                        seccomp: no sockets; also Landlock, depending on the kernel
+signals, tracing               seccomp: no signals, even to itself; also Landlock, depending on the kernel
+writing, deleting              seccomp: files cannot be created, opened for writing, renamed or removed; also Landlock
+reading                        Landlock: only the standard library and shared libraries; no ``/proc``, ``/etc``, home
+                               directories or trainer's environment
+open files, leftovers          only the standard streams, which are in memory; the process ends with the call
 =============================  =========================================================================================
 
-So a program has no folder of its own either: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs
-sockets, does not start. It has the standard library and no packages, a fixed hash seed, and the clock in UTC.
+A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
+start. The standard library is available without packages, with a fixed hash seed and the clock in UTC.
 
-What remains: a program learns whether a path exists and how large a file is, what the user and the kernel are called,
-and reads what lies beside shared libraries under ``/usr/lib``; and all rests on the kernel's being without a hole.
+Known limits: a program can test paths, read sizes of files, user name and kernel version, and read files next to
+shared libraries under ``/usr/lib``. The isolation relies on a kernel without security bugs.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from pathlib import Path
 from typing import Any
 
 _SCRIPT = Path(__file__).with_name("sandbox_child.py")
-_GRACE = 10.0  # s that the process that starts programs may take beyond a program's own time
+_GRACE_SECONDS = 10.0  # extra time for the starter process, in addition to the program's time limit
 
 
 class SandboxUnavailableError(RuntimeError):
-    """This system cannot contain a program as asked."""
+    """Error of a system that cannot isolate programs as required."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        reason: ``exit``: by itself, with ``exit_code``; ``timed_out``, ``cpu``, ``memory``, ``output``, ``threads``: by
-            that limit (a program can pretend the limits on memory and output); ``killed``: by any other signal.
-        exit_code: as in :mod:`subprocess`: minus the signal that ended it.
-        stdout: all of it, up to the limit.
-        stderr: the last 2000 characters.
+        reason: ``exit`` if the program exited with ``exit_code``. ``timed_out``, ``cpu``, ``memory``, ``output`` or
+            ``threads`` if that limit ended it (a program can fake ``memory`` and ``output``). ``killed`` for other
+            signals.
+        exit_code: exit code, or minus the signal number as in :mod:`subprocess`.
+        stdout: standard output, up to the limit.
+        stderr: last 2000 characters of standard error.
         seconds: wall-clock time.
     """
 
@@ -66,47 +67,54 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself and reported no failure."""
+        """True if the program exited with code 0."""
         return self.reason == "exit" and self.exit_code == 0
 
 
 def checked_limits(timeout: float, cpu_seconds: int | None, memory: int, max_output: int) -> int:
-    """The limit on CPU seconds, for limits that make sense.
+    """Check the limits of a sandbox and return the limit on CPU seconds.
+
+    Args:
+        timeout: wall-clock limit in seconds.
+        cpu_seconds: limit on CPU time. None means ``timeout``, rounded up.
+        memory: limit on the address space in bytes.
+        max_output: limit on the output in bytes.
 
     Raises:
-        ValueError: if one is not positive, or ``memory`` below 64 MB.
+        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds")
     cpu_seconds = math.ceil(timeout) if cpu_seconds is None else cpu_seconds
     if cpu_seconds < 1 or max_output < 1 or memory < 64 << 20:
         raise ValueError(
-            f"cpu_seconds={cpu_seconds} and max_output={max_output} must be 1 or more, "
+            f"cpu_seconds={cpu_seconds} and max_output={max_output} must be at least 1, "
             f"memory={memory} at least {64 << 20} bytes"
         )
     return cpu_seconds
 
 
 class Sandbox:
-    """Runs Python programs that cannot do harm: see the top of the file for what that means.
+    """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.rewards.sandbox` for its protections.
 
-    Every thread that runs a program at the same time has a process that forks programs off; these start on first use,
-    in a tenth of a second, outlive calls and end with the sandbox or with this process. A sandbox pickles without them,
-    and a forked process starts its own.
+    Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in about
+    0.1 s, are reused by later calls and end with the sandbox or with this process. A pickle does not contain them, and
+    a forked process starts new ones.
 
     Args:
-        timeout: seconds a program may take.
-        cpu_seconds: CPU seconds of all its threads; default: ``timeout``, rounded up.
-        memory: bytes of address space, of which Python itself takes some 30 MB. A thread counts with its whole stack.
-        max_output: bytes of standard output, and of standard error.
-        allow_weaker: also run where a layer is missing, with those that are there. :attr:`missing` lists what is not.
+        timeout: wall-clock limit of a program in seconds.
+        cpu_seconds: limit on the CPU seconds of all threads. None means ``timeout``, rounded up.
+        memory: limit on the address space in bytes. Python needs about 30 MB, and each thread counts with its whole
+            stack.
+        max_output: limit in bytes on standard output and on standard error.
+        allow_weaker: True also runs programs if the system lacks a layer; :attr:`missing` lists the layers.
 
     Attributes:
-        missing: a line for each layer that this system lacks; empty unless ``allow_weaker``.
+        missing: one line per layer that this system lacks; empty unless ``allow_weaker``.
 
     Raises:
-        ValueError: if a limit is not positive, or ``memory`` below 64 MB.
-        SandboxUnavailableError: if a layer is missing and not ``allow_weaker``, or the system is not Linux.
+        ValueError: if a limit is not positive, or ``memory`` is below 64 MB.
+        SandboxUnavailableError: if a layer is missing without ``allow_weaker``, or the system is not Linux.
 
     Example:
         >>> Sandbox().run("print(int(input()) + 1)", "41").stdout
@@ -126,7 +134,7 @@ class Sandbox:
         self.timeout, self.cpu_seconds, self.memory, self.max_output = timeout, cpu_seconds, memory, max_output
         self.allow_weaker = allow_weaker
         self._idle: list[Starter] = []
-        starter = self._take()
+        starter = self._take_starter()
         self.missing: list[str] = starter.missing
         self._idle.append(starter)
 
@@ -135,37 +143,40 @@ class Sandbox:
 
         Args:
             program: source code, run as ``__main__``.
-            stdin: what it reads from its standard input.
-            guest: a second program, in a process of its own, that runs beside the first and ends with it. Each has one
-                end of a socket as file descriptor 3. How the guest ends is not reported.
-            guest_stdin: what the guest reads from its standard input.
+            stdin: text for standard input.
+            guest: source code of a second program, which runs concurrently in a separate process and ends with the
+                first. Each has one end of a socket as file descriptor 3. The result of the guest is not reported. None
+                runs no guest.
+            guest_stdin: text for the standard input of the guest.
 
         Raises:
-            RuntimeError: if the process that starts programs was killed or hangs, so nobody knows how this one ended.
+            RuntimeError: if the starter process was killed or hangs, so the result is unknown.
         """
+        # Pass source and streams as files in memory: a program cannot block on them as on a pipe
         texts = [program, stdin, "", ""] + ([] if guest is None else [guest, guest_stdin, "", ""])
-        starter = self._take()
+        starter = self._take_starter()
         files: list[int] = []
         try:
             for text in texts:
                 files.append(_memory_file(text))
-            reply = starter.run(files, self.timeout + _GRACE)
+            reply = starter.run(files, self.timeout + _GRACE_SECONDS)
             stdout, stderr = (os.pread(file, self.max_output, 0) for file in files[2:4])
         finally:
             for file in files:
                 os.close(file)
-            if starter.reply_due:  # nobody will read the answer to this request: the next must not get it
+            # After an exception, discard the starter: the next request must not read the pending reply
+            if starter.reply_due:
                 starter.process.kill()
         if reply is None:
             raise RuntimeError(
-                "the process that starts programs was killed (for want of memory, say), or gave no answer within "
-                f"{self.timeout + _GRACE:g} s: how this program ended is not known"
+                "the starter process of the sandbox was killed (for example, out of memory) or gave no answer within "
+                f"{self.timeout + _GRACE_SECONDS:g} s, so the result of the program is unknown"
             )
         self._idle.append(starter)
         return self._result(reply, stdout, stderr)
 
     def close(self) -> None:
-        """End the processes that start programs, those of running programs aside."""
+        """End the idle starter processes; those of running programs continue."""
         while self._idle:
             self._idle.pop().close()
 
@@ -175,7 +186,7 @@ class Sandbox:
         if reason is None and code != 0:
             if max(len(stdout), len(stderr)) >= self.max_output:
                 reason = "output"
-            elif code == -9 and reply["cpu"] >= 0.75 * self.cpu_seconds:  # a busy kernel counts roughly
+            elif code == -9 and reply["cpu"] >= 0.75 * self.cpu_seconds:  # the count of a busy kernel is inexact
                 reason = "cpu"
             elif code == 1 and tail.rstrip().rpartition("\n")[2].startswith("MemoryError"):
                 reason = "memory"
@@ -183,11 +194,11 @@ class Sandbox:
                 reason = "killed"
         return SandboxResult(reason or "exit", code, stdout.decode(errors="replace"), tail, reply["seconds"])
 
-    def _take(self) -> Starter:
+    def _take_starter(self) -> Starter:
         while True:
             try:
                 starter = self._idle.pop()
-            except IndexError:  # none, or another thread was faster
+            except IndexError:  # no idle starter, or another thread took it
                 break
             if starter.owner == os.getpid() and starter.process.poll() is None:
                 return starter
@@ -199,27 +210,27 @@ class Sandbox:
 
 
 class Starter:
-    """A running ``sandbox_child.py``.
+    """Handle of a process that runs ``sandbox_child.py``.
 
     Args:
-        settings: ``limits``, as ``sandbox_kernel.set_limits`` takes them, ``allow_weaker``, and what the programs'
-            server needs: a ``timeout``, or a file without its suffix to ``serve`` instead, with settings of its own.
+        settings: ``limits`` (the arguments of ``sandbox_kernel.set_limits``), ``allow_weaker``, and ``timeout``.
+            ``serve`` replaces ``timeout``: it is the path of another server module without its suffix, and the other
+            settings are for that module.
 
     Attributes:
-        process: it.
-        channel: the socket to it.
-        missing: a line for each layer that this system lacks.
+        process: the starter process.
+        channel: socket to the process.
+        missing: one line per layer that this system lacks.
 
     Raises:
-        SandboxUnavailableError: if a layer is missing and not ``allow_weaker``, or the system is not Linux.
+        SandboxUnavailableError: if a layer is missing without ``allow_weaker``, or the system is not Linux.
     """
 
     def __init__(self, settings: dict[str, Any]):
         if not sys.platform.startswith("linux"):
-            raise SandboxUnavailableError(
-                f"programs are contained by Linux (seccomp, Landlock); this is {sys.platform}"
-            )
-        self.owner = os.getpid()  # a fork inherits the socket, and must not use it
+            raise SandboxUnavailableError(f"platform={sys.platform}: the sandbox requires Linux (seccomp, Landlock)")
+        # Start the process without the environment of the trainer
+        self.owner = os.getpid()  # a forked process inherits the socket but must not use it
         self.channel, other = socket.socketpair()
         with other:
             self.process = subprocess.Popen(
@@ -229,31 +240,37 @@ class Starter:
                 env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"},
                 cwd="/",
                 pass_fds=[other.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the trainer
+                start_new_session=True,  # not reached by Ctrl-C
             )
         self.resources = (self.process, self.channel, self.owner)
         weakref.finalize(self, _end, *self.resources)
         self.reply_due = False
+        # Wait for the first message, which lists the missing layers
         hello = self._receive(60.0)
         if hello is None:
             self.process.kill()
             raise SandboxUnavailableError(
-                f"the process that starts programs ended with code {self.process.wait()} before it was ready"
+                f"the starter process of the sandbox exited with code {self.process.wait()} before it was ready"
             )
         self.missing = hello["missing"]
         if self.missing and not settings["allow_weaker"]:
             raise SandboxUnavailableError(
-                f"this system cannot contain programs fully; missing: {'; '.join(self.missing)}. Both come with Linux "
-                "5.13 or later on x86-64 and aarch64, unless the container's own filter forbids them. To run programs "
-                "with the layers that are left: allow_weaker=True"
+                f"this system cannot isolate programs fully; missing: {'; '.join(self.missing)}. The sandbox requires "
+                "Linux 5.13 or later on x86-64 or aarch64, and a container whose filter allows both layers. Use "
+                "allow_weaker=True to run programs with the remaining layers"
             )
 
     def close(self) -> None:
-        """End the process and the programs that it has started."""
+        """End the process and its programs."""
         _end(*self.resources)
 
     def run(self, files: list[int], timeout: float) -> dict[str, Any] | None:
-        """How a program ended; None if the starter itself ended, or does not answer."""
+        """Run a program and return the reply, None if the starter has ended or does not answer.
+
+        Args:
+            files: descriptors of the program's text, standard input, output and error; eight with a guest.
+            timeout: time limit of the reply in seconds.
+        """
         self.reply_due = True
         try:
             socket.send_fds(self.channel, [b"r"], files)
@@ -264,7 +281,8 @@ class Starter:
         return reply
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
-        poll = select.poll()  # not a time-out of the socket: its TimeoutError could be one that a signal handler raises
+        # Poll instead of a socket time-out: a signal handler could also raise its TimeoutError
+        poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         line = b""
         try:

@@ -1,19 +1,18 @@
-"""Starts contained programs, run as a script by :mod:`torchrl_rloo.rewards.sandbox`.
+"""Starter process of sandboxed programs; a script started by :mod:`torchrl_rloo.rewards.sandbox`.
 
-Where its settings name a file to ``"serve"``, that file's function of this name takes over once all is prepared.
+It imports common modules, then forks once per program. A fork takes 1 ms, the start of an interpreter 20 ms. Each fork
+drops its rights before it reads its program. The process holds no secrets: its parent defines its environment, and
+requests contain only open files.
 
-It imports what programs usually import, then forks once for each program, which takes a millisecond where starting an
-interpreter takes twenty. A fork gives up its rights before it sees a word of its program. Nothing secret is in this
-process: its environment is written out by its parent, and a request holds open files and no more.
-
-It ends, and its program with it, when the other end of its socket closes: also if the trainer is killed.
+The process and its program end when the other end of its socket closes, even if the trainer is killed. If the settings
+name a module ``"serve"``, the function ``serve`` of that module handles the requests instead.
 """
 
 from __future__ import annotations
 
 import sys
 
-sys.path.pop(0)  # the folder of this script: its files are no top-level modules
+sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
 
 import atexit
 import builtins
@@ -34,18 +33,18 @@ import types
 from pathlib import Path
 from typing import Any
 
-COMMON = (  # imported once here, not by each program
+COMMON = (  # imported once here instead of in each program
     "bisect cmath collections copy dataclasses datetime decimal fractions functools heapq io itertools math operator "
     "queue re statistics string threading traceback typing"
 ).split()
 MAX_THREADS = 64
-TICK = 0.02  # s: how often threads are counted; no resource limit bounds them for root
-PEER = 3  # the file descriptor that joins two programs
-FILES = 4  # of a program: its text, standard input, output and error
+TICK = 0.02  # seconds between counts of threads, which no resource limit bounds for root
+PEER = 3  # file descriptor of the socket between two programs
+FILES = 4  # files per program: text, standard input, output and error
 
 
 def load(name: str) -> types.ModuleType:
-    """A file beside this one, or one with a full path, as a module without its package."""
+    """Load a module without its package, from a file name in this folder or a full path without suffix."""
     path = Path(__file__).parent / f"{name}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -58,10 +57,13 @@ kernel = load("sandbox_kernel")
 
 
 class Containment:
-    """What programs are held to, prepared once.
+    """Protections of programs, prepared once.
+
+    Args:
+        limits: arguments of ``sandbox_kernel.set_limits``.
 
     Attributes:
-        missing: a line for each layer that this system does not have.
+        missing: one line per layer that this system lacks.
     """
 
     def __init__(self, limits: dict[str, int]):
@@ -79,7 +81,7 @@ class Containment:
             self.missing.append(f"Landlock (no reading of files but Python's own): {error}")
 
     def _try(self, program: bytes) -> None:
-        """Raise OSError if a process cannot have the filter."""
+        """Raise ``OSError`` if a process cannot install the filter."""
         if (pid := os.fork()) == 0:
             code = 1
             try:
@@ -93,28 +95,32 @@ class Containment:
             raise OSError(code, os.strerror(abs(code)))
 
     def enter(self, files: list[int], peer: int | None, parent: int) -> None:
-        """Hold this process to the limits, with ``files`` as its standard ones and nothing else open but ``peer``."""
+        """Restrict this process, with ``files`` as its standard streams and no other open file but ``peer``."""
         kernel.die_with_parent()
-        if os.getppid() != parent:  # it ended before that took effect
+        if os.getppid() != parent:  # the parent ended before that took effect
             os._exit(1)
+        # Restrict files while the process may still open them
         if self.ruleset is not None:
             kernel.landlock_restrict(self.ruleset)
+        # Move the kept files to high numbers first, so that none is overwritten
         keep = files if peer is None else [*files, peer]
-        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in keep]  # out of the way of the numbers that they get
-        for number, file in enumerate(high):
+        copies = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in keep]
+        for number, file in enumerate(copies):
             os.dup2(file, number)
         os.closerange(len(keep), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        # Install the filter last: it forbids the calls above
         kernel.set_limits(**self.limits)
         if self.program is not None:
             kernel.install_filter(self.program)
 
 
 def serve(channel: socket.socket, containment: Containment, timeout: float) -> str:
-    """Run programs as they are asked for; only returns in a fork, with the text of its program."""
+    """Run the requested programs; return only in a fork, with the text of its program."""
     while True:
         _, files, _, _ = socket.recv_fds(channel, 1, 2 * FILES)
         if not files:
             os._exit(0)
+        # Fork one process per program
         parent, start = os.getpid(), time.monotonic()
         sockets = socket.socketpair() if len(files) > FILES else (None,)
         peers = [s and s.fileno() for s in sockets]
@@ -124,6 +130,7 @@ def serve(channel: socket.socket, containment: Containment, timeout: float) -> s
                 return become(files[number * FILES : (number + 1) * FILES], peer, parent, containment)
             os.setpgid(pid, pid)
             children.append(pid)
+        # Close the files of the programs here, then wait for the first program
         for end in sockets:
             end and end.close()
         for file in files:
@@ -142,12 +149,12 @@ def become(files: list[int], peer: int | None, parent: int, containment: Contain
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.argv = ["program"]
-    random.seed(0)  # the same program and input give the same output, so the same reward
+    random.seed(0)  # makes output and reward reproducible
     return source.decode()
 
 
 def watch(channel: socket.socket, children: list[int], deadline: float) -> str | None:
-    """Wait for the first child to end; why it has to be ended, otherwise."""
+    """Wait for the first child to end; return None, or the limit that it exceeds."""
     handle = os.pidfd_open(children[0])
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -157,7 +164,7 @@ def watch(channel: socket.socket, children: list[int], deadline: float) -> str |
             ready = [file for file, _ in poll.poll(1000 * TICK)]
             if handle in ready:
                 return None
-            if ready:  # the trainer has gone
+            if ready:  # the trainer has closed the channel
                 finish(children)
                 os._exit(0)
             if time.monotonic() > deadline:
@@ -176,7 +183,7 @@ def count_threads(pid: int) -> int:
 
 
 def finish(children: list[int]) -> dict[str, Any]:
-    """End all children; exit code (minus the signal) and CPU seconds of the first."""
+    """Kill all children and return the exit code (or minus the signal) and the CPU seconds of the first."""
     results = []
     for pid in children:
         os.killpg(pid, signal.SIGKILL)
@@ -195,9 +202,9 @@ def main() -> str:
     channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")
     if containment.missing and not settings["allow_weaker"]:
         os._exit(1)
-    builtins.exit = builtins.quit = sys.exit  # which come with site-packages
+    builtins.exit = builtins.quit = sys.exit  # missing without site-packages
     server = load(settings["serve"]).serve if "serve" in settings else None
-    gc.freeze()  # no collection in a fork touches, and so copies, what is here
+    gc.freeze()  # keeps collections in forks from copying the memory of this process
     if server is not None:
         server(sys.modules["__main__"], channel, containment, settings)
         os._exit(0)
@@ -205,7 +212,8 @@ def main() -> str:
 
 
 def execute(source: str) -> None:
-    """Run a program as ``__main__`` and end the process as an interpreter does, without its 10 ms of tidying up."""
+    """Run a program as ``__main__`` and exit like an interpreter, without its 10 ms of cleanup."""
+    # Run the program and determine the exit code
     code = 0
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -217,6 +225,7 @@ def execute(source: str) -> None:
     except BaseException:
         code = 1
         traceback.print_exc()
+    # Exit like an interpreter: join threads, run exit functions, flush the output
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

@@ -1,7 +1,7 @@
-"""What the kernel takes away from a process: resource limits, system calls (seccomp) and files (Landlock).
+"""Restrictions of a process by the kernel: resource limits, system calls (seccomp) and files (Landlock).
 
-Loaded by :mod:`torchrl_rloo.rewards.sandbox_child` without any package, so it holds ctypes calls of its own:
-bindings such as pyseccomp need a system library and site-packages. Linux on x86-64 and aarch64.
+:mod:`torchrl_rloo.rewards.sandbox_child` loads this module without site-packages. It therefore uses ctypes instead of
+bindings such as pyseccomp, which also need a system library. It supports Linux on x86-64 and aarch64.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Everything else is refused: processes, signals, sockets, pipes, mounts, tracing, shared memory, changes of files.
-# name: number on x86-64, number on aarch64 (None: there is none).
+# Allowed system calls. All others are refused: processes, signals, sockets, pipes, mounts, tracing, shared memory and
+# changes of files. Name: number on x86-64, number on aarch64 (None if the call does not exist).
 SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -90,16 +90,17 @@ SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-# Allowed with some arguments only.
+# Allowed only with some arguments
 _OPEN, _OPENAT, _CLONE, _FCNTL, _PRLIMIT = (2, None), (257, 56), (56, 220), (72, 25), (302, 261)
-_FIRST_COMMON = 424  # newer calls have one number everywhere; "does not exist" makes libraries fall back on older ones
+# Calls from this number on have one number on all machines. ENOSYS makes libraries fall back on older calls
+_FIRST_COMMON = 424
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of SYSCALLS, AUDIT_ARCH
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_PATH, __O_TMPFILE
 _OPEN_REFUSED = 0o3 | 0o100 | 0o1000 | 0o10000000 | 0o20000000
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000
-# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN: it sends signals to any process.
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. F_SETOWN could send signals to any process
 _FCNTL_ALLOWED = (0, 1, 2, 3, 1030)
 
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
@@ -118,13 +119,13 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The classic BPF program that lets a process compute, read files and have threads, and nothing else.
+    """Build a classic BPF program that only lets a process compute, read files and start threads.
 
     Args:
-        machine: as ``platform.machine()`` names it.
+        machine: name of the machine, as of ``platform.machine()``.
 
     Raises:
-        OSError: ENOSYS for a machine other than x86-64 and aarch64.
+        OSError: (ENOSYS) if the machine is neither x86-64 nor aarch64.
     """
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers for {machine}, only for {', '.join(_ARCHITECTURES)}")
@@ -133,7 +134,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     allow = _instruction(_RETURN, _ALLOW)
 
     def argument(index: int, high: bool = False) -> bytes:
-        return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)  # both machines are little endian
+        return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)  # both machines are little-endian
 
     def no_write(flags: int) -> list[bytes]:
         return [argument(flags), _instruction(_AND, _OPEN_REFUSED), _instruction(_EQUAL, 0, 0, 1), allow, refuse]
@@ -141,7 +142,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     conditions = {
         _OPEN: no_write(1),
         _OPENAT: no_write(2),
-        _CLONE: [  # threads, no processes
+        _CLONE: [  # threads but no processes
             argument(0),
             _instruction(_AND, _CLONE_THREAD | _CLONE_NAMESPACES),
             _instruction(_EQUAL, _CLONE_THREAD, 0, 1),
@@ -149,7 +150,7 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             refuse,
         ],
         _FCNTL: [argument(1), *(i for c in _FCNTL_ALLOWED for i in (_instruction(_EQUAL, c, 0, 1), allow)), refuse],
-        _PRLIMIT: [  # reading limits, as a null pointer to new ones
+        _PRLIMIT: [  # only to read limits: the pointer to new ones must be null
             argument(2),
             _instruction(_EQUAL, 0, 0, 3),
             argument(2, high=True),
@@ -158,12 +159,13 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             refuse,
         ],
     }
+    # Check the architecture and the range of the number, then the allowed calls
     program = [
         _instruction(_LOAD, _ARCH),
         _instruction(_EQUAL, arch, 1, 0),
         _instruction(_RETURN, _KILL_PROCESS),  # 32-bit calls
         _instruction(_LOAD, _NUMBER),
-        _instruction(_AT_LEAST, _FIRST_COMMON, 0, 1),  # x32 calls too
+        _instruction(_AT_LEAST, _FIRST_COMMON, 0, 1),  # includes x32 calls
         _instruction(_RETURN, _ERRNO | errno.ENOSYS),
     ]
     for numbers in SYSCALLS.values():
@@ -176,10 +178,10 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
 
 
 def install_filter(program: bytes) -> None:
-    """Put a BPF program before every system call of the calling thread and all it starts, for good.
+    """Install a BPF program permanently for the calling thread and for all that it starts.
 
     Raises:
-        OSError: where the kernel or an outer sandbox refuses.
+        OSError: if the kernel or an outer sandbox refuses.
     """
     buffer = ctypes.create_string_buffer(program, len(program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -187,7 +189,7 @@ def install_filter(program: bytes) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that forked this process ends, however it ends."""
+    """Make the kernel kill this process when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -200,16 +202,22 @@ def _prctl(option: int, value: int, pointer: ctypes.Structure | None = None) -> 
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # by ABI: how many kinds of access to files Landlock knows
+_FS_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # ABI -> number of access rights to files
 
 
 def landlock_ruleset(readable: Sequence[str]) -> int:
-    """A file descriptor of rules by which ``readable`` (files, folders with all in them) can be read, nothing else.
+    """Create Landlock rules that only allow reading ``readable``.
 
-    They forbid TCP from ABI 4 of the kernel on, abstract Unix sockets and signals to others from ABI 6 on.
+    They also forbid TCP from ABI 4 of the kernel, and abstract Unix sockets and signals to others from ABI 6.
+
+    Args:
+        readable: files, and folders with their contents. Missing ones are skipped.
+
+    Returns:
+        File descriptor of the rules.
 
     Raises:
-        OSError: where the kernel has no Landlock or an outer sandbox refuses.
+        OSError: if the kernel has no Landlock or an outer sandbox refuses.
     """
     abi = _landlock(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     rights = (1 << _FS_RIGHTS[min(abi, 5)]) - 1
@@ -226,10 +234,10 @@ def landlock_ruleset(readable: Sequence[str]) -> int:
 
 
 def landlock_restrict(ruleset: int) -> None:
-    """Hold the calling thread, and all it starts, to the rules for good.
+    """Apply the rules permanently to the calling thread and to all that it starts.
 
     Raises:
-        OSError: where the kernel refuses.
+        OSError: if the kernel refuses.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _landlock(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(0))
@@ -244,21 +252,21 @@ def _landlock(number: int, *arguments: object) -> int:
 
 
 def python_paths() -> list[str]:
-    """What an interpreter reads to import the standard library: that, and shared libraries."""
+    """Return the paths that an interpreter reads to import the standard library, with shared libraries."""
     standard = sysconfig.get_paths()
     libraries = [os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     return [standard["stdlib"], standard["platstdlib"], *libraries]
 
 
 def set_limits(cpu_seconds: int | None, memory: int, max_output: int) -> None:
-    """Resource limits of the calling process.
+    """Set the resource limits of the calling process.
 
     Args:
-        cpu_seconds: CPU time of all its threads; then it is killed. None: no limit of its own.
-        memory: address space, bytes.
-        max_output: size of any file it writes to, bytes.
+        cpu_seconds: CPU time of all threads, after which the process is killed. None keeps the inherited limit.
+        memory: address space in bytes.
+        max_output: maximum size in bytes of a file that it writes to.
     """
-    stack = min(64 << 20, memory // 4)  # recursion through C code needs more than the usual 8 MB
+    stack = min(64 << 20, memory // 4)  # recursion through C code needs more than the default of 8 MB
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_AS: memory,

@@ -1,4 +1,4 @@
-"""Rewards against completions that never come to an end."""
+"""Rewards that penalize completions cut off by a limit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class StopProperly(RewardWrapper):
-    """Another reward function, whose scores count less, or not at all, where a limit cut the trajectory off.
+    """Reward that lowers the scores of another reward function for truncated trajectories.
 
-    A coefficient from 0 to 1 multiplies the score of a truncated trajectory; a negative one stands in its place. Where
-    the function abstains, so does this. Multiplying brings a negative score closer to 0, which favours running into
-    the limit over a wrong answer: for scores below 0 use a negative coefficient. Logged as
+    A coefficient in [0, 1] multiplies the score of a truncated trajectory; a negative coefficient replaces it. The
+    reward abstains where the function does. A factor moves a negative score closer to 0, which favors truncation over a
+    wrong answer. Use a negative coefficient if scores can be negative. Logged as
     ``stop_properly_<name of the function>``.
 
-    Source: the penalty for not stopping properly of ProRL (Liu et al. 2025, arXiv 2505.24864), both forms as in
+    Source: the penalty for not stopping properly of ProRL (Liu et al. 2025, arXiv 2505.24864), in both forms of
     OpenRLHF's ``stop_properly_penalty_coef``.
 
     Args:
-        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
         coefficient: in [0, 1], or negative and finite.
 
     Raises:
@@ -39,14 +39,14 @@ class StopProperly(RewardWrapper):
     def __init__(self, function: RewardFunction | str | Mapping[str, Any], coefficient: float = 0.0):
         if not -math.inf < coefficient <= 1:
             raise ValueError(
-                f"coefficient={coefficient} must be in [0, 1], to multiply the score of a truncated completion, or "
-                "negative and finite, to replace it"
+                f"coefficient={coefficient} must be in [0, 1] to multiply the score of a truncated completion, or "
+                "negative and finite to replace it"
             )
         super().__init__(function, "stop_properly_{}")
         self.coefficient = coefficient
 
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The scores, lower where the trajectory was truncated."""
+        """Return the scores, with the penalty on truncated trajectories."""
         if not batch.truncated:
             return scores
         return [

@@ -10,15 +10,15 @@ from torchrl_rloo.rewards.wrapping import RewardWrapper, Scores
 
 
 class ForTask(RewardWrapper):
-    """Another reward function for the trajectories of one task; those of other tasks abstain.
+    """Reward that scores the trajectories of one task and abstains on those of other tasks.
 
-    The function is called with the rows of its task alone, and not at all if there are none, so it may raise on rows of
-    another kind. In columns that it logs the other rows hold None. Logged as ``<task>_<name of the function>``.
+    The function is called only with the rows of its task, and only if there are any, so it need not handle other rows.
+    Columns that it logs hold None in the other rows. Logged as ``<task>_<name of the function>``.
 
     Args:
-        task: which rows, by their value of ``column``.
-        function: the reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
-        column: the dataset's column that names the task.
+        task: value of ``column`` in the rows to score.
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        column: dataset column that names the task.
 
     Raises:
         ValueError: if ``task`` or ``column`` is empty.
@@ -39,15 +39,15 @@ class ForTask(RewardWrapper):
         self.task, self.column = task, column
 
     def rows(self, batch: RewardBatch) -> Sequence[int]:
-        """The rows of the task.
+        """Return the rows of the task.
 
         Raises:
-            KeyError: if the rows have no column of tasks.
+            KeyError: if the dataset does not have ``column``.
         """
         if self.column not in batch.columns:
-            raise KeyError(f"{self.__name__} needs the column {self.column!r}; the rows have {sorted(batch.columns)}")
+            raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(batch.columns)}")
         return [row for row, task in enumerate(batch.columns[self.column]) if task == self.task]
 
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The scores themselves."""
+        """Return the scores unchanged."""
         return scores

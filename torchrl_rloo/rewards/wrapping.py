@@ -1,4 +1,4 @@
-"""What reward functions made of another reward function share."""
+"""Base class of reward functions that wrap another reward function."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ Scores = list["float | None"]
 
 
 class RewardWrapper(ABC):
-    """A reward function made of another one, which it calls by the whole protocol.
+    """Reward that calls another reward function and changes its scores.
 
-    A subclass says in :meth:`change` what it makes of the scores, and in :meth:`rows` which trajectories it asks about.
-    The wrapped function gets only what it takes, as without the wrapper; what it logs is passed on. Around an async
-    function a wrapper is async too, and ``whole_batch`` and ``concurrency`` of the function hold for its wrapper, too.
+    A subclass implements :meth:`change` to compute the new scores. It may override :meth:`rows` to select the
+    trajectories that the wrapped function scores. The wrapped function gets the same arguments as without the wrapper,
+    and its logs are passed on. The wrapper of an async function is async. It also takes over the attributes
+    ``whole_batch`` and ``concurrency``.
 
-    A score that is not finite stands for a failure of the wrapped function and must stay one in :meth:`change`.
+    A score that is not finite marks a failure of the wrapped function. :meth:`change` must not make it finite.
 
     Args:
-        function: the wrapped function, or anything that :func:`~torchrl_rloo.rewards.registry.load_reward` takes.
-        name: the log name; ``{}`` in it stands for the name of ``function``.
+        function: wrapped function, in any form that :func:`~torchrl_rloo.rewards.registry.load_reward` accepts.
+        name: name in logs, where ``{}`` is replaced by the name of ``function``.
+
+    Example:
+        >>> class Halved(RewardWrapper):
+        ...     def change(self, scores, batch):
+        ...         return [None if score is None else score / 2 for score in scores]
+        >>> Halved("boxed_accuracy", "half_{}")(["?"] * 2, [r"\\boxed{7}", "7"], [[1], [2]], answer=["7", "7"])
+        [0.5, 0.0]
     """
 
     def __init__(self, function: RewardFunction | str | Mapping[str, Any], name: str = "{}"):
@@ -42,19 +50,20 @@ class RewardWrapper(ABC):
         if hasattr(self.function, "concurrency"):
             self.concurrency = self.function.concurrency
         if is_async(self.function):
-            self.__call__ = self._call_async  # `is_async` looks here; a call itself goes through the class
+            # `is_async` inspects this attribute; a call of the object goes through the class
+            self.__call__ = self._call_async
 
     def prepare(self) -> None:
-        """Makes the wrapped function ready, see :mod:`torchrl_rloo.rewards.executors`."""
+        """Prepare the wrapped function; see :mod:`torchrl_rloo.rewards.executors`."""
         if callable(prepare := getattr(self.function, "prepare", None)):
             prepare()
 
     @abstractmethod
     def change(self, scores: Scores, batch: RewardBatch) -> Scores:
-        """The scores instead of those that the wrapped function gave to the ``B`` trajectories of ``batch``."""
+        """Return ``B`` scores, computed from the ``B`` scores of the wrapped function for ``batch``."""
 
     def rows(self, batch: RewardBatch) -> Sequence[int]:
-        """Which trajectories of ``batch`` the wrapped function is asked about; the others abstain."""
+        """Return the rows of ``batch`` that the wrapped function scores; the others abstain."""
         return range(len(batch))
 
     def __call__(
@@ -69,11 +78,11 @@ class RewardWrapper(ABC):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> Scores | Awaitable[Scores]:
-        """``B`` scores, see :mod:`torchrl_rloo.rewards.protocol`.
+        """Return ``B`` scores; see :mod:`torchrl_rloo.rewards.protocol` for the arguments.
 
         Raises:
-            MalformedScoresError: if the wrapped function does not return one number or None for each trajectory.
-            Exception: whatever the wrapped function raises.
+            MalformedScoresError: if the wrapped function does not return one number or None per trajectory.
+            Exception: any exception of the wrapped function.
         """
         state = TrainerState() if trainer_state is None else trainer_state
         batch = RewardBatch(prompts, completions, completion_ids, columns, truncated, state)
