@@ -55,7 +55,9 @@ VERBS = frozenset(
     weight whiten withdraw withhold wrap write yield zero
     """.split()
 )
-WEAK = frozenset("what which where how of by all that whose whether when who why".split())  # words that open no docstring
+WEAK = frozenset(
+    "what which where how of by all that whose whether when who why".split()
+)  # words that open no docstring
 
 # Words and phrases that the house does not use, and those it uses instead.
 BANNED = {

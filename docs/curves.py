@@ -23,14 +23,18 @@ def draw(path: Path, runs: list[Path]) -> None:
     """Draw one panel for each curve that the runs have, a line for each run."""
     histories = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
     names = [name for name in CURVES if any(name in row for row in histories[0])]
-    plt.rcParams.update({key: GRAY for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")})
+    plt.rcParams.update(
+        {key: GRAY for key in ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")}
+    )
     plt.rcParams.update({"svg.hashsalt": "curves", "svg.fonttype": "none", "font.family": "sans-serif"})
     figure, panels = plt.subplots(1, len(names), figsize=(8.8, 2.8), squeeze=False, layout="constrained")
     for panel, name in zip(panels[0], names, strict=True):
         for history, run, color in zip(histories, runs, COLORS, strict=False):
             points = [(row["step"], row[name]) for row in history if name in row]
             marker = "" if len(points) > 40 else "o"
-            panel.plot(*zip(*points, strict=True), color=color, label=run.name, marker=marker, markersize=3, linewidth=1.4)
+            panel.plot(
+                *zip(*points, strict=True), color=color, label=run.name, marker=marker, markersize=3, linewidth=1.4
+            )
         panel.set(title=name, xlabel="step")
         if all(0 <= row[name] <= 1 for history in histories for row in history if name in row):
             panel.set_ylim(0, 1.02)

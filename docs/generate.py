@@ -79,7 +79,11 @@ def _configuration_page(name: str, file: str) -> str:
     from torchrl_rloo.cli.schema import describe
 
     config = load_recipe(name, file).Config
-    lines = [f"# Settings of {name}", "", f"`torchrl-rloo run {name}`" if name != "evaluate" else "`torchrl-rloo evaluate`"]
+    lines = [
+        f"# Settings of {name}",
+        "",
+        f"`torchrl-rloo run {name}`" if name != "evaluate" else "`torchrl-rloo evaluate`",
+    ]
     lines += ["", "## Top level", "", *_HEADER]
     sections: list[str] = []
     for setting, default, comment in describe(config):

@@ -91,7 +91,12 @@ def row_life() -> str:
 def _token_strip(picture: Picture, top: int) -> None:
     picture.text(20, top, "One finished row of two turns, token by token:")
     spans = (("prompt", 200, GRAY), ("action", 190, GREEN), ("feedback", 150, GRAY), ("action", 160, GREEN))
-    rows = (("tokens", None), ("action mask", ("False", "True")), ("log-probs", ("0", "as sampled")), ("gradient", ("no", "yes")))
+    rows = (
+        ("tokens", None),
+        ("action mask", ("False", "True")),
+        ("log-probs", ("0", "as sampled")),
+        ("gradient", ("no", "yes")),
+    )
     for i, (name, values) in enumerate(rows):
         x, y = 130, top + 14 + 32 * i
         picture.text(20, y + 19, name)

@@ -161,3 +161,13 @@ for argv in (["--help"], ["ls"], ["run", "rloo", "--help"], ["run", "rloo", "pla
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_help_into_a_pipe_that_closes_early_is_silent():
+    """As in ``torchrl-rloo run rloo --help | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "rloo", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

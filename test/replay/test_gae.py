@@ -163,7 +163,9 @@ def test_in_a_buffer(value_head, rows) -> None:
 
 
 def test_nothing_in_nothing_out(value_head, rows) -> None:
-    assert len(plain(value_head, whiten=True).inv(rows[:0])) == 0
+    gae = plain(value_head, whiten=True)
+    assert len(gae.inv(rows[:0])) == 0
+    assert gae._inv_call(None) is None  # from a filter that dropped every row
 
 
 def test_a_row_without_action_tokens(value_head, rows) -> None:
@@ -180,3 +182,5 @@ def test_a_row_without_action_tokens(value_head, rows) -> None:
 def test_arguments_are_checked(settings, value_head) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         TokenGAE(value_head, **settings)
+    with pytest.raises(TypeError, match="kl=0.1 must be a KL"):
+        TokenGAE(value_head, kl=0.1)

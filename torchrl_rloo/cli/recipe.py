@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import sys
 import traceback
@@ -88,7 +89,10 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     except (ValueError, OSError) as error:  # a SettingError, or an error of a section's checks
         _fail(error, arguments.traceback)
     if text is not None:
-        print(text.rstrip("\n"))
+        try:
+            print(text.rstrip("\n"), flush=True)
+        except BrokenPipeError:  # `--help | head`: leave nothing that the interpreter would flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     cfg.__dict__["traceback"] = arguments.traceback
     return cfg

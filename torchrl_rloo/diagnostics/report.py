@@ -36,8 +36,6 @@ class _Panel:
     least: int = 1  # smallest number of metrics; with fewer, omit the panel
 
 
-_NO_SCORES = ("!eval/failed", "!eval/abstained", "!eval/tasks/*")  # counts, and metrics with a separate panel
-
 _DEFAULT_PANELS = (
     _Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True),
     _Panel(

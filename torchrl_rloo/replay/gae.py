@@ -73,6 +73,8 @@ class TokenGAE(Transform):
         for name, value in (("discount", discount), ("lam", lam)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]")
+        if kl is not None and not isinstance(kl, KL):
+            raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
         if kl is not None and kl.where != "token":
             raise ValueError(f"kl={kl}: TokenGAE requires a KL with where='token'; set it, or leave kl out")
         if micro_batch_size is not None and micro_batch_size < 1:
@@ -86,9 +88,9 @@ class TokenGAE(Transform):
         return tensordict
 
     @torch.no_grad()
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write advantages, values and targets into each row."""
-        if 0 in tensordict.batch_size:
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Write advantages, values and targets into each row; None, from a filter that dropped all rows, stays None."""
+        if tensordict is None or 0 in tensordict.batch_size:
             return tensordict
         rows = stack_rows([tensordict] if tensordict.ndim == 0 else tensordict.reshape(-1).unbind(0))
         for row in rows.unbind(0):

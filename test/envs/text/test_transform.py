@@ -20,7 +20,15 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.envs import RowStepper, event_loop
-from torchrl_rloo.envs.text import GuessNumber, Outcome, TextEnvTransform, TextSession, seed_dataset, text_env
+from torchrl_rloo.envs.text import (
+    GuessNumber,
+    Outcome,
+    TextEnvTransform,
+    TextSession,
+    TextTask,
+    seed_dataset,
+    text_env,
+)
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 
 
@@ -326,6 +334,15 @@ def test_seeds_of_a_dataset_of_seeds():
 def test_a_bad_time_limit_is_refused(timeout, tokenizer):
     with pytest.raises(ValueError, match="timeout="):
         text_env(GuessNumber, tokenizer, prompts_per_batch=1, timeout=timeout)
+
+
+def test_settings_without_effect_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="max_consecutive_failures=0 must be at least 1"):
+        TextEnvTransform(GuessNumber, max_consecutive_failures=0)
+    with pytest.raises(ValueError, match="num_seeds=5 cannot be combined with dataset"):
+        text_env(GuessNumber, tokenizer, prompts_per_batch=1, num_seeds=5, dataset=seed_dataset(2))
+    with pytest.raises(ValueError, match=r"\['limit'\] require a source"):
+        TextTask(GuessNumber).load(limit=3)
 
 
 def test_an_opening_that_the_template_refuses_costs_its_row(play: Callable, tokenizer):

@@ -86,6 +86,8 @@ class TextTask(TaskBase):
             ``(train, held_out)``.
         """
         if source in (None, EMBEDDED):
+            if unused := sorted(name for name, value in kwargs.items() if value and name != "tokenizer"):
+                raise ValueError(f"{unused} require a source of rows; set source, or omit them")
             return seed_dataset(self.num_seeds), seed_dataset(eval_size, _FIRST_HELD_OUT)
         return split_prompts(load_prompts(source, **({"chat": True} | kwargs)), eval_size, seed)
 
@@ -118,7 +120,7 @@ def text_env(
     prompts_per_batch: int,
     num_generations: int = 1,
     dataset: PromptDataset | None = None,
-    num_seeds: int = 10_000,
+    num_seeds: int | None = None,
     system_prompt: str | None = None,
     timeout: float | None = 60.0,
     style: str | None = None,
@@ -135,7 +137,7 @@ def text_env(
         prompts_per_batch: games per reset.
         num_generations: conversations per game.
         dataset: rows whose columns are passed to the environment's ``reset``; None uses rows of seeds.
-        num_seeds: number of distinct games if there is no dataset.
+        num_seeds: number of distinct games. None is 10,000; cannot be combined with ``dataset``.
         system_prompt: see :class:`TextEnvTransform`.
         timeout: see :class:`TextEnvTransform`.
         style: see :func:`wrap`.
@@ -152,9 +154,12 @@ def text_env(
         [{'role': 'user', 'content': 'Guess a number from 1 to 32.'}]
     """
     wrapped = {"style": style, "action": action, "observe": observe}
-    task = TextTask(environment, num_seeds=num_seeds, system_prompt=system_prompt, timeout=timeout, **wrapped)
+    if dataset is not None and num_seeds is not None:
+        raise ValueError(f"num_seeds={num_seeds} cannot be combined with dataset; omit it")
+    sizes = {} if num_seeds is None else {"num_seeds": num_seeds}
+    task = TextTask(environment, **sizes, system_prompt=system_prompt, timeout=timeout, **wrapped)
     return task.env(
-        seed_dataset(num_seeds) if dataset is None else dataset,
+        seed_dataset(task.num_seeds) if dataset is None else dataset,
         tokenizer,
         prompts_per_batch=prompts_per_batch,
         num_generations=num_generations,

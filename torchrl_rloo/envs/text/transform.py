@@ -81,6 +81,10 @@ class TextEnvTransform(TurnTransform):
         super().__init__()
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds, or None for no limit")
+        if max_consecutive_failures is not None and max_consecutive_failures < 1:
+            raise ValueError(
+                f"max_consecutive_failures={max_consecutive_failures} must be at least 1, or None for no limit"
+            )
         self.make_session, self.timeout, self.system_prompt = make_session, timeout, system_prompt
         self.max_consecutive_failures = max_consecutive_failures
         self._held: dict[int, _Held] = {}

@@ -107,10 +107,10 @@ class PythonSessions:
         allow_weaker: bool = False,
     ):
         self.cpu_seconds = checked_limits(timeout, cpu_seconds, memory, max_output)
-        if max_output > _MAX_OUTPUT_BYTES or max_sessions < 1:
-            raise ValueError(
-                f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES}, and {max_sessions=} at least 1"
-            )
+        if max_output > _MAX_OUTPUT_BYTES:
+            raise ValueError(f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES} bytes")
+        if max_sessions < 1:
+            raise ValueError(f"max_sessions={max_sessions} must be at least 1")
         self.timeout, self.memory, self.max_output, self.max_sessions = timeout, memory, max_output, max_sessions
         self.allow_weaker = allow_weaker
         self.__setstate__({})
