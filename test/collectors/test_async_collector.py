@@ -286,11 +286,11 @@ def test_begun_groups_are_bounded(make: Callable) -> None:
     delivered = [g for _ in range(3) for g in groups_of(collector.collect())[::G]]
     assert not {1, 2} & set(delivered), "stuck ones hold up no other"
     wait_until(lambda: len(collector._complete) == 1 and gate.waiting == {1, 2})
-    assert len(collector._begun) == 3 == collector.ahead and len(collector.engine.requests) >= 18
+    assert len(collector._undelivered) == 3 == collector.ahead and len(collector.engine.requests) >= 18
     collecting = in_thread(collector.collect)
-    wait_until(lambda: len(collector._begun) == 5 or collecting[1])
+    wait_until(lambda: len(collector._undelivered) == 5 or collecting[1])
     rows = joined(collecting)
-    assert len(collector._begun) == 3
+    assert len(collector._undelivered) == 3
     gate.closed.clear()
     late = [rows, *(collector.collect() for _ in range(2))]
     assert {1, 2} <= {g for rows in late for g in groups_of(rows)}, "those begun first come first"
@@ -456,7 +456,7 @@ def test_a_session_that_does_not_start_holds_up_no_other(make: Callable) -> None
     assert groups_of(collector.collect())[0] == 1 and groups_of(collector.collect())[0] == 2
     assert collector.cancel([0]) == 1
     collector.collect()
-    wait_until(lambda: collector._complete or not collector._begun)
+    wait_until(lambda: collector._complete or not collector._undelivered)
     started.set()
     wait_until(lambda: not sessions.held, what="a release of what was opened after its group was cancelled")
 
@@ -529,7 +529,7 @@ def test_shutdown_leaves_nothing_behind(make: Callable) -> None:
     wait_until(lambda: len(gate.state) == 8 and len(collector.engine._running) == 2)
     collector.shutdown()
     assert isinstance(joined(collecting), RuntimeError)
-    assert not gate.state and not collector._begun
+    assert not gate.state and not collector._undelivered
     wait_until(lambda: not collector.engine._running and tasks() == before)
     collector.engine.close()
     wait_until(lambda: threading.active_count() <= threads)
@@ -676,4 +676,4 @@ def test_loading_a_state_gives_up_what_is_under_way(make: Callable) -> None:
     collector.collect()
     collector.load_state_dict(state)
     gate.closed.clear()
-    assert set(groups_of(collector.collect())) | set(collector._begun) == {0, 1, 2, 3} and not collector.counts
+    assert set(groups_of(collector.collect())) | set(collector._undelivered) == {0, 1, 2, 3} and not collector.counts
