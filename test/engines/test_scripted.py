@@ -609,7 +609,7 @@ def test_a_late_step_closes_only_its_own_update(play, clock: Clock, wait_until, 
     for step in second[:3]:
         engine.update_weights(*step, timeout=60.0)
     at(engine, 5.0)
-    with pytest.raises(EngineError, match="bucket is late: its update was aborted"):
+    with pytest.raises(EngineError, match="bucket is late; its update was aborted"):
         late.result(60)
     with pytest.raises(EngineError, match="no update to version 7 is open"):
         engine.update_weights("finish", {"version": 7}, timeout=60.0)

@@ -165,10 +165,10 @@ def test_the_models_own_stops_are_told_but_not_applied(engine: TransformersEngin
         (Request([], limit=1, seed=0), "the prompt of request 1 is empty"),
         (
             Request([3, 5000], limit=1, seed=0),
-            "request 1 has ids from 3 to 5000, but the model knows those from 0 to 383",
+            "request 1 has ids from 3 to 5000, but the model has ids from 0 to 383",
         ),
         (Request([-1], limit=1, seed=0), "request 1 has ids from -1 to -1"),
-        (Request([1], limit=1, seed=0, stop_strings=("a",)), "stop_strings of request 1 need a tokenizer"),
+        (Request([1], limit=1, seed=0, stop_strings=("a",)), "stop_strings of request 1 require a tokenizer"),
     ],
 )
 def test_requests_that_cannot_be_sampled_are_refused(random_model, request_: Request, message: str) -> None:
@@ -469,7 +469,7 @@ def test_pauses_and_updates_wait_for_the_running_batch(engine: TransformersEngin
         batch = pool.submit(engine.generate, requests())
         assert running.wait(60)
         pausing = pool.submit(engine.pause, timeout=60.0)
-        with pytest.raises(EngineTimeoutError, match="not free within 0.05 s: another call runs"):
+        with pytest.raises(EngineTimeoutError, match="not free within 0.05 s: another call is running"):
             engine.update_weights("connect", connect(engine.model), timeout=0.05)
         assert not pausing.done()
         go_on.set()
@@ -483,7 +483,7 @@ def test_a_pause_that_takes_too_long_is_taken_back(engine: TransformersEngine) -
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(engine.generate, requests())
         assert running.wait(60)
-        with pytest.raises(EngineTimeoutError, match="timeout=0.01 s: the pause is off"):
+        with pytest.raises(EngineTimeoutError, match="timeout=0.01 s; the engine is not paused"):
             engine.pause("abort", timeout=0.01)
         go_on.set()
         assert len(batch.result(60)) == len(engine.generate(requests())) == 4
@@ -492,7 +492,7 @@ def test_a_pause_that_takes_too_long_is_taken_back(engine: TransformersEngine) -
 def test_a_pause_that_nobody_ends_is_an_error(random_model) -> None:
     engine = TransformersEngine(random_model, request_timeout=0.05)
     engine.pause()
-    with pytest.raises(EngineTimeoutError, match=r"not free within 0.05 s: the engine is paused: call resume\(\)"):
+    with pytest.raises(EngineTimeoutError, match=r"not free within 0.05 s: the engine is paused; call resume\(\)"):
         engine.generate(requests())
 
 
@@ -532,7 +532,7 @@ def test_every_sample_is_of_the_version_that_it_names(
 
 def test_a_sleeping_engine_refuses_requests_and_takes_weights(engine: TransformersEngine, sender, make_source) -> None:
     engine.sleep()
-    with pytest.raises(EngineError, match="asleep: call wake"):
+    with pytest.raises(EngineError, match="asleep; call wake"):
         engine.generate(requests())
     sender.send(engine, make_source(2), 2)
     engine.wake()

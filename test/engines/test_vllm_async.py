@@ -245,7 +245,7 @@ def test_no_adapter_repairs_weights_of_a_failed_update(
 
 
 def test_weights_are_not_loaded_while_it_samples(engine: AsyncVLLMEngine):
-    with pytest.raises(EngineError, match="'finish' loads weights: pause the engine"):
+    with pytest.raises(EngineError, match="'finish' loads weights; pause the engine"):
         engine.update_weights("finish", {"version": 1}, timeout=5.0)
     assert engine.failed_version is None and len(engine.generate(REQUESTS)) == 4
 
