@@ -1,4 +1,4 @@
-# Each target that needs packages owns a virtual environment, so that a clean checkout needs only python and pip.
+# Each target that needs packages has its own virtual environment, so that a clean checkout needs only python and pip.
 PYTHON ?= python3
 ARGS ?=
 
@@ -29,11 +29,11 @@ format: $(TEST_ENV)/.installed  ## rewrite files in the house format
 bench: $(BENCH_ENV)/.installed  ## run every benchmarks/bench_*.py
 	set -e; for script in benchmarks/bench_*.py; do $(BENCH_ENV)/bin/python $$script $(ARGS); done
 
-clean:  ## remove environments, caches and build output; trained models and logs stay
+clean:  ## remove environments, caches and build output, but keep trained models and logs
 	rm -rf .venv .venv-test .venv-bench build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is newer than setup.py exactly when its environment holds what setup.py asks for.
+# A stamp is newer than setup.py if and only if its environment has the packages of setup.py.
 $(TRAIN_ENV)/.installed: setup.py
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off -e .
