@@ -1,4 +1,4 @@
-"""Weight updates of a collector over an engine: when they happen, and when the version counts them."""
+"""Tests of weight updates by a collector over an engine, and of the version that counts them."""
 
 from __future__ import annotations
 

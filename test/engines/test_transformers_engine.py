@@ -1,4 +1,4 @@
-"""TransformersEngine: tokens and log-probs are the model's, and after an update the model is the one that was sent."""
+"""Tests of TransformersEngine: tokens and log-probs of the model, and weight updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [[5, 9, 17], [40, 8, 8, 120, 33, 60, 61, 62], [200], [99, 98, 97, 96, 
 
 
 def requests(**settings) -> list[Request]:
-    """One of each prompt; ``settings`` may override the limit of 12."""
+    """Return one request per prompt. ``settings`` may override the limit of 12."""
     return [Request(p, **({"limit": 12, "seed": 11 * i} | settings)) for i, p in enumerate(PROMPTS)]
 
 
@@ -42,11 +42,11 @@ def engine(random_model, bpe) -> Iterator[TransformersEngine]:
         yield engine
 
 
-# sampling
+# Sampling
 
 
 def expected_log_probs(model: nn.Module, ids: list[int], d: SamplingDistribution) -> torch.Tensor:
-    """``[V]`` of the token after ``ids``: without a cache or batch, each rule token by token."""
+    """Return the log-probs ``[V]`` of the token after ``ids``, without cache or batch, applying each rule per token."""
     z = model(torch.tensor([ids])).logits[0, -1].double()
     for i in set(ids):
         z[i] = z[i] / d.repetition_penalty if z[i] > 0 else z[i] * d.repetition_penalty
@@ -67,7 +67,7 @@ def expected_log_probs(model: nn.Module, ids: list[int], d: SamplingDistribution
 
 @torch.no_grad()
 def check_sample(model: nn.Module, request: Request, sample: Sample) -> None:
-    """Each token is where the request's own random number falls in the model's distribution."""
+    """Check that the request's random number selects each token in the model's distribution."""
     uniforms = torch.rand(request.limit, generator=torch.Generator().manual_seed(request.seed)).tolist()
     ids = list(request.prompt)
     for token, log_prob, u in zip(sample.tokens, sample.log_probs, uniforms, strict=False):
@@ -114,7 +114,7 @@ def test_greedy_takes_the_likeliest_and_has_log_probs_of_0(engine: TransformersE
 
 
 def test_a_request_is_sampled_alike_in_any_company(engine: TransformersEngine, bpe) -> None:
-    """Different distributions, stops, limits and seeds in one call, in their order, each as if it were alone."""
+    """Requests with other distributions, stops, limits and seeds in one call do not affect each other."""
     asked = [
         Request(PROMPTS[i % 4], limit=1 + i, seed=i * 2**58, distribution=d, stop_ids=(bpe.eos_token_id,) * (i % 2))
         for i, d in enumerate([*DISTRIBUTIONS, *DISTRIBUTIONS])
@@ -190,11 +190,11 @@ def _raise(*_: object) -> None:
     raise MemoryError("no room")
 
 
-# weights
+# Weights
 
 
 class Sender:
-    """The sending end of updates, over the transports that need no second process."""
+    """Sender of updates over the transports that need no second process."""
 
     def __init__(self, folder: Path):
         self.folder, self.files = folder, count()
@@ -202,7 +202,7 @@ class Sender:
     def steps(
         self, model: nn.Module, version: int, *, transport="direct", staged=True, bucket_bytes=1 << 16, names=None
     ):
-        """All steps of an update as ``[step, info]``; ``names`` are of the tensors sent, default one for tied ones."""
+        """Return all steps of an update as ``[step, info]``. By default ``names`` has one name of tied tensors."""
         tensors = model.state_dict() if names else dict(model.named_parameters())
         tensors = {name: tensors[name].detach() for name in names or tensors}
         manifest = [TensorInfo.of(name, tensor) for name, tensor in tensors.items()]
@@ -242,7 +242,7 @@ def sender(tmp_path) -> Sender:
 
 @pytest.fixture(scope="module")
 def make_source(make_model, bpe) -> Callable[[int], nn.Module]:
-    """``make_source(seed)``: another model of the engine's shape."""
+    """``make_source(seed)`` returns another model of the same shape."""
     return lambda seed: make_model(bpe, seed=seed, end_bias=seed % 7)
 
 
@@ -296,7 +296,7 @@ def test_tied_tensors_come_under_either_name_or_both(
 ) -> None:
     source = build_model(tokenizer, seed=1)
     with torch.no_grad():
-        source.get_input_embeddings().weight[0, 0] = torch.nan  # which equals nothing, not even itself
+        source.get_input_embeddings().weight[0, 0] = torch.nan  # NaN, which does not equal itself
     sender.send(tied, source, 1, staged=staged, names=[name for name in source.state_dict() if name != left_out])
     assert checksum(list(state(tied.model).values())) == checksum(list(state(source).values()))
     assert tied.model.lm_head.weight is tied.model.get_input_embeddings().weight
@@ -435,11 +435,11 @@ def test_adapters_are_refused_with_a_way_out(engine: TransformersEngine) -> None
         engine.update_weights("adapter", {"version": 1, "path": "/nowhere", "checksum": ""}, timeout=1.0)
 
 
-# pauses
+# Pauses
 
 
 def slow_down(engine: TransformersEngine) -> tuple[threading.Event, threading.Event]:
-    """Events: set when the model runs, and to be set to let it."""
+    """Return two events: the model sets the first when it runs, and waits for the second."""
     running, go_on = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -527,7 +527,7 @@ def test_every_sample_is_of_the_version_that_it_names(
     assert {samples[0].versions[0] for samples in drawn} >= set(range(5))
 
 
-# sleep and close
+# Sleep and close
 
 
 def test_a_sleeping_engine_refuses_requests_and_takes_weights(engine: TransformersEngine, sender, make_source) -> None:
