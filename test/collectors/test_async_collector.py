@@ -299,7 +299,7 @@ def test_begun_groups_are_bounded(make: Callable) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_conversations_under_way_are_bounded(most: int, make: Callable) -> None:
+def test_conversations_in_flight_are_bounded(most: int, make: Callable) -> None:
     under_way: list[int] = []
 
     class Count(TurnTransform):
@@ -501,7 +501,7 @@ def test_a_group_that_is_cancelled_while_its_state_is_freed_keeps_none(make: Cal
     assert not slow.state
 
 
-def test_an_interrupted_collector_goes_on(make: Callable) -> None:
+def test_an_interrupted_collector_continues(make: Callable) -> None:
     gate = Gate(closed={1})
     collector = make(gate)
     caught = []
@@ -671,7 +671,7 @@ def test_a_state_may_be_taken_while_conversations_run(make: Callable) -> None:
         assert len(rest) == len(set(rest)) and len(rest) in (28 - 4 * batches, 24 - 4 * batches)
 
 
-def test_loading_a_state_gives_up_what_is_under_way(make: Callable) -> None:
+def test_loading_a_state_cancels_groups_in_flight(make: Callable) -> None:
     gate = Gate(closed={1})
     collector = make(gate, ahead=2)
     state = copy.deepcopy(collector.state_dict())

@@ -400,7 +400,7 @@ def test_the_policy_knows_its_collector(make: Callable) -> None:
 
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize("before", [0, 1, 5])
-def test_a_resumed_collector_goes_on_with_the_same_rows(
+def test_a_resumed_collector_continues_with_the_same_rows(
     before: int, turns: int, make: Callable, random_model, tmp_path: Path
 ) -> None:
     updater = InProcessWeightUpdater(random_model, random_model)

@@ -142,7 +142,7 @@ def test_a_resumed_run_ends_at_the_same_weights(stop: int, make: Callable) -> No
         assert getattr(whole, part).counts == getattr(resumed, part).counts
 
 
-def test_it_gives_up_and_says_so(make: Callable) -> None:
+def test_missing_groups_are_counted(make: Callable) -> None:
     run = make(max_batches=2, cached=False)
     run.refill.signal.tolerance = 5.0  # an impossible difference
     given = run.refill.collect()

@@ -102,7 +102,7 @@ def test_rows_that_wait_are_taken_together(most: int | None, batched: Callable) 
     assert policy.batches == expected[most]
 
 
-def test_one_bad_row_costs_itself_alone(batched: Callable) -> None:
+def test_only_the_bad_row_of_a_batch_fails(batched: Callable) -> None:
     policy = Recorder(bad=(1, 3))
     rows = [row(i) for i in range(N)]
     outcomes = take(batched(policy), rows)
@@ -116,7 +116,7 @@ def test_a_policy_that_loses_rows_fails(batched: Callable) -> None:
     assert isinstance(outcome, ValueError) and "0 rows for 1" in str(outcome)
 
 
-def test_what_was_given_up_is_not_sampled(batched: Callable) -> None:
+def test_cancelled_turns_are_not_sampled(batched: Callable) -> None:
     policy = Recorder()
     source = batched(policy)
     policy.may_go_on.clear()

@@ -40,7 +40,7 @@ def make_adapted(models: list[PreTrainedModel]) -> Callable[[int], PreTrainedMod
 
 @pytest.fixture(scope="session")
 def deviation() -> Callable[..., float]:
-    """``deviation(model, requests, samples)`` returns the largest difference of the samples' log-probs from the model's.
+    """``deviation(model, requests, samples)`` returns the largest difference of log-probs from the model's.
 
     ``part`` is a slice of the tokens to compare; all by default.
     """

@@ -111,7 +111,7 @@ def check_both_ways(scorer: TransformersWrapper, rows: TensorDictBase) -> None:
 def test_families(family: str, make_policy: Callable, prompt_rows: Callable, ids, caplog) -> None:
     """Sampler and scorer agree with the model's logits row by row.
 
-    The families have soft caps, scales, biases, learned positions, experts, and sliding windows shorter than the prompts.
+    The families have soft caps, scales, biases, learned positions, experts, and windows shorter than the prompts.
     """
     net = build(family)
     policy = make_policy(net)
@@ -185,7 +185,7 @@ def test_lora_settings(settings: dict, make_policy: Callable, prompt_rows: Calla
 
 
 def test_adapters_may_be_switched_under_a_wrapper(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """Adapters may be replaced, disabled (as for the reference of a LoRA policy) or merged. Each use reads the current."""
+    """Adapters may be replaced, merged, or disabled (as in the reference of a LoRA policy): each use reads the change."""
     net = lora(build("qwen2"), ["lm_head"])
     rows = make_policy(net)(prompt_rows(*ids))
     scorer = make_policy(net).get_new_version(generate=False)

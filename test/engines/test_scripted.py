@@ -112,7 +112,7 @@ def test_a_turn_keeps_to_the_limit_of_its_request(play) -> None:
     ]
 
 
-def test_declared_errors_come_at_the_end_and_hurt_nobody_else(play, clock: Clock) -> None:
+def test_scripted_errors_come_at_the_end_and_fail_one_request(play, clock: Clock) -> None:
     turns = [ScriptedTurn([1], latency=2.0, error=KeyError("lost")), ScriptedTurn([2], latency=2.0)]
     engine = play(turns, clock=clock)
     bad, good = engine.submit(REQUEST), engine.submit(REQUEST)
@@ -157,7 +157,7 @@ def test_without_latency_a_turn_is_done_at_once(play) -> None:
     assert all(engine.submit(REQUEST).done() for _ in range(50))
 
 
-def test_callbacks_may_submit_for_ever(play) -> None:
+def test_callbacks_may_submit_endlessly(play) -> None:
     """A chain of turns without latency, each submitted by the previous one's callback, does not grow the stack."""
     engine = play(0.0)
     engine.pause()
@@ -543,7 +543,7 @@ def test_faulty_updates_are_refused_and_a_good_one_follows(play, fault: Callable
     assert engine.version == 5 and engine.failed_version is None
 
 
-def test_a_failure_is_given_up_and_the_engine_goes_on(play) -> None:
+def test_a_failed_step_aborts_the_update_and_the_engine_continues(play) -> None:
     engine = play(0.0, fail_updates={"bucket": OSError("no room")})
     for _ in range(2):  # every time
         with pytest.raises(OSError, match="no room"):
@@ -618,7 +618,7 @@ def test_a_late_step_closes_only_its_own_update(play, clock: Clock, wait_until, 
     assert (engine.version, engine.failed_version) == (2, None)
 
 
-def test_requests_go_on_while_a_step_takes_its_time(play) -> None:
+def test_requests_continue_during_a_slow_step(play) -> None:
     engine = play(0.02, update_latency={"connect": inf})
     connecting = in_thread(update, engine, 1)
     assert engine.submit(REQUEST).result(60).versions == [0] * 10

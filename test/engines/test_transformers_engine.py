@@ -113,7 +113,7 @@ def test_greedy_takes_the_likeliest_and_has_log_probs_of_0(engine: TransformersE
         assert sample.log_probs == [0.0] * 12
 
 
-def test_a_request_is_sampled_alike_in_any_company(engine: TransformersEngine, bpe) -> None:
+def test_a_request_is_sampled_alike_in_any_batch(engine: TransformersEngine, bpe) -> None:
     """Requests with other distributions, stops, limits and seeds in one call do not affect each other."""
     asked = [
         Request(PROMPTS[i % 4], limit=1 + i, seed=i * 2**58, distribution=d, stop_ids=(bpe.eos_token_id,) * (i % 2))
@@ -153,7 +153,7 @@ def test_a_stop_at_the_limit_is_a_stop(engine: TransformersEngine) -> None:
     assert last.finish == "stop"
 
 
-def test_the_models_own_stops_are_told_but_not_applied(engine: TransformersEngine, bpe) -> None:
+def test_the_models_stop_ids_are_reported_but_not_applied(engine: TransformersEngine, bpe) -> None:
     assert engine.stop_ids == (bpe.eos_token_id,)
     assert any(bpe.eos_token_id in sample.tokens[:-1] for sample in engine.generate(requests(limit=40)))
 
@@ -176,7 +176,7 @@ def test_requests_that_cannot_be_sampled_are_refused(random_model, request_: Req
         TransformersEngine(random_model).generate([Request([1], limit=1, seed=0), request_])
 
 
-def test_a_model_that_fails_fails_the_call_alone(engine: TransformersEngine) -> None:
+def test_a_failing_model_fails_only_its_call(engine: TransformersEngine) -> None:
     hook = engine.model.register_forward_pre_hook(_raise)
     hooks = [hook, engine.head.decoder.register_forward_pre_hook(_raise)]
     with pytest.raises(EngineError, match="batch of 4 requests: MemoryError: no room"):
@@ -382,7 +382,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_failed_update_changes_nothing_or_tears(
+def test_a_failed_update_changes_nothing_or_fails_the_engine(
     engine: TransformersEngine, sender: Sender, make_source, fault: Callable, staged: bool
 ) -> None:
     source, before, samples = make_source(1), state(engine.model), engine.generate(requests())
@@ -489,7 +489,7 @@ def test_a_pause_that_takes_too_long_is_taken_back(engine: TransformersEngine) -
         assert len(batch.result(60)) == len(engine.generate(requests())) == 4
 
 
-def test_a_pause_that_nobody_ends_is_an_error(random_model) -> None:
+def test_a_pause_without_resume_is_an_error(random_model) -> None:
     engine = TransformersEngine(random_model, request_timeout=0.05)
     engine.pause()
     with pytest.raises(EngineTimeoutError, match=r"not free within 0.05 s: the engine is paused; call resume\(\)"):

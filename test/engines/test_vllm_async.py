@@ -128,7 +128,7 @@ def test_limits_and_stops(engine: AsyncVLLMEngine, tokenizer: PreTrainedTokenize
     ],
     ids=["too long", "no token", "no limit", "min-p with top-p"],
 )
-def test_a_refused_request_harms_no_other(engine: AsyncVLLMEngine, request_: Request, words: str):
+def test_a_refused_request_affects_no_other(engine: AsyncVLLMEngine, request_: Request, words: str):
     other = engine.submit(REQUESTS[0])
     with pytest.raises(EngineError, match=words):
         engine.submit(request_).result(PATIENT)
@@ -173,7 +173,7 @@ def test_a_pause_that_takes_too_long_is_undone(engine: AsyncVLLMEngine, running)
     assert [len(f.result(PATIENT).tokens) for f in futures] == [600] * 4
 
 
-def test_frozen_requests_go_on_with_the_new_weights(
+def test_frozen_requests_continue_with_the_new_weights(
     engine: AsyncVLLMEngine, models: list[PreTrainedModel], running, wait_until, deviation
 ):
     futures = running(LONG)
@@ -192,7 +192,7 @@ def test_frozen_requests_go_on_with_the_new_weights(
         assert deviation(models[0], [request], [sample], parts[2]) > STALE
 
 
-def test_frozen_requests_go_on_with_the_new_adapter(
+def test_frozen_requests_continue_with_the_new_adapter(
     engine: AsyncVLLMEngine, make_adapted, running, deviation, tmp_path: Path
 ):
     adapted = [make_adapted(1), make_adapted(2)]
@@ -295,7 +295,7 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine: AsyncVLLMEngine):
     assert len(engine.generate(REQUESTS)) == 4
 
 
-def test_errors_of_workers_come_with_their_words_and_time_outs_with_the_method(engine: AsyncVLLMEngine):
+def test_errors_of_workers_have_their_message_and_time_outs_the_method(engine: AsyncVLLMEngine):
     with pytest.raises(EngineError, match="'no_such_method' is not implemented"):
         engine._rpc("no_such_method", timeout=PATIENT)
     os.kill(child(engine).pid, signal.SIGSTOP)
@@ -359,7 +359,7 @@ def test_a_start_that_fails_says_why(vllm, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_failures_in_the_child_come_in_its_own_words_and_closing_leaves_nothing_behind(
+def test_failures_in_the_child_have_its_message_and_closing_leaves_nothing(
     vllm, engine_checkpoint: Path, models: list[PreTrainedModel], wait_until, tmp_path: Path
 ):
     before, threads = multiprocessing.active_children(), set(threading.enumerate())

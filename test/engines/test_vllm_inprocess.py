@@ -97,7 +97,7 @@ def test_greedy_takes_the_most_likely_token(engine: VLLMEngine, models: list[Pre
     assert models[0](input_ids=ids).logits[0, 2:-1].argmax(-1).tolist() == sample.tokens
 
 
-def test_a_request_is_a_function_of_its_seed_alone(engine: VLLMEngine):
+def test_a_request_depends_only_on_its_seed(engine: VLLMEngine):
     alone = [engine.generate([r])[0].tokens for r in REQUESTS]
     assert [s.tokens for s in engine.generate(REQUESTS[::-1])][::-1] == alone
     group = engine.generate([Request(PROMPTS[2], 12, seed) for seed in range(8)])
@@ -143,7 +143,7 @@ def test_limits_and_stops(engine: VLLMEngine, tokenizer: PreTrainedTokenizerFast
     ],
     ids=["too long", "no token", "empty", "no limit", "min-p with top-p"],
 )
-def test_a_refused_request_harms_no_other(engine: VLLMEngine, request_: Request, words: str):
+def test_a_refused_request_affects_no_other(engine: VLLMEngine, request_: Request, words: str):
     before = engine.generate(REQUESTS)
     with pytest.raises(EngineError, match=words) as caught:
         engine.generate([*REQUESTS, request_])
@@ -161,7 +161,7 @@ def test_updates_arrive_and_leave_nothing_cached(engine: VLLMEngine, models: lis
         assert engine.version == version and all(s.versions == [version] * 8 for s in samples)
 
 
-def test_an_update_that_fails_when_loading_tears_the_engine(
+def test_an_update_that_fails_when_loading_fails_the_engine(
     engine: VLLMEngine, models: list[PreTrainedModel], deviation
 ):
     updater = EngineUpdater(models[1], engine, staged=False)

@@ -151,13 +151,13 @@ def test_distributions_limits_and_stops(
     ],
     ids=["too long", "no token", "empty", "min-p with top-p"],
 )
-def test_a_refusal_comes_in_the_servers_words(engine: VLLMServer, request_: Request, words: str):
+def test_a_refusal_has_the_servers_message(engine: VLLMServer, request_: Request, words: str):
     with pytest.raises(EngineError, match=f"(?s){words}") as caught:
         engine.generate([*REQUESTS, request_])
     assert not isinstance(caught.value, EngineDeadError)
 
 
-def test_errors_of_workers_come_with_their_words_and_time_outs_with_the_method(engine: VLLMServer, server):
+def test_errors_of_workers_have_their_message_and_time_outs_the_method(engine: VLLMServer, server):
     with pytest.raises(EngineError, match="500 .*'no_such_method' is not implemented"):
         engine._rpc("no_such_method", timeout=PATIENT)
     os.killpg(server[1].pid, signal.SIGSTOP)
@@ -261,7 +261,7 @@ def test_urls_that_are_none_are_refused(url: str):
         VLLMServer(url)
 
 
-def test_where_nobody_listens_it_says_so():
+def test_a_missing_server_is_an_error():
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="no server answers at http://127.0.0.1:.*refused|Connect call failed"):
         VLLMServer(f"http://127.0.0.1:{free_port()}", connect_timeout=1.0)

@@ -252,11 +252,17 @@ class LLMCollector(BaseCollector):
         raise TypeError("the number of batches of an LLMCollector is unknown in advance")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment and return the next seed. The dataset and the policy have separate seeds."""
+        """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the iteration and close the environment."""
+        """End the iteration and close the environment.
+
+        Args:
+            timeout: ignored; it is part of TorchRL's interface.
+            close_env: whether to close the environment.
+            raise_on_error: whether to raise an error if the environment is already closed.
+        """
         if not self.closed:
             self.closed = True
             if close_env:
