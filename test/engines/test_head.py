@@ -185,7 +185,7 @@ def test_lora_settings(settings: dict, make_policy: Callable, prompt_rows: Calla
 
 
 def test_adapters_may_be_switched_under_a_wrapper(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """Adapters may be replaced, merged, or disabled (as in the reference of a LoRA policy): each use reads the change."""
+    """Adapters may be replaced, merged, or disabled (for the reference of a LoRA policy): each use reads the change."""
     net = lora(build("qwen2"), ["lm_head"])
     rows = make_policy(net)(prompt_rows(*ids))
     scorer = make_policy(net).get_new_version(generate=False)

@@ -31,9 +31,6 @@ class ScriptedTurn:
         latency: duration in seconds of the engine's clock, at least 0. Tokens arrive evenly in that time.
         finish: reason for the end.
         error: error to raise at the end instead; None raises none.
-
-    Raises:
-        ValueError: if ``log_probs`` and ``tokens`` differ in length, or if ``latency`` is negative.
     """
 
     tokens: Sequence[int]
@@ -50,13 +47,7 @@ class ScriptedTurn:
 
 
 class UpdateRecord(NamedTuple):
-    """One step of an update.
-
-    Attributes:
-        step: name of the step.
-        info: content of the step, without the payload.
-        paused: True if the engine was paused.
-    """
+    """One step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
 
     step: Step
     info: dict[str, Any]
@@ -99,19 +90,14 @@ class ScriptedEngine(base.AsyncEngine):
         clock: function that returns the time in seconds.
         max_concurrency: maximum number of running requests; None disables the limit.
         request_timeout: maximum duration of a :meth:`generate` call, in seconds of the real clock.
-        update_latency: duration of each step of an update, in seconds of the engine's clock. Infinity hangs until the
-            time-out. Steps that are missing take no time.
+        update_latency: seconds of the engine's clock by step of an update; infinity hangs until the time-out.
         fail_updates: error that a step raises every time, or a list of errors and None, one per occurrence.
 
     Attributes:
         requests: all submitted requests.
         updates: all steps of updates, as :class:`UpdateRecord`.
         busy_seconds: time up to the last event or :meth:`tick` in which requests were running and not frozen.
-        request_seconds: integral of the number of running requests over ``busy_seconds``. Their quotient is the mean
-            batch size.
-
-    Raises:
-        ValueError: if ``max_concurrency`` is below 1, or if ``request_timeout`` is not above 0.
+        request_seconds: integral of the number of running requests; divided by ``busy_seconds``, the mean batch size.
 
     Example:
         >>> engine = ScriptedEngine(lambda request, index: ScriptedTurn(tokens=[7, index]))
@@ -148,26 +134,23 @@ class ScriptedEngine(base.AsyncEngine):
         self._connection = self._update = None
         self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
         lock = RLock()
-        # The thread waits on _wake, callers of pause and update_weights on _waiters
-        self._wake, self._waiters = Condition(lock), Condition(lock)
+        self._wake, self._waiters = Condition(lock), Condition(lock)  # of the thread; of pause and update_weights
         Thread(target=self._run, name="scripted-engine", daemon=True).start()
 
     def submit(self, request: Request) -> Future[Sample]:
-        """Accept a request and return its future, which raises the errors of the script."""
         with self._now():
             self._check(ready=True)
             index = len(self.requests)
             self.requests.append(request)
         future = Future()
         future.add_done_callback(lambda f: self._drop(index) if f.cancelled() else None)
-        # Call the script without the lock. It may use the engine, so check again after it
         try:
             turn = self._turn(request, index)
         except Exception as error:
             future.set_exception(error)
             return future
         with self._now():
-            self._check(ready=True)
+            self._check(ready=True)  # the script, called without the lock, may have used the engine
             self._waiting.append(_Run(index, turn, request.limit, future))
         return future
 
@@ -269,17 +252,8 @@ class ScriptedEngine(base.AsyncEngine):
         self._waiting.clear()
 
     def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Pause the engine. Requests beyond ``max_concurrency`` keep waiting.
-
-        Args:
-            in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
-            timeout: maximum time in seconds to wait for running requests.
-
-        Raises:
-            EngineTimeoutError: if running requests do not end in time. The engine is then not paused.
-        """
+        """Pause sampling. Requests beyond ``max_concurrency`` keep waiting, and a time-out ends the pause."""
         base.check_in_flight(in_flight)
-        # Treat the running requests as in_flight says
         with self._now() as now:
             self._check()
             self._thaw(now)
@@ -289,16 +263,13 @@ class ScriptedEngine(base.AsyncEngine):
                 self._frozen_at = now
             elif in_flight == "abort":
                 self._abort_running()
-        # Wait until none is running, unless they are frozen
         with self._waiters:
             paused = in_flight == "continue" or self._waiters.wait_for(lambda: not self._running, timeout)
         with self._now():
             self._check()
             if not paused:
                 self._paused = False
-                raise EngineTimeoutError(
-                    f"{len(self._running)} requests run after timeout={timeout} s; the engine is not paused"
-                )
+                raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s; not paused")
 
     def resume(self) -> None:
         """Continue sampling. After a failed update, frozen requests end as they are and waiting ones fail."""
@@ -324,12 +295,8 @@ class ScriptedEngine(base.AsyncEngine):
             self._wake.notify()
 
     def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes.
-
-        With the transport ``"direct"``, checksums are computed and compared. With others they are trusted.
-        """
+        """Do one step of a weight update. Checksums are compared with transport ``"direct"``, otherwise trusted."""
         info = dict(info or {})
-        # Record and check the step, and count the weights as mixed until finish succeeds
         with self._now():
             self._check()
             if self.asleep and step != "abort":
@@ -339,7 +306,7 @@ class ScriptedEngine(base.AsyncEngine):
             if step in ("bucket", "finish"):
                 open_for(update, info)
             if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
-                self.failed_version = info["version"]
+                self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
         # Take the scripted time without the lock. Another call may abort the update in that time
         try:
             self._play(step, timeout)
@@ -390,11 +357,7 @@ class ScriptedEngine(base.AsyncEngine):
         return {}
 
     def sleep(self) -> None:
-        """Put the engine to sleep.
-
-        Raises:
-            EngineError: if requests are running.
-        """
+        """Put the engine to sleep, which is refused while requests are running."""
         with self._now():
             self._check()
             if self._running:

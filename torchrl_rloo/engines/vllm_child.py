@@ -14,7 +14,7 @@ from torchrl_rloo.engines.vllm_worker import WeightWorker
 
 
 class ChildWorker(WeightWorker):
-    """The :class:`~torchrl_rloo.engines.vllm_worker.WeightWorker` of a process that ends with the trainer's."""
+    """:class:`~torchrl_rloo.engines.vllm_worker.WeightWorker` in a child process that ends with the trainer's."""
 
 
 def _end_with(pid: int) -> None:
