@@ -171,7 +171,7 @@ class AsyncLLMCollector(LLMCollector):
             self._changed.notify_all()
 
     def update_policy_weights_(self) -> None:
-        """Update the policy's weights like :class:`LLMCollector`; a policy in this process waits for its batch."""
+        """Send new weights as :class:`LLMCollector` does. A policy in this process is updated between two batches."""
         self.source.recover()
         with self.source.exclusive():
             super().update_policy_weights_()
