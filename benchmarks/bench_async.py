@@ -1,13 +1,14 @@
-"""How busy an engine is kept by conversations of several turns, and what a conversation costs.
+"""Utilization of an engine by multi-turn conversations, and the cost of a conversation.
 
     python benchmarks/bench_async.py                 # all parts, about ten minutes
     python benchmarks/bench_async.py --parts busy    # or scale, or real
-    python benchmarks/bench_async.py --quick         # seconds, figures of no worth
+    python benchmarks/bench_async.py --quick         # seconds; the figures mean nothing
 
-``busy``: an engine that plays a script, 64 requests at a time, each as long as a Pareto variable says; conversations of
-1 to 8 turns. The figure is the share of the engine's places that are busy over time, 100 % being the ideal.
-``scale``: 10,000 conversations at once, memory and CPU time of each. ``real``: the embedded model, whose turns
-TransformersWrapper samples in batches, in lock-step and as conversations become ready.
+- ``busy``: a scripted engine with 64 slots and Pareto-distributed latencies, and conversations of 1 to 8 turns. The
+  figure is the share of slots that are busy over time. The ideal is 100 %.
+- ``scale``: memory and CPU time of each of 10,000 concurrent conversations.
+- ``real``: the embedded model. TransformersWrapper samples its turns in batches, in lock-step and as conversations
+  become ready.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 
 PLACES, GENERATIONS, MOST_TURNS = 64, 4, 8
-TAIL = 2.0  # exponent of the Pareto distribution: its variance is infinite
+TAIL = 2.0  # exponent of the Pareto distribution, whose variance is infinite
 
 
 class Again(TurnTransform):
-    """Answers each turn at once, until the conversation has had as many as its prompt says."""
+    """Transform that answers each turn at once, until the conversation has the number of turns in its prompt's row."""
 
     async def step_row(self, row, next_row) -> None:
         if int(next_row["num_turns"]) < row["turns"]:
@@ -67,12 +68,12 @@ def pareto(rng: random.Random, mean: float) -> float:
 
 
 def play(mean: float, tokenizer) -> Callable[[Request, int], ScriptedTurn]:
-    """A script of short turns, with latencies of this mean in seconds."""
+    """Return a script of short turns with Pareto latencies of this mean, in seconds."""
     rng, tokens = random.Random(0), [*tokenizer("#### 12")["input_ids"], tokenizer.eos_token_id]
     return lambda request, index: ScriptedTurn(tokens, latency=pareto(rng, mean))
 
 
-# how busy an engine is
+# Utilization of an engine
 
 
 def busy(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,8 +88,9 @@ def busy(args: argparse.Namespace) -> list[dict[str, Any]]:
             policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "seed": 0})
             collector = cls(make_env(tokenizer, groups), policy, **kwargs)
             if kwargs.get("ahead"):
-                for _ in range(1 if args.quick else 3):  # up to the steady state
+                for _ in range(1 if args.quick else 3):  # reach the steady state
                     collector.collect()
+            # Measure from one batch's delivery to another's
             engine.tick()
             before, start, cpu, turns = engine.request_seconds, time.monotonic(), cpu_seconds(), collector.dialog_turns
             for _ in range(batches):
@@ -111,10 +113,10 @@ def busy(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def torchrl_at_best(mean: float, steps: int) -> dict[str, Any]:
-    """TorchRL's collector steps all places together, each finished conversation replaced at once.
+    """Compute the best utilization of TorchRL's collector, which steps all slots together.
 
-    Its environment (0.14.1) raises on conversations of unequal lengths, so this is the schedule alone, with no time for
-    anything but the slowest of each step's requests.
+    Its environment (0.14.1) raises on conversations of unequal lengths, so this is only the schedule. Each finished
+    conversation is replaced at once, and a step takes the time of its slowest request and nothing more.
     """
     rng = random.Random(0)
     latencies = [[pareto(rng, mean) for _ in range(PLACES)] for _ in range(steps)]
@@ -128,11 +130,11 @@ def torchrl_at_best(mean: float, steps: int) -> dict[str, Any]:
     }
 
 
-# how many conversations
+# Number of conversations
 
 
 def scale(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Memory while all wait for the engine at their last turn, and CPU time over all turns."""
+    """Measure memory while all conversations wait for the engine, and CPU time over all turns."""
     count, generations = (200, 8) if args.quick else (args.conversations, 8)
     tokenizer, now, table = build_tokenizer(), [0.0], []
     tokens = [*tokenizer("#### 12")["input_ids"], tokenizer.eos_token_id]
@@ -163,10 +165,10 @@ def scale(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def paced(collector: AsyncLLMCollector, engine: ScriptedEngine, now: list[float], count: int) -> tuple[Any, int, float]:
-    """Collects a batch whose turns end only once all conversations wait.
+    """Collect a batch whose turns end only once all conversations wait for the engine.
 
     Returns:
-        The rows, the largest memory at such times, and the CPU time of looking at it.
+        The rows, the largest memory at such times in bytes, and the CPU seconds of measuring it.
     """
     batches: list[Any] = []
     thread = Thread(target=lambda: batches.append(collector.collect()), daemon=True)
@@ -177,7 +179,7 @@ def paced(collector: AsyncLLMCollector, engine: ScriptedEngine, now: list[float]
             begin = time.thread_time()
             memory = max(memory, resident())
             looking += time.thread_time() - begin
-            engine.requests.clear()  # it keeps them for tests to look at
+            engine.requests.clear()  # the engine keeps them for tests
             now[0] += 1.0
             engine.tick()
         time.sleep(0.02)
@@ -185,12 +187,13 @@ def paced(collector: AsyncLLMCollector, engine: ScriptedEngine, now: list[float]
 
 
 def resident() -> int:
+    """Return the resident memory of this process in bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# a real model
+# A real model
 
 
 def real(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -227,8 +230,8 @@ def real(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 PARTS = {"busy": busy, "scale": scale, "real": real}
 TITLES = {
-    "busy": "An engine of 64 places, Pareto latencies: share of its places that is busy",
-    "scale": "Conversations at once",
+    "busy": "An engine with 64 slots and Pareto latencies: share of busy slots",
+    "scale": "Concurrent conversations",
     "real": "The embedded model, 16 tokens a turn, conversations of 1 to 8 turns",
 }
 
@@ -236,11 +239,11 @@ TITLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--latency", type=float, default=0.4, help="mean of a scripted request, seconds")
-    parser.add_argument("--batches", type=int, default=8, help="measured batches of 64 conversations a side")
-    parser.add_argument("--ahead", type=float, nargs="+", default=[0, 1, 2, 3], help="in batches")
+    parser.add_argument("--latency", type=float, default=0.4, help="mean duration of a scripted request, in seconds")
+    parser.add_argument("--batches", type=int, default=8, help="measured batches of 64 conversations per side")
+    parser.add_argument("--ahead", type=float, nargs="+", default=[0, 1, 2, 3], help="batches sampled ahead")
     parser.add_argument("--conversations", type=int, default=10_000)
-    parser.add_argument("--quick", action="store_true", help="the least of everything")
+    parser.add_argument("--quick", action="store_true", help="smallest size of everything")
     args = parser.parse_args()
     if args.quick:
         args.latency, args.ahead = 0.01, [0, 1]

@@ -1,10 +1,13 @@
-"""Does the reward make the accuracy, and the weight updates the learning? The default run beside three controls.
+"""Controls of the default run: accuracy must come from the reward, and learning from the weight updates.
 
     python benchmarks/bench_controls.py [--seeds 0 1 2] [--steps 120] [--only none flipped shuffled unsynced]
 
-``none`` is the default run; ``flipped`` rewards wrong answers, ``shuffled`` deals the rewards out to the wrong
-completions, ``unsynced`` samples and evaluates with a copy of the weights that never hears of an update. Only the first
-may learn the task. Ends in one line of JSON.
+- ``none`` is the default run, which alone may learn the task.
+- ``flipped`` rewards wrong answers.
+- ``shuffled`` gives each reward to another completion.
+- ``unsynced`` samples and evaluates with a copy of the weights that is never updated.
+
+Ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ CONTROLS = {
 
 
 def run(control: str, seed: int, steps: int, directory: str) -> dict[str, float]:
-    """One run of the script; its closing line of JSON."""
+    """Run the script once, and return its last line of JSON."""
     overrides = [f"seed={seed}", f"plan.steps={steps}", f"output_dir={directory}/{control}-{seed}", *CONTROLS[control]]
     overrides += ["eval.every=1000", "log.loggers=[]", "log.samples_every=1000", "checkpoint.every=1000"]
     done = subprocess.run([sys.executable, str(SCRIPT), *overrides], stdout=subprocess.PIPE, text=True, check=True)

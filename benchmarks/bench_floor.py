@@ -1,10 +1,10 @@
-"""A whole training step beside its floor: a bare loop over the same model.
+"""CPU time of a whole training step compared to its floor, a bare loop over the same model.
 
     python benchmarks/bench_floor.py
 
-The floor samples with the model's own cached decode, then runs one forward and one backward pass over the rows. The
+The floor samples with the model's cached decoding, then runs one forward and one backward pass over the rows. The
 toolkit's step has all its parts: environment, collector, buffer with MCAdvantage, RLOOLoss and optimizer. Both sides
-run in this process on one thread and take turns in alternating order; each ratio is of two neighbouring steps.
+run in this process on one thread, in alternating order. Each ratio is of two adjacent steps.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from statistics import median
 from bench_vs_trl import BATCH, SIZES, word_prompts
 from common import ONE_THREAD, cpu_seconds, print_result, print_table, qwen2, word_tokenizer
 
-os.environ.update(ONE_THREAD)  # before torch is imported
+os.environ.update(ONE_THREAD)  # must be set before torch is imported
 
 import torch  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 
 class Floor:
-    """The calls of the model that a step cannot do without, over rows of one length, which need no mask."""
+    """Model calls that a step requires at least, over rows of equal length, which need no mask."""
 
     def __init__(self, model, prompts: Sequence[torch.Tensor]):
         length = round(sum(map(len, prompts)) / len(prompts))
-        ids = torch.cat(prompts)  # cut anew: as many tokens as the other side reads
+        ids = torch.cat(prompts)  # cut into equal rows, with as many tokens as the other side reads
         self.model, self.prompts, self.step = model, ids[: len(ids) // length * length].view(-1, length), 0
 
     def __call__(self) -> Iterator[tuple[str, float]]:
-        """Runs one step; yields the CPU time at the end of each of its parts."""
+        """Run one step, and yield the CPU time at the end of each part."""
         count, copies, length = BATCH.values()
         start = self.step * count % (len(self.prompts) - count)
         prompts = self.prompts[start : start + count]
@@ -49,7 +49,7 @@ class Floor:
 
     @torch.no_grad()
     def sample(self, prompts: torch.Tensor, copies: int, length: int) -> torch.Tensor:
-        """Reads each prompt once and samples ``copies`` answers of ``length`` tokens."""
+        """Read each prompt once and sample ``copies`` answers of ``length`` tokens."""
         cache = DynamicCache(config=self.model.config)
         logits = self.model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         cache.batch_repeat_interleave(copies)
@@ -62,7 +62,7 @@ class Floor:
 
 
 class Toolkit:
-    """The step as a user of the toolkit writes it; see ``loops.py``."""
+    """Training step as a user of the toolkit writes it (see ``loops.py``)."""
 
     def __init__(self, model, tokenizer, prompts, steps: int):
         from loops import id_sum
@@ -98,7 +98,7 @@ class Toolkit:
         self.rows = iter(self.collector)
 
     def __call__(self) -> Iterator[tuple[str, float]]:
-        """Runs one step; yields the CPU time at the end of each of its parts."""
+        """Run one step, and yield the CPU time at the end of each part."""
         from torchrl_rloo.data import tensor_rows
 
         rows = next(self.rows)
@@ -118,7 +118,7 @@ class Toolkit:
 
 
 def measure(side: Callable[[], Iterator[tuple[str, float]]]) -> dict[str, float]:
-    """CPU seconds of each part of one step, and of all of it."""
+    """Return the CPU seconds of each part of one step, and of the whole step."""
     start = last = cpu_seconds()
     parts = {}
     for name, now in side():
@@ -150,7 +150,7 @@ def main() -> None:
     for round_ in range(steps):
         for name in sorted(sides, reverse=round_ % 2 == 1):
             figures = measure(sides[name])
-            if round_ >= 2:  # the first warm up
+            if round_ >= 2:  # the first two rounds warm up
                 results[name].append(figures)
     table = []
     for name, done in results.items():
@@ -163,7 +163,7 @@ def main() -> None:
     quartiles = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     print_table(
         f"{args.size}: CPU s of a step, medians of {args.rounds} rounds. toolkit / floor: {median(ratios):.2f} "
-        f"(middle half {quartiles[0]:.2f} to {quartiles[1]:.2f})",
+        f"(quartiles {quartiles[0]:.2f} to {quartiles[1]:.2f})",
         table,
     )
     print_result({"ratio": median(ratios), "quartiles": quartiles, "parts": table})

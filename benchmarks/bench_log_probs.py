@@ -1,11 +1,11 @@
-"""The log-prob head beside its alternatives: CPU time and peak memory from hidden states to the loss and back.
+"""CPU time and peak memory of the log-prob head and its alternatives, from hidden states to the loss and back.
 
     python benchmarks/bench_log_probs.py
     python benchmarks/bench_log_probs.py --sizes 32k --repeats 5
 
-Every method scores the same 8 x 256 action tokens of one small model, in a process of its own and on one thread. The
-model is cut where its decoder ends: time and memory are counted from there, forward and backward down to the gradients
-of the hidden states and of the projection's weight. Linux only: the kernel's peak mark is reset at the cut.
+Every method scores the same 8 x 256 action tokens of one small model, in a separate process on one thread. Time and
+memory are measured from the end of the decoder on: forward, and backward to the gradients of the hidden states and of
+the projection's weight. It requires Linux, since it resets the kernel's peak memory there.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ SIZES = {
 }
 DECODER = {"intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
 ROWS, ACTIONS, WARM_UP_ACTIONS = 8, 256, 4
-MEMORY_SHARE = 0.9  # of the machine's free memory, which a process may take before its allocations fail
-TOLERANCE = 1e-3  # between the gradients of any two methods, relative
+MEMORY_SHARE = 0.9  # share of the machine's free memory above which allocations of a process fail
+TOLERANCE = 1e-3  # relative difference between the gradients of any two methods
 
 
 class Scored(NamedTuple):
-    """What is scored: tokens ``[B, A + 1]``, of which all but the first are actions, and advantages ``[B, 1]``."""
+    """Batch to score: tokens ``[B, A + 1]``, of which all but the first are actions, and advantages ``[B, 1]``."""
 
     tokens: Any
     advantages: Any
 
 
 def policy_loss(log_probs, batch: Scored, vocab_size: int):
-    """Mean of ratio times advantage; the sampler's log-probs were those of a uniform choice, so ratios are near 1."""
+    """Average ratio times advantage. The sampler's log-probs are those of a uniform choice, so ratios are near 1."""
     ratios = (log_probs.view(ROWS, -1) + math.log(vocab_size)).exp()
     return -(ratios * batch.advantages).mean()
 
 
 def hidden_and_targets(model, batch: Scored):
-    """Flat hidden states ``[N, H]`` before each action, and the actions ``[N]``."""
+    """Return the flat hidden states ``[N, H]`` before each action, and the actions ``[N]``."""
     hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
     return hidden[:, :-1].flatten(0, 1), batch.tokens[:, 1:].flatten()
 
 
 def ours(model, batch: Scored, *, entropy: bool):
-    """``torchrl_rloo.functional.token_log_probs``."""
+    """Compute the loss with ``torchrl_rloo.functional.token_log_probs``."""
     from torchrl_rloo.functional import token_log_probs
 
     hidden, targets = hidden_and_targets(model, batch)
@@ -64,7 +64,7 @@ def ours(model, batch: Scored, *, entropy: bool):
 
 
 def full_logits(model, batch: Scored, *, entropy: bool):
-    """All logits, ``log_softmax`` and ``gather``; the entropy without gradient."""
+    """Compute the loss with all logits, ``log_softmax`` and ``gather``, and the entropy without a gradient."""
     import torch
 
     hidden, targets = hidden_and_targets(model, batch)
@@ -76,7 +76,7 @@ def full_logits(model, batch: Scored, *, entropy: bool):
 
 
 def trl_head(model, batch: Scored, *, entropy: bool):
-    """TRL's ``add_fused_lm_head``, called as ``RLOOTrainer`` calls it; the trainer always asks for the entropy."""
+    """Compute the loss with TRL's ``add_fused_lm_head`` as ``RLOOTrainer`` does, which always requests the entropy."""
     import torch
     from trl.trainer.utils import add_fused_lm_head
 
@@ -89,7 +89,10 @@ def trl_head(model, batch: Scored, *, entropy: bool):
 
 
 def linear_cross_entropy(model, batch: Scored, *, entropy: bool, rows: int = 128):
-    """PyTorch's own, in chunks of ``rows``; weights of single tokens need ``reduction="none"``. It has no entropy."""
+    """Compute the loss with PyTorch's function in chunks of ``rows``. It has no entropy.
+
+    Weights of single tokens require ``reduction="none"``.
+    """
     from torch.nn import LinearCrossEntropyOptions, functional
 
     hidden, targets = hidden_and_targets(model, batch)
@@ -99,15 +102,15 @@ def linear_cross_entropy(model, batch: Scored, *, entropy: bool, rows: int = 128
 
 
 def grpo_loss(model, batch: Scored, *, entropy: bool):
-    """TorchRL's ``GRPOLoss`` over its ``TransformersWrapper``; its entropy is a bonus, with gradient, by default."""
+    """Compute TorchRL's ``GRPOLoss`` over its ``TransformersWrapper``. Its entropy is a bonus with a gradient."""
     import torch
     from tensordict import TensorDict
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss
 
-    tokenizer = word_tokenizer(64)  # gives the padding id only
+    tokenizer = word_tokenizer(64)  # only its padding id is used
     actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=False)
-    wide = (0.99, 100.0)  # nothing is clipped, so that the gradients are those of the other methods
+    wide = (0.99, 100.0)  # clips nothing, so that the gradients are those of the other methods
     loss = GRPOLoss(actor, masking_strategy="rlhf", entropy_bonus=entropy, clip_epsilon=wide)
     everywhere = torch.ones_like(batch.tokens, dtype=torch.bool)
     actions = everywhere.clone()
@@ -125,7 +128,7 @@ def grpo_loss(model, batch: Scored, *, entropy: bool):
     return values.loss_objective + values.loss_entropy if entropy else values.loss_objective
 
 
-METHODS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether with the entropy
+METHODS: dict[str, tuple[Callable[..., Any], bool]] = {  # name -> function, and whether it computes the entropy
     "ours": (ours, False),
     "full logits": (full_logits, False),
     "TRL": (trl_head, False),
@@ -139,9 +142,9 @@ METHODS: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether with the 
 
 
 class Cut:
-    """Ends the decoder: its output becomes a leaf, and time and memory count from there.
+    """Hook at the end of the decoder, which makes its output a leaf and starts measuring time and memory.
 
-    The decoder's weights and activations are in memory before the cut or not at all, so what is added is the head's.
+    No memory of the decoder is allocated after it, so all further memory is the head's.
     """
 
     def __init__(self, model):
@@ -151,27 +154,27 @@ class Cut:
     def __call__(self, module, args, output):
         self.hidden = output.last_hidden_state.detach().requires_grad_()
         output.last_hidden_state = self.hidden
-        ctypes.CDLL(None).malloc_trim(0)  # what the decoder freed must not hide what the head takes
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that the decoder freed would hide the head's
         Path("/proc/self/clear_refs").write_text("5")
         self.resident, self.seconds = status_mb("VmRSS"), cpu_seconds()
         return output
 
 
 def status_mb(field: str) -> float:
-    """A memory figure of this process as the kernel sees it, in MB (10^6 bytes)."""
+    """Return a memory figure of this process from the kernel, in MB (10^6 bytes)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) * 1024 / 1e6
 
 
 def measure(size: str, method: str) -> None:
-    """One forward and backward of one method, after one of few tokens that warms up; prints what it took."""
+    """Measure one forward and backward pass of a method after a short warm-up, and print its time and memory."""
     import torch
 
     torch.set_num_threads(1)
     free = int(MEMORY_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     resource.setrlimit(resource.RLIMIT_DATA, (free, free))
     model = qwen2(word_tokenizer(64), **SIZES[size], **DECODER)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding's
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied from the embedding
     cut, weight = Cut(model), model.lm_head.weight
     function, entropy = METHODS[method]
     for actions in (WARM_UP_ACTIONS, ACTIONS):
@@ -189,7 +192,7 @@ def measure(size: str, method: str) -> None:
 
 
 def compare(size: str, repeats: int) -> dict[str, Any]:
-    """``repeats`` rounds, each of every method once."""
+    """Measure every method once in each of ``repeats`` rounds, and print a table."""
     from torchrl_rloo.functional.log_probs import TILE_ELEMENTS
 
     results: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
@@ -205,8 +208,8 @@ def compare(size: str, repeats: int) -> dict[str, Any]:
     figures = {method: summary(results, method, weight_mb, tile_mb) for method in METHODS}
     print_table(
         f"{size}: {ROWS} x {ACTIONS} tokens, vocabulary {vocab_size:,}, hidden size {hidden_size}; medians of "
-        f"{repeats} rounds, load {min(loads):.1f} to {max(loads):.1f}. Peak: beyond the decoder and its activations, "
-        f"without the weight's gradient of {weight_mb:.1f} MB that every method has. A tile is {tile_mb:.1f} MB",
+        f"{repeats} rounds, load {min(loads):.1f} to {max(loads):.1f}. Peaks exclude the decoder, its activations and "
+        f"the weight's gradient of {weight_mb:.1f} MB, which every method has. A tile has {tile_mb:.1f} MB",
         [{"method": method} | row for method, row in figures.items()],
     )
     report_aims(figures)
@@ -214,23 +217,23 @@ def compare(size: str, repeats: int) -> dict[str, Any]:
 
 
 def check_gradients(results: dict[str, list[dict[str, Any]]]) -> None:
-    """All methods must have computed the same gradients; GRPOLoss's entropy bonus hardly changes them here."""
+    """Raise unless all methods computed the same gradients, which GRPOLoss's entropy bonus hardly changes."""
     norms = [r["norms"] for done in results.values() for r in done if r["fits"]]
     for found in norms:
         if any(abs(a - b) > TOLERANCE * b for a, b in zip(found, norms[0], strict=True)):
-            raise RuntimeError(f"gradients of the same loss differ: norms {found} and {norms[0]}")
+            raise RuntimeError(f"gradients of the same loss have different norms: {found} and {norms[0]}")
 
 
 def summary(results: dict[str, list[dict[str, Any]]], method: str, weight_mb: float, tile_mb: float) -> dict[str, Any]:
-    """Medians of one method, and ratios to ours of the same kind, round by round."""
-    own = results["ours, entropy" if METHODS[method][1] else "ours"]
+    """Return medians of one method, and of its ratios to ours with the same entropy setting, round by round."""
+    baseline = results["ours, entropy" if METHODS[method][1] else "ours"]
     if not all(r["fits"] for r in results[method]):
         return dict.fromkeys(("CPU s", "CPU s / ours", "peak MB", "tiles", "peak / ours"), "did not fit")
 
     def mb(result: dict[str, Any]) -> float:
         return result["peak_mb"] - weight_mb
 
-    pairs: Sequence[tuple[dict[str, Any], ...]] = list(zip(results[method], own, strict=True))
+    pairs: Sequence[tuple[dict[str, Any], ...]] = list(zip(results[method], baseline, strict=True))
     peak = median(map(mb, results[method]))
     return {
         "CPU s": median(r["cpu_s"] for r in results[method]),
@@ -242,19 +245,19 @@ def summary(results: dict[str, list[dict[str, Any]]], method: str, weight_mb: fl
 
 
 def report_aims(figures: dict[str, dict[str, Any]]) -> None:
-    """What was aimed at and what came of it, each with the entropy, as TRL's trainer and GRPOLoss's default have it."""
+    """Print targets and results, each with the entropy, which TRL's trainer and GRPOLoss compute by default."""
     found = (
         ("tiles at the peak of ours, at most 1.5", figures["ours, entropy"]["tiles"]),
         ("CPU time of TRL's head / ours, at least 2", figures["TRL, entropy"]["CPU s / ours"]),
         ("peak of GRPOLoss / ours, at least 6", figures["GRPOLoss, entropy"]["peak / ours"]),
     )
-    print_table("Aims", [{"aim": aim, "found": value} for aim, value in found])
+    print_table("Targets", [{"target": target, "result": value} for target, value in found])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--repeats", type=int, default=3, help="rounds at each size, each of every method once")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds per size, each with every method once")
     args = parser.parse_args()
     print_result({size: compare(size, args.repeats) for size in args.sizes})
 

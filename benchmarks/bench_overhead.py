@@ -1,10 +1,10 @@
-"""What the framework costs: CPU milliseconds a row that are neither model, tokenizer nor reward.
+"""Overhead of the framework: CPU milliseconds per row outside of model, tokenizer and reward.
 
     python benchmarks/bench_overhead.py
 
-One iteration is: collect a batch, write it to a replay buffer with MCAdvantage, sample it, evaluate the loss (forward
-only: the backward pass is the model's). Model, tokenizer and reward calls are timed apart and left out. Beside it, in
-the same process and on the same prompts, TorchRL's parts of the same names.
+One iteration collects a batch, writes it to a replay buffer with MCAdvantage, samples it and evaluates the loss. The
+backward pass is the model's. Model, tokenizer and reward calls are timed separately and excluded. TorchRL's parts of
+the same names run in the same process on the same prompts.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ NUM_GENERATIONS = 8
 MAX_NEW_TOKENS = 16
 LEFT_OUT = ("model", "tokenizer", "reward")
 PARTS = ("env reset", "env step", "collector", "buffer extend", "buffer sample", "loss", "garbage collection")
-WRAPPER = ("policy rows", "score rows")  # the policy wrapper's own work on rows, without the model
+WRAPPER = ("policy rows", "score rows")  # work of the policy wrapper on rows, without the model
 UNKNOWN = ("score rows", "sum with the wrapper")  # not measured for TorchRL
 
 
 class Clock:
-    """CPU time of nested sections, each without the sections inside it."""
+    """Timer of the CPU time of nested sections, each without the sections inside it."""
 
     def __init__(self):
         self.seconds: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class Clock:
 
     @contextmanager
     def garbage_collection(self) -> Iterator[None]:
-        """Charges Python's garbage collector apart, whichever section it interrupts."""
+        """Count the time of Python's garbage collector separately from the section that it interrupts."""
 
         def charge(phase: str, info: dict[str, int]) -> None:
             self._switch()
@@ -104,7 +104,7 @@ class Clock:
         return call
 
     def patches(self, *targets: tuple[Any, str, str]) -> ExitStack:
-        """Times ``(owner, attribute, section)`` for as long as the returned stack is open."""
+        """Time each target ``(owner, attribute, section)`` until the returned stack is closed."""
         stack = ExitStack()
         for owner, attribute, name in targets:
             stack.enter_context(patch.object(owner, attribute, self.timed(name, getattr(owner, attribute))))
@@ -112,12 +112,12 @@ class Clock:
 
 
 def reward(prompts, completions, completion_ids, **columns: Any) -> list[float]:
-    """Cheap, and different within a group."""
+    """Return cheap rewards that differ within a group."""
     return [sum(ids) % 101 / 101 for ids in completion_ids]
 
 
 def shared_targets(tokenizer) -> list[tuple[Any, str, str]]:
-    """What is timed apart on both sides: the environment's entry points and the tokenizer."""
+    """Return the targets of both sides: the environment's entry points and the tokenizer."""
     methods = ("__call__", "apply_chat_template", "encode", "decode", "batch_decode")
     return [
         (TransformedEnv, "reset", "env reset"),
@@ -128,7 +128,7 @@ def shared_targets(tokenizer) -> list[tuple[Any, str, str]]:
 
 
 def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Counter[str]]:
-    """Seconds by section, of each iteration."""
+    """Return the seconds by section of each iteration of the toolkit."""
     clock, tokenizer = Clock(), build_tokenizer()
     model = build_model(tokenizer, seed=0).eval()
     env = DatasetChatEnv(
@@ -158,7 +158,10 @@ def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Coun
 
 
 def torchrl(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Counter[str]]:
-    """The same with TorchRL's parts, as its GRPO scripts put them together: conversations as History."""
+    """Return the seconds by section of each iteration of TorchRL.
+
+    The parts are combined as in its GRPO scripts, with conversations as History.
+    """
     clock, tokenizer = Clock(), build_tokenizer()
     model = build_model(tokenizer, seed=0).eval()
     loader = torch.utils.data.DataLoader(
@@ -184,7 +187,7 @@ def torchrl(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[C
         (model, "generate", "model"),
         (policy, "_log_probs_generate", "model"),
     ]
-    with set_list_to_stack(True), clock.patches(*shared_targets(tokenizer), *targets):  # its environment asks for it
+    with set_list_to_stack(True), clock.patches(*shared_targets(tokenizer), *targets):  # the environment requires it
         return run(clock, iter(collector), lambda rows: rows, buffer, loss, iterations)
 
 
@@ -193,7 +196,7 @@ class _SystemPrompt(TorchRLEnv):
 
 
 class _Reward(Transform):
-    """A reward function at the end of a single turn: reads the policy's ids, no text."""
+    """Transform that calls a reward function on the ids of a single turn, without text."""
 
     def __init__(self, function: Callable[..., list[float]]):
         super().__init__()
@@ -213,7 +216,7 @@ class _Reward(Transform):
 
 
 class _Policy(TorchRLWrapper):
-    """TorchRL 0.14.1's wrapper leaves out two entries that its own loss reads; setting them is not counted."""
+    """TorchRL 0.14.1's wrapper that also writes two entries that TorchRL's loss reads. Writing them is not timed."""
 
     def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
         rows = super().forward(tensordict, **kwargs)
@@ -227,7 +230,7 @@ class _Policy(TorchRLWrapper):
 
 
 class _Actor(torch.nn.Module):
-    """Stands in for the training model: GRPOLoss gets the distribution it asks for at no cost of its own."""
+    """Substitute for the training model, which gives GRPOLoss its distribution at no cost."""
 
     in_keys = [("tokens", "full")]
 
@@ -265,7 +268,7 @@ def run(
     loss: torch.nn.Module,
     iterations: int,
 ) -> list[Counter[str]]:
-    """The loop of both sides, with what stays frozen, as a ``Run`` has it; the first iteration only warms up."""
+    """Run the loop of either side with the initial objects frozen, as in a ``Run``. The first iteration warms up."""
     results = []
     gc.collect()
     gc.freeze()
@@ -279,7 +282,7 @@ def run(
 
 
 def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.Module) -> None:
-    """Collects, stores and samples one batch and evaluates its loss; arguments as in :func:`run`."""
+    """Collect, store and sample one batch, and evaluate its loss."""
     with clock.section("collector"):
         rows = next(batches)
     with clock.section("buffer extend"):
@@ -289,15 +292,20 @@ def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.
     with clock.section("loss"):
         value = loss(batch).loss_objective
     if not (value.isfinite() and value.requires_grad and len(batch) == len(rows)):
-        raise RuntimeError(f"the loss {value} of {len(batch)} rows out of {len(rows)} is not that of a whole batch")
+        raise RuntimeError(
+            f"loss={value} of {len(batch)} rows must be finite, have a gradient and be of all {len(rows)} rows"
+        )
     buffer.empty()
 
 
 def per_row(results: list[Counter[str]], rows: int) -> dict[str, float]:
-    """Mean milliseconds a row of each section, and their sums: a mean, since few iterations meet a full collection."""
+    """Return the mean milliseconds per row of each section, and their sums.
+
+    Medians would leave out full garbage collections, which few iterations have.
+    """
     values = {name: 1e3 * mean(r[name] for r in results) / rows for name in (*PARTS, *WRAPPER, *LEFT_OUT)}
     if idle := [name for name in PARTS if not values[name] and name != "garbage collection"]:
-        raise RuntimeError(f"no time was charged to {idle}: another section has it, since what they time is not called")
+        raise RuntimeError(f"sections {idle} have no time: their functions are not called, so others include it")
     values["sum of these"] = sum(values[name] for name in PARTS)
     values["sum with the wrapper"] = sum(values[name] for name in (*PARTS, *WRAPPER))
     return values
@@ -306,9 +314,9 @@ def per_row(results: list[Counter[str]], rows: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512])
-    parser.add_argument("--iterations", type=int, default=8, help="measured iterations of each side")
+    parser.add_argument("--iterations", type=int, default=8, help="measured iterations per side")
     args = parser.parse_args()
-    os.environ.update(ONE_THREAD)  # the tokenizer's threads; torch has read its own part already
+    os.environ.update(ONE_THREAD)  # only the tokenizer reads it now, since torch is imported
     torch.set_num_threads(1)
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for rows in args.rows:
@@ -320,12 +328,12 @@ def main() -> None:
 
 
 def report(rows: int, sides: dict[str, dict[str, float]]) -> None:
-    for name in UNKNOWN:  # _Actor stands in for TorchRL's scoring
+    for name in UNKNOWN:  # _Actor replaces TorchRL's scoring
         del sides["TorchRL"][name]
     names = (*PARTS, "sum of these", *WRAPPER, "sum with the wrapper", *LEFT_OUT)
     ratio = sides["TorchRL"]["sum of these"] / sides["ours"]["sum of these"]
     print_table(
-        f"{rows} rows: CPU ms a row, the last three in no sum; TorchRL / ours in the first sum: {ratio:.1f}",
+        f"{rows} rows: CPU ms per row. Sums exclude the last three parts. TorchRL / ours in the first sum: {ratio:.1f}",
         [{"part": name} | {side: values.get(name) for side, values in sides.items()} for name in names],
     )
 

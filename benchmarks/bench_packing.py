@@ -1,10 +1,10 @@
-"""The training forward and backward without padding, beside the padded one: CPU time and memory of the same gradient.
+"""CPU time and memory of the training forward and backward passes with and without padding, for the same gradient.
 
     python benchmarks/bench_packing.py                          # two sizes, answers of 32 to 320 tokens
     python benchmarks/bench_packing.py --answers 6 32 --prompt 16
 
-One step is forward and backward of REINFORCE over groups of answers to shared prompts. Each figure is of a process of
-its own, one thread; the packings take turns, and ratios are formed round by round.
+One step is forward and backward of REINFORCE over groups of answers to shared prompts. Each figure comes from a
+separate process with one thread. The packings alternate, and ratios are computed round by round.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SIZES = {
     },
 }
 PROMPTS = {"embedded": 16, "large": 8}
-STEPS = {"embedded": 6, "large": 2}  # measured steps of one process, after one that warms up
+STEPS = {"embedded": 6, "large": 2}  # measured steps of a process, after one warm-up step
 GROUP = 8
 PACKINGS = ("none", "packed", "shared_prefix")
 
 
 def make_rows(size: str, prompt: int, shortest: int, longest: int):
-    """Tokens and action masks of ``GROUP`` answers to each prompt, of uniformly drawn lengths."""
+    """Return tokens and action masks of ``GROUP`` answers to each prompt, with uniformly drawn lengths."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def make_rows(size: str, prompt: int, shortest: int, longest: int):
 
 
 def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -> None:
-    """One packing at one size, in this process."""
+    """Measure one packing at one size in this process, and print the figures as JSON."""
     import torch
     from common import qwen2, word_tokenizer
 
@@ -81,16 +81,16 @@ def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -
         return out[:, :-1][pad(masks, False)[:, 1:]]
 
     def step() -> tuple[float, float]:
-        """CPU seconds of the decoder and of the log-prob head, both forward and backward."""
+        """Return the CPU seconds of the decoder and of the log-prob head, each forward and backward."""
         model.zero_grad()
-        begin = cpu_seconds()
+        start = cpu_seconds()
         hidden = hidden_states()
-        middle = cpu_seconds()
+        decoder_end = cpu_seconds()
         leaf = hidden.detach().requires_grad_()
         (-weights * token_log_probs(leaf, model.lm_head.weight, targets).log_probs).sum().backward()
-        after = cpu_seconds()
+        head_end = cpu_seconds()
         hidden.backward(leaf.grad)
-        return middle - begin + cpu_seconds() - after, after - middle
+        return decoder_end - start + cpu_seconds() - head_end, head_end - decoder_end
 
     step()
     decoder_s, head_s = (median(values) for values in zip(*(step() for _ in range(STEPS[size])), strict=True))
@@ -108,7 +108,7 @@ def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -
 
 
 def compare(size: str, rounds: int, rows: list[str]) -> dict[str, Any]:
-    """``rounds`` runs of each packing in turn."""
+    """Run each packing ``rounds`` times in alternating order, and print a table."""
     done: dict[str, list[dict[str, Any]]] = {packing: [] for packing in PACKINGS}
     for number in range(rounds):
         order = PACKINGS if number % 2 == 0 else PACKINGS[::-1]
@@ -118,7 +118,7 @@ def compare(size: str, rounds: int, rows: list[str]) -> dict[str, Any]:
             print(f"{size}, round {number + 1} of {rounds}, {packing}: {took}", file=sys.stderr, flush=True)
     norms = [r["gradient_norm"] for runs in done.values() for r in runs]
     if max(norms) - min(norms) > 1e-4 * max(norms):
-        raise AssertionError(f"the packings have different gradients, of norms {norms}")
+        raise AssertionError(f"the gradients of the packings have different norms: {norms}")
     table = []
     for packing, runs in done.items():
         decoder, head, peak = (median(r[k] for r in runs) for k in ("decoder_s", "head_s", "peak_mb"))
@@ -138,8 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each packing at each size")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--answers", type=int, nargs=2, default=(32, 320), help="fewest and most tokens of an answer")
+    parser.add_argument("--prompt", type=int, default=128, help="number of tokens in a prompt")
+    parser.add_argument("--answers", type=int, nargs=2, default=(32, 320), help="range of tokens in an answer")
     args = parser.parse_args()
     rows = [str(n) for n in (args.prompt, *args.answers)]
     print_result({size: compare(size, args.rounds, rows) for size in args.sizes})

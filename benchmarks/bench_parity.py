@@ -1,12 +1,15 @@
-"""How far apart are the log-probs of a vLLM engine and of the model that trains, at equal weights?
+"""Differences between the log-probs of a vLLM engine and of the training model at equal weights.
 
     python benchmarks/bench_parity.py [--models embedded random]
 
-vLLM samples in float32, in bfloat16, and in bfloat16 with a float32 head, which the training side always has; Hugging
-Face models in float32 and in bfloat16 score what it sampled. ``embedded`` is the warm-started default, whose answers
-have about 23 tokens; ``random`` is a Qwen2 of 30 million random parameters, its last norm scaled up until its
-distribution is about as sharp as a trained model's, which makes rounding larger than it is there. Needs vLLM; takes 50
-seconds of one CPU core. Ends in one line of JSON.
+vLLM samples in float32, in bfloat16, and in bfloat16 with a float32 head, which the training model always has. Hugging
+Face models in float32 and in bfloat16 score the samples.
+
+- ``embedded`` is the warm-started default model, whose answers have about 23 tokens.
+- ``random`` is a Qwen2 of 30 million random parameters. Its last norm is scaled up until its distribution is about as
+  sharp as a trained model's. This makes rounding errors larger than in a trained model.
+
+It requires vLLM and 50 seconds of one CPU core, and ends with one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 from common import OFFLINE, ONE_THREAD, print_result, print_table, qwen2, word_tokenizer
 
-REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of either
+REQUESTS = {"embedded": 64, "random": 16}  # about 1,000 tokens of each model
 DTYPES = ("float32", "bfloat16")
 ENGINES = {dtype: {"dtype": dtype} for dtype in DTYPES}
 FLOAT32_HEAD = "bfloat16, float32 head"
@@ -28,13 +31,13 @@ ENGINES[FLOAT32_HEAD] = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "fl
 SETTINGS = {"T=1": {"temperature": 1.0}, "T=0.7": {"temperature": 0.7}, "T=1, top-p 0.9": {"top_p": 0.9}}
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 8}
-NORM_SCALE = 8.0  # of the random model's last norm
-LIMIT = 64  # tokens of a turn
-PROMPT_LENGTH = 16  # of the random model
+NORM_SCALE = 8.0  # scale of the random model's last norm
+LIMIT = 64  # maximum number of tokens in a turn
+PROMPT_LENGTH = 16  # tokens in a prompt of the random model
 
 
 def checkpoint(name: str, directory: Path) -> Path:
-    """A directory with the model and its tokenizer."""
+    """Return a directory with the model and its tokenizer."""
     import torch
 
     from torchrl_rloo.embedded import warm_start
@@ -51,7 +54,7 @@ def checkpoint(name: str, directory: Path) -> Path:
 
 
 def make_prompts(name: str, tokenizer) -> list[list[int]]:
-    """Ids of addition problems, or of random words."""
+    """Return ids of addition problems, or of random words."""
     import torch
 
     from torchrl_rloo.data.templates import encode_prompt
@@ -64,7 +67,7 @@ def make_prompts(name: str, tokenizer) -> list[list[int]]:
 
 
 def sampled_rows(engine, prompts: list[list[int]], stop_ids: tuple[int, ...], setting: dict[str, float]):
-    """The engine's turns as rows."""
+    """Sample a turn after each prompt, and return the rows."""
     import torch
     from tensordict import TensorDict
 
@@ -87,7 +90,7 @@ def sampled_rows(engine, prompts: list[list[int]], stop_ids: tuple[int, ...], se
 
 
 def measure(name: str, path: Path) -> Iterator[dict[str, Any]]:
-    """One line of the table for each engine, setting and trainer."""
+    """Yield one line of the table for each engine, setting and trainer."""
     from torchrl_rloo.data import keys
     from torchrl_rloo.data.rows import gather_actions, ragged
     from torchrl_rloo.diagnostics.statistics.parity import log_prob_gap
@@ -118,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=REQUESTS, default=list(REQUESTS))
     args = parser.parse_args()
-    os.environ.update(ONE_THREAD | OFFLINE | {"VLLM_LOGGING_LEVEL": "ERROR"})  # before torch is imported
+    os.environ.update(ONE_THREAD | OFFLINE | {"VLLM_LOGGING_LEVEL": "ERROR"})  # must be set before torch is imported
     import torch
 
     results = {}

@@ -1,10 +1,10 @@
-"""What running rewards costs: per sample in each execution mode, and samples per second of the accuracy reward.
+"""Cost of running rewards: overhead per sample in each execution mode, and samples per second of the accuracy reward.
 
     python benchmarks/bench_rewards.py
 
-A trivial reward shows the overhead: the calls, transport and bookkeeping of RewardRunner, with nothing computed.
-MathAccuracy (math-verify) parses and compares LaTeX in a process of its own, one for each thread that calls it. Modes
-take turns; figures are wall-clock medians over rounds, since the work is in other processes.
+A trivial reward shows the overhead of RewardRunner's calls, transport and bookkeeping. MathAccuracy (math-verify)
+parses and compares LaTeX in a separate process for each thread that calls it. The modes alternate. Figures are
+wall-clock medians over rounds, since other processes do the work.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ WORKERS = (1, 2)
 
 
 def trivial(completions, **columns: Any) -> list[float]:
-    """One number for each completion, at no cost."""
+    """Return one number for each completion, at no cost."""
     return [1.0] * len(completions)
 
 
 def crash_or_pass(completions, **columns: Any) -> list[float]:
-    """Ends its process where the completion asks for it."""
+    """End the process if the first completion is ``"crash"``."""
     if completions[0] == "crash":
         os._exit(1)
     return [1.0] * len(completions)
 
 
 def addition_rows(n: int) -> RewardBatch:
-    """``n`` different rows like those of the embedded task; half of the answers are right."""
+    """Return ``n`` different rows like those of the embedded task. Half of the answers are correct."""
     draw = random.Random(0)
     prompts, completions, ids, answers = [], [], [], []
     for i in range(n):
@@ -55,7 +55,7 @@ def addition_rows(n: int) -> RewardBatch:
 
 
 def modes() -> dict[str, Callable[[], Executor]]:
-    """Name -> maker of the executor."""
+    """Return a factory of the executor of each mode."""
     made: dict[str, Callable[[], Executor]] = {"inline": InlineExecutor}
     for n in WORKERS:
         made[f"thread, {n}"] = lambda n=n: ThreadExecutor(n, TIMEOUT)
@@ -67,7 +67,7 @@ def modes() -> dict[str, Callable[[], Executor]]:
 
 
 def seconds_per_row(function: Callable[..., Any], batch: RewardBatch, rounds: int) -> dict[str, float]:
-    """Mode -> median seconds a row, after one batch that warms up."""
+    """Return the median seconds per row of each mode, after one warm-up batch."""
     runners = {name: RewardRunner(function, executor=make()) for name, make in modes().items()}
     found: dict[str, list[float]] = {name: [] for name in runners}
     for round_number in range(rounds + 1):
@@ -83,7 +83,10 @@ def seconds_per_row(function: Callable[..., Any], batch: RewardBatch, rounds: in
 
 
 def replacement_seconds(rounds: int) -> float:
-    """Median seconds that a crash costs: a call that ends its worker and one in its successor, less two good calls."""
+    """Return the median seconds that a crash costs.
+
+    It is the time of a call that ends its worker and one in the new worker, minus that of two good calls.
+    """
     executor = ProcessExecutor(1, TIMEOUT)
     good, bad = ([RewardBatch(["p"], [c], [[1]]) for c in (first, "pass")] for first in ("pass", "crash"))
     found = []
@@ -101,8 +104,8 @@ def replacement_seconds(rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=512, help="rows of a batch of the trivial reward")
-    parser.add_argument("--math-rows", type=int, default=128, help="rows of a batch of MathAccuracy")
+    parser.add_argument("--rows", type=int, default=512, help="rows in a batch of the trivial reward")
+    parser.add_argument("--math-rows", type=int, default=128, help="rows in a batch of MathAccuracy")
     parser.add_argument("--rounds", type=int, default=7, help="measured batches of each mode")
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -119,7 +122,7 @@ def main() -> None:
     ]
     print_table(f"{args.rounds} batches of {args.rows} and {args.math_rows} different rows, load {load:.1f}", rows)
     replacement = replacement_seconds(args.rounds)
-    print(f"\na worker that has crashed is replaced in {replacement:.3f} s")
+    print(f"\nreplacing a crashed worker takes {replacement:.3f} s")
     print_result(
         {
             "overhead_us": {name: round(value * 1e6, 1) for name, value in overhead.items()},

@@ -1,10 +1,11 @@
-"""Tokens per second of the rollout phase: sampling groups of completions of long prompts, with their log-probs.
+"""Tokens per second of the rollout phase: groups of completions of long prompts, with their log-probs.
 
     python benchmarks/bench_rollout.py                     # an 11M model
     python benchmarks/bench_rollout.py --size 110M
 
-All sides sample the same prompts from the same weights in turn, float32, one thread a process; every completion has the
-full length. The two that use vLLM in process share one engine, whose prefix cache is emptied before each turn.
+All sides sample the same prompts from the same weights one after the other, in float32 with one thread per process.
+Every completion has the full length. Sides with vLLM in this process share one engine, whose prefix cache is emptied
+before each side's turn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP threads of vLLM's kernels wait by spinning
+# Set before torch is imported, since OpenMP threads of vLLM's kernels spin while they wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import tempfile
@@ -54,7 +56,10 @@ def build(size: str) -> Qwen2ForCausalLM:
 
 
 def sides(model, directory: str, args: argparse.Namespace) -> tuple[dict[str, Callable], VLLMEngine, AsyncVLLMEngine]:
-    """What samples ``G`` completions of each prompt ``[P, L]``, by name; each returns how many tokens it sampled."""
+    """Return a sampler for each side, and the engines to close.
+
+    A sampler samples ``G`` completions of each prompt ``[P, L]`` and returns the number of sampled tokens.
+    """
     tokenizer = build_tokenizer()
     settings = {"dtype": "float32", "max_model_len": args.prompt + args.new, "kv_cache_memory_bytes": 2 << 30}
     engine, process = VLLMEngine(directory, **settings), AsyncVLLMEngine(directory, **settings)
@@ -117,12 +122,12 @@ def sides(model, directory: str, args: argparse.Namespace) -> tuple[dict[str, Ca
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="11M", help="parameters of the model")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of a turn")
-    parser.add_argument("--generations", type=int, default=8, help="completions of each prompt, G")
-    parser.add_argument("--prompt", type=int, default=400, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens of a completion")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side, after one that warms up")
+    parser.add_argument("--size", choices=SIZES, default="11M", help="number of parameters of the model")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a round")
+    parser.add_argument("--generations", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--prompt", type=int, default=400, help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens in a completion")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one warm-up round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = build(args.size)

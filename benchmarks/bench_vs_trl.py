@@ -1,10 +1,10 @@
-"""torchrl_rloo beside TRL's RLOOTrainer: CPU time, memory and learning of the same run.
+"""Comparison with TRL's RLOOTrainer: CPU time, memory and learning of the same run.
 
     python benchmarks/bench_vs_trl.py                          # speed and memory at two sizes
     python benchmarks/bench_vs_trl.py --mode learning          # batches to a training reward, three seeds
 
-Each figure is of a process of its own, one thread. The sides take turns, and ratios are formed pair by pair, so that
-other load on the machine meets both.
+Each figure comes from a separate process with one thread. The sides alternate and ratios are computed pair by pair, so
+that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES = {
         "num_key_value_heads": 4,
     },
 }
-STEPS = {"small": 20, "large": 2}  # measured steps of one process, after one that warms up
+STEPS = {"small": 20, "large": 2}  # measured steps of a process, after one warm-up step
 BATCH = {"num_prompts": 8, "num_generations": 8, "max_new_tokens": 64}
 
 TASK = {"num_prompts": 16, "num_generations": 8, "max_new_tokens": 32, "learning_rate": 3e-4}
@@ -57,7 +57,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def build(size: str, folder: str) -> None:
-    """Saves a start model and its tokenizer; run in a process of its own so that this one stays small."""
+    """Save a start model and its tokenizer. A separate process runs it, which keeps this one small."""
     from common import qwen2, word_tokenizer
 
     tokenizer = word_tokenizer(SIZES[size]["vocab_size"])
@@ -68,14 +68,14 @@ def build(size: str, folder: str) -> None:
 
 
 def word_prompts(count: int) -> list[dict[str, Any]]:
-    """Chat messages of 16 to 32 random words that both vocabularies have."""
+    """Return chat messages of 16 to 32 random words that both vocabularies have."""
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.randrange(288)}" for _ in range(rng.randint(16, 32))) for _ in range(count)]
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
 def compare_speed(size: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """``pairs`` runs of each side in turn."""
+    """Run each side ``pairs`` times in alternation, and print a table."""
     model = folder / size
     built = run_python(__file__, "--build", size, str(model))
     steps = STEPS[size] + 1
@@ -105,7 +105,7 @@ def compare_speed(size: str, pairs: int, folder: Path) -> dict[str, Any]:
 
 
 def summary(done: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians over the runs of one side."""
+    """Return medians over the runs of one side."""
     step, tokens, loaded, peak = (
         median(r[k] for r in done) for k in ("cpu_s_per_step", "tokens_per_step", "loaded_mb", "peak_mb")
     )
@@ -119,20 +119,20 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def first_batch(rewards: Sequence[float], level: float) -> int | None:
-    """Number of batches after which the mean reward of the last ``WINDOW`` reaches a level."""
+    """Return the number of batches after which the mean reward of the last ``WINDOW`` reaches a level."""
     means = (sum(rewards[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(rewards) + 1))
     return next((i for i, mean in enumerate(means, WINDOW) if mean >= level), None)
 
 
 def warm_start(seed: str) -> None:
-    """Builds the start model of the addition task if it is not cached."""
+    """Build the start model of the addition task if it is not cached."""
     from torchrl_rloo.embedded import warm_start
 
     print(json.dumps({"model": str(warm_start(int(seed)))}))
 
 
 def addition_lines(split: str, seed: str, path: str) -> None:
-    """Writes the addition task's prompts, in an order that depends on the seed."""
+    """Write the addition task's prompts in an order that depends on the seed."""
     from torchrl_rloo.embedded import addition_prompts
 
     rows = [{"prompt": r["query"], "answer": r["answer"]} for r in addition_prompts(split, seed=int(seed))]
@@ -140,7 +140,7 @@ def addition_lines(split: str, seed: str, path: str) -> None:
 
 
 def compare_learning(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """The addition task from the same start on every seed."""
+    """Train every side on the addition task, from the same start for each seed, and print a table."""
     sides = ("trl", "ours", "ours, zero rows dropped")
     held_out = run_python(__file__, "--addition", "test", "0", str(folder / "test.jsonl"))["path"]
     table = []
@@ -163,9 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=("speed", "learning"), default="speed")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--pairs", type=int, default=3, help="runs of each side at each size")
+    parser.add_argument("--pairs", type=int, default=3, help="runs per side and size")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=60, help="of a learning run")
+    parser.add_argument("--batches", type=int, default=60, help="batches of a learning run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.mode == "speed":

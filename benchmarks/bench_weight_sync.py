@@ -1,10 +1,11 @@
-"""How long do new weights take to reach an engine? Each transport beside a plain copy of the same bytes.
+"""Time that new weights take to reach an engine, compared to a plain copy of the same bytes.
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
 
-Sends the weights of a random float32 model through an ``EngineUpdater``: by reference into a ``VLLMEngine``, by all
-other transports into an ``AsyncVLLMEngine`` in a child process. Each transport is measured in its own process, and
-the copy with it. After the last push the engine's log-probs are compared with the model's. Ends in one line of JSON.
+An ``EngineUpdater`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to a
+``VLLMEngine``. The others send them to an ``AsyncVLLMEngine`` in a child process. Each transport and its copy are
+measured in a separate process. After the last push, the engine's log-probs are compared with the model's. Ends with one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PROMPT = tuple(range(10, 74))
 
 
 def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged: bool) -> dict[str, Any]:
-    """Pushes the model in ``directory`` into an engine started from it."""
+    """Push the model in ``directory`` to an engine started from it, and return the figures."""
     from transformers import AutoModelForCausalLM
 
     from torchrl_rloo.weight_update.engine_updater import EngineUpdater
@@ -39,7 +40,7 @@ def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged
         error = log_prob_error(engine, model)
         updater.close()
     if error > 1e-3:
-        raise RuntimeError(f"log-probs of {transport} are {error} nats off: the weights did not arrive")
+        raise RuntimeError(f"log-probs after transport={transport!r} are {error} nats off: the weights did not arrive")
     return {
         "transport": transport,
         "engine": type(engine).__name__,
@@ -81,7 +82,7 @@ def scale_weights(model: Any, factor: float) -> None:
 
 
 def log_prob_error(engine: Any, model: Any) -> float:
-    """Largest difference in nats over the sampled tokens of one turn."""
+    """Return the largest difference in nats over the sampled tokens of one turn."""
     import torch
 
     from torchrl_rloo.engines.base import Request
@@ -90,22 +91,22 @@ def log_prob_error(engine: Any, model: Any) -> float:
     ids = torch.tensor([[*PROMPT, *sample.tokens]])
     with torch.no_grad():
         scores = model(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    own = scores.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
-    return (own - torch.tensor(sample.log_probs)).abs().max().item()
+    expected = scores.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    return (expected - torch.tensor(sample.log_probs)).abs().max().item()
 
 
 def copy_seconds(model: Any, repeats: int = 5) -> float:
-    """Of the fastest copy of all parameters, one after the other, into memory that was written to before."""
+    """Return the seconds of the fastest copy of all parameters, one by one, to memory that was written before."""
     import torch
 
     sources = [parameter.detach() for parameter in model.parameters()]
     targets = [torch.zeros_like(source) for source in sources]
     times = []
     for _ in range(repeats):
-        began = perf_counter()
+        start = perf_counter()
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-        times.append(perf_counter() - began)
+        times.append(perf_counter() - start)
     return min(times)
 
 
@@ -115,10 +116,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768, help="a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--pushes", type=int, default=5, help="after the first, which connects")
+    parser.add_argument("--pushes", type=int, default=5, help="measured pushes after the first, which connects")
     parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--streamed", action="store_true", help="load buckets as they come, not all at the end")
-    parser.add_argument("--measure", metavar="DIRECTORY", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--streamed", action="store_true", help="load each bucket as it arrives, not all at the end")
+    parser.add_argument("--measure", metavar="DIRECTORY", help=argparse.SUPPRESS)  # used in the separate process
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""What the benchmarks share: resources used, tables, and a tokenizer and model of any size.
+"""Helpers of the benchmarks: resource usage, tables, and a tokenizer and a model of any size.
 
-Only the standard library is imported at the top: a parent that starts other processes must stay small, since on Linux
-a child's peak memory starts at that of the process it was forked from.
+Only the standard library is imported at the top, to keep a parent process small. On Linux a child's peak memory starts
+at that of the process it was forked from.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ CHAT_TEMPLATE = (
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, all its threads included."""
+    """Return the user and system time of this process, including all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def peak_memory_mb() -> float:
-    """Largest resident set of this process so far, in MB (10^6 bytes)."""
+    """Return the largest resident set of this process so far, in MB (10^6 bytes)."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
 def run_python(script: str, *args: str) -> dict[str, Any]:
-    """Runs a script in a process of its own, one thread, offline; returns the JSON object of its last output line.
+    """Run a script offline in a separate process with one thread, and return the JSON object of its last output line.
 
     Raises:
-        RuntimeError: if the process fails, with the end of what it wrote.
+        RuntimeError: if the process fails, with the end of its output.
     """
     done = subprocess.run(
         [sys.executable, script, *args], env=os.environ | ONE_THREAD | OFFLINE, capture_output=True, text=True
@@ -52,7 +52,7 @@ def run_python(script: str, *args: str) -> dict[str, Any]:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints rows of equal keys as a Markdown table."""
+    """Print rows with equal keys as a Markdown table."""
     cells = [list(rows[0]), *([_cell(v) for v in row.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
@@ -67,15 +67,15 @@ def _cell(value: Any) -> str:
 
 
 def print_result(figures: Mapping[str, Any]) -> None:
-    """Prints the figures as one line of JSON, the last of a benchmark."""
+    """Print the figures as one line of JSON, the last line of a benchmark."""
     print("\n" + json.dumps(figures), flush=True)
 
 
 def word_tokenizer(vocab_size: int):
-    """A tokenizer of ``vocab_size`` words and an end-of-turn token that no model of that vocabulary can sample.
+    """Build a tokenizer of ``vocab_size`` words and an end-of-turn token that no model of that vocabulary can sample.
 
-    Its end-of-turn id is ``vocab_size``, one more than the model's last: every completion runs to its token limit, and
-    neither side needs an option or a logits processor for it.
+    Its end-of-turn id is ``vocab_size``, one more than the model's last id. So every completion runs to its token
+    limit, without an option or a logits processor on either side.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -91,11 +91,11 @@ def word_tokenizer(vocab_size: int):
 
 
 def qwen2(tokenizer, **sizes: int):
-    """A randomly initialised float32 Qwen2 with tied embeddings for :func:`word_tokenizer`.
+    """Build a randomly initialized float32 Qwen2 with tied embeddings for :func:`word_tokenizer`.
 
     Args:
-        tokenizer: gives the pad and end-of-turn ids.
-        **sizes: of ``Qwen2Config``, the vocabulary included.
+        tokenizer: tokenizer with the padding and end-of-turn ids.
+        **sizes: arguments of ``Qwen2Config``, including ``vocab_size``.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,7 +1,7 @@
-"""One RLOO run written twice, with torchrl_rloo and with TRL: same start, prompts, rewards, optimizer and steps.
+"""One RLOO run with torchrl_rloo and with TRL: same start, prompts, rewards, optimizer and steps.
 
-``python loops.py SIDE RUN`` does the run that the JSON object ``RUN`` describes in this process, and prints what it
-took as one line of JSON. :mod:`bench_vs_trl` starts one such process for each figure.
+``python loops.py SIDE RUN`` executes the run that the JSON object ``RUN`` describes, and prints its figures as one line
+of JSON. :mod:`bench_vs_trl` starts one such process for each figure.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torchrl_rloo.rewards import boxed_accuracy
 
 @dataclass(frozen=True)
 class Run:
-    """What both sides are told.
+    """Settings of both sides.
 
     Attributes:
         model: directory of the start model and its tokenizer.
-        prompts: JSON lines with a ``"prompt"`` of chat messages and what the reward reads, in the order of the run.
-        steps: generations, each followed by one optimizer step over all its rows.
-        num_prompts: prompts a step.
-        num_generations: completions a prompt.
-        max_new_tokens: limit on the tokens of a completion.
-        reward: a name in ``REWARDS``.
-        learning_rate: peak rate.
-        warm_up_steps: steps until the peak; the rate then falls linearly to ``final_share`` of it.
-        final_share: 1 for a constant rate.
-        seed: of the sampled tokens and of the rows' order.
-        warm_steps: first steps that the speed leaves out.
-        held_out: prompts to be answered greedily after the run, or None.
+        prompts: file of JSON lines with a ``"prompt"`` of chat messages and the columns of the reward, in order.
+        steps: number of generations, each followed by one optimizer step over all its rows.
+        num_prompts: prompts per step.
+        num_generations: completions per prompt.
+        max_new_tokens: maximum number of tokens in a completion.
+        reward: name in ``REWARDS``.
+        learning_rate: peak learning rate.
+        warm_up_steps: steps until the peak. The rate then falls linearly to ``final_share`` of it.
+        final_share: share of the peak rate at the end; 1 keeps the rate constant.
+        seed: seed of the sampled tokens and of the rows' order.
+        warm_steps: number of first steps that the speed excludes.
+        held_out: file of prompts to answer greedily after the run; None skips it.
     """
 
     model: str
@@ -58,17 +58,17 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Rows a step."""
+        """Number of rows per step."""
         return self.num_prompts * self.num_generations
 
     def rate(self, step: int) -> float:
-        """Share of the peak learning rate at a step."""
+        """Return the share of the peak learning rate at a step."""
         fall = (1 - self.final_share) * step / self.steps
         return min(1.0, (step + 1) / (self.warm_up_steps or 1)) * (1 - fall)
 
 
 def id_sum(prompts, completions, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-    """A cheap reward that differs within every group, so that no row has advantage 0."""
+    """Return cheap rewards that differ within every group, so that no row has advantage 0."""
     return [sum(ids) % 1009 / 1009 for ids in completion_ids]
 
 
@@ -76,7 +76,7 @@ REWARDS: dict[str, Callable[..., list[float]]] = {"id_sum": id_sum, "boxed_accur
 
 
 class Meter:
-    """Stands in for the reward function, once a batch, and is told of every step's end: all that is measured."""
+    """Reward function that records rewards, tokens and the CPU time at each step's end. It is called once per batch."""
 
     __name__ = "reward"
 
@@ -100,7 +100,7 @@ class Meter:
 
 
 def make_optimizer(model: torch.nn.Module, run: Run) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimizer of both sides."""
+    """Create the optimizer and schedule of both sides."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=run.learning_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True
     )
@@ -108,7 +108,7 @@ def make_optimizer(model: torch.nn.Module, run: Run) -> tuple[torch.optim.Optimi
 
 
 def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = False) -> None:
-    """The run as a user of torchrl_rloo writes it."""
+    """Train as a user of torchrl_rloo would write it."""
     from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
     from torchrl_rloo.collectors import LLMCollector
@@ -160,12 +160,12 @@ def train_ours(run: Run, model, tokenizer, meter: Meter, *, drop_zero: bool = Fa
 
 
 def train_ours_without_zeros(run: Run, model, tokenizer, meter: Meter) -> None:
-    """The same with ``drop_zero_advantage``: the same gradient from fewer rows."""
+    """Train with ``drop_zero_advantage``, which computes the same gradient from fewer rows."""
     train_ours(run, model, tokenizer, meter, drop_zero=True)
 
 
 def train_trl(run: Run, model, tokenizer, meter: Meter) -> None:
-    """The run with TRL's RLOOTrainer; its defaults wherever they leave the two sides the same."""
+    """Train with TRL's RLOOTrainer, and its defaults wherever they match the other side."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import RLOOConfig, RLOOTrainer
@@ -215,7 +215,7 @@ SIDES = {"ours": train_ours, "trl": train_trl, "ours, zero rows dropped": train_
 
 @torch.no_grad()
 def greedy_accuracy(model, tokenizer, rows: Sequence[dict[str, Any]], max_new_tokens: int) -> float:
-    """Share of right answers by the model's own ``generate``, for either side's weights."""
+    """Return the share of correct answers by the model's ``generate``, for the weights of either side."""
     right = 0.0
     for start in range(0, len(rows), 256):
         part = rows[start : start + 256]
@@ -240,9 +240,9 @@ def read_lines(path: str) -> list[dict[str, Any]]:
 
 def main(side: str, description: str) -> None:
     run = Run(**json.loads(description))
-    torch.manual_seed(run.seed)  # imports leave torch's own stream unseeded, and the buffer's sampler draws from it
+    torch.manual_seed(run.seed)  # the buffer's sampler draws from torch's global generator
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would take it for a Qwen2Tokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.model)  # AutoTokenizer would load a Qwen2Tokenizer
     meter = Meter(REWARDS[run.reward])
     loaded = peak_memory_mb()
     SIDES[side](run, model, tokenizer, meter)

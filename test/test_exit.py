@@ -35,7 +35,7 @@ def collector():
     kwargs = {"max_new_tokens": 2, "ignore_eos": True, "stop_token_ids": list(range(320))}
     policy = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs=kwargs)
     collector = AsyncLLMCollector(env, policy, ahead=24)
-    print(len(collector.collect()), len(collector._begun))
+    print(len(collector.collect()), len(collector._undelivered))
     return collector  # alive at the exit
 
 

@@ -1,9 +1,9 @@
-"""PPO with a critic: the loop in a page with a value head, TokenGAE and a second loss.
+"""PPO with a critic: the loop of `rloo_in_a_page.py` with a value head, TokenGAE and a second loss.
 
     python tutorials/ppo.py          about two minutes on one CPU core after the warm start
 
-Critic-free methods compare the completions of a prompt; PPO learns what to expect at each token instead. Everything
-else, rows, buffer, policy loss, is the same.
+Critic-free methods compare the completions of a prompt. PPO instead learns the expected return at each token. Rows,
+buffer and policy loss are the same.
 """
 
 import torch
@@ -22,12 +22,14 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 STEPS, PROMPTS, COMPLETIONS, PASSES = 40, 32, 4, 2
 
+# Model, policy and critic
 torch.manual_seed(0)
 model, tokenizer = load_model(warm_start(seed=0, log=print))
 policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "seed": 0})
 scorer = policy.get_new_version(generate=False)
 critic = ValueHead(model)  # a copy of the model with a scalar head
 
+# Environment and collector. The KL transform, with coefficient 0, records the log-probs for TokenGAE's KL
 preset = PRESETS["ppo"]
 env = DatasetChatEnv(
     load_prompts(addition_prompts("train")),
@@ -35,9 +37,11 @@ env = DatasetChatEnv(
     prompts_per_batch=PROMPTS,
     num_generations=COMPLETIONS,
     rewards=boxed_accuracy,
-    after_rewards=[KLRewardTransform(frozen_reference(scorer), 0.0)],  # records the log-probs that TokenGAE's KL reads
+    after_rewards=[KLRewardTransform(frozen_reference(scorer), 0.0)],
 )
 collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
+
+# Buffer, losses and optimizer
 buffer = ReplayBuffer(
     storage=RowStorage(),
     sampler=SamplerWithoutReplacement(),
@@ -52,7 +56,9 @@ optimizer = torch.optim.AdamW(
 )
 
 for step, rows in enumerate(collector, 1):
+    # 1. Compute advantages of the sampled rows
     buffer.extend(tensor_rows(rows))
+    # 2. Optimize policy and critic
     for _ in range(PASSES):
         for batch in buffer:
             value = value_loss(batch)
@@ -62,6 +68,7 @@ for step, rows in enumerate(collector, 1):
             optimizer.step()
             optimizer.zero_grad()
     buffer.empty()
+    # 3. Update the policy's weights
     collector.update_policy_weights_()
     explained = float(value.explained_variance)
     print(f"step {step}: reward {rows['next', 'reward'].mean():.2f}, explained variance {explained:.2f}")

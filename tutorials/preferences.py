@@ -1,8 +1,8 @@
-"""Preference learning on CPU cores: a model that adds carelessly learns from pairs of a careful and a careless answer.
+"""Preference learning on the CPU: a model that makes errors in addition learns from pairs of good and bad answers.
 
-The model is the embedded default after its warm start on a sloppy teacher. Each pair has one problem and two answers: a
-clean teacher's, preferred, and the sloppy one's. Direct preference optimisation (arXiv 2305.18290) needs no reward and
-no sampling: the pairs, and the model's own log-probs before training as the reference.
+The model is the embedded default after its warm start on a sloppy teacher. Each pair has one problem and two answers:
+the preferred one of a clean teacher, and one of the sloppy teacher. Direct preference optimization (arXiv 2305.18290)
+needs no reward and no sampling. It reads the pairs, and the model's log-probs before training as the reference.
 """
 
 import torch
@@ -23,8 +23,8 @@ model, tokenizer = load_model(warm_start(seed=0, log=print))
 policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32, "seed": 0})
 scorer = policy.get_new_version(generate=False)
 
-# The same training problems, answered by both teachers. Where the sloppy one made no error there is nothing to prefer:
-# such rows are dropped, and listed in `dataset.dropped`.
+# Let both teachers answer the same training problems. Pairs without an error of the sloppy teacher have no preferred
+# answer: they are dropped, and listed in `dataset.dropped`.
 clean, sloppy = (demonstrations(4096, seed=1, clean=is_clean) for is_clean in (True, False))
 dataset = load_preferences(
     [{"chosen": good, "rejected": bad} for good, bad in zip(clean, sloppy, strict=True)],
@@ -34,22 +34,24 @@ dataset = load_preferences(
 print(dataset)
 rows = encode_preferences(dataset, tokenizer)
 
-# The reference is the model as it is now. Its log-probs are recorded once, so that no second model is kept.
+# The reference is the model before training. Its log-probs are recorded once, so no second model is needed.
 for part in ("chosen", "rejected"):
     record_log_probs(scorer, rows[part], log_probs=keys.REF_LOG_PROBS, micro_batch_size=256)
 loss_fn = PreferenceLoss(scorer, DPO(beta=0.1), reference="recorded")
-# A small learning rate: the loss asks for a gap, not for likely answers. With 3e-4 and 120 steps it goes to 0.00 while
-# both answers become unlikely, the clean one's log-prob falls from -2 to -28, and the model can no longer add.
+# The learning rate is small, because the loss asks for a gap between the answers and not for likely answers. With 3e-4
+# and 120 steps the loss falls to 0.00, but both answers become unlikely. The clean one's log-prob falls from -2 to -28,
+# and the model can no longer add.
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.9, 0.99), weight_decay=0.0)
 buffer = ReplayBuffer(
     storage=LazyStackStorage(len(rows)), sampler=SamplerWithoutReplacement(), batch_size=PAIRS_PER_STEP
 )
 buffer.extend(rows)
 
-# Held-out problems, answered greedily and by sampling; the number in the box has to be right.
+# Evaluate on held-out problems, answered greedily and by sampling. The number in the box must be correct.
 evaluate = Evaluation(policy, load_prompts(addition_prompts("test", size=256)), boxed_accuracy)
 before, _ = evaluate()
 
+# Train on pairs
 for step in range(1, STEPS + 1):
     out = loss_fn(buffer.sample())
     out.loss.backward()

@@ -1,8 +1,9 @@
-"""What each published method does to one shared batch: the gradient of every preset, side by side.
+"""Gradients of all presets on one shared batch, side by side.
 
-Two prompts with two completions of up to three tokens. The sampler's, the present and the reference's log-probs are
-given, so that ratios, clips and KL act; the table shows minus the gradient with respect to each token's log-prob, times
-100: what a step would add. No model is needed: anything with ``score(rows)`` can stand in for one.
+The batch has two prompts with two completions of up to three tokens. The log-probs of the sampler, the current policy
+and the reference are given, so that ratios, clips and KL have an effect. The table shows minus the gradient with
+respect to each token's log-prob, times 100, which a step would add. No model is needed: any module with ``score(rows)``
+can replace one.
 """
 
 from dataclasses import replace
@@ -16,49 +17,50 @@ from torchrl_rloo.modules import ScoredActions
 from torchrl_rloo.objectives import PRESETS, RLOOLoss, make_method
 from torchrl_rloo.replay import MCAdvantage
 
-LENGTHS = [3, 2, 3, 1]  # action tokens of each row; one prompt token before them
-REWARDS = [1.0, 0.0, 0.2, 0.6]  # rows 0 and 1 are of one prompt, 2 and 3 of another
-PRESENT = [[-1.0, -2.0, -0.5], [-0.1, -0.2], [-3.0, -1.0, -1.0], [-1.5]]
-GAINED = [[0.2, 0.3, -0.1], [0.1, -0.3], [-0.3, 0.1, 0.4], [0.3]]  # since the sampler's weights
-FROM_REF = [[0.3, 0.1, 0.2], [0.0, 0.4], [-0.1, 0.2, 0.1], [0.5]]  # from the reference
+LENGTHS = [3, 2, 3, 1]  # action tokens of each row, after one prompt token
+REWARDS = [1.0, 0.0, 0.2, 0.6]  # rows 0 and 1 have one prompt, rows 2 and 3 another
+LOG_PROBS = [[-1.0, -2.0, -0.5], [-0.1, -0.2], [-3.0, -1.0, -1.0], [-1.5]]  # of the current policy
+FROM_SAMPLER = [[0.2, 0.3, -0.1], [0.1, -0.3], [-0.3, 0.1, 0.4], [0.3]]  # current policy minus sampler
+FROM_REF = [[0.3, 0.1, 0.2], [0.0, 0.4], [-0.1, 0.2, 0.1], [0.5]]  # sampler minus reference
 
 
 class GivenLogProbs(torch.nn.Module):
-    """A policy that is nothing but the log-probs of the batch."""
+    """Policy whose parameters are the log-probs of the batch."""
 
     def __init__(self):
         super().__init__()
-        self.log_probs = torch.nn.Parameter(pad([torch.tensor(p) for p in PRESENT]))
+        self.log_probs = torch.nn.Parameter(pad([torch.tensor(p) for p in LOG_PROBS]))
 
     def score(self, rows) -> ScoredActions:
         return ScoredActions(self.log_probs, torch.zeros_like(self.log_probs), action_tokens(rows))
 
 
-def full(values: list[float]) -> torch.Tensor:
-    """Per action token to per token: the prompt's token in front."""
+def full_row(values: list[float]) -> torch.Tensor:
+    """Put a 0 for the prompt token before the values of the action tokens."""
     return torch.tensor([0.0, *values])
 
 
-def batch():
+def make_batch():
     rows = []
-    for i, (present, gained, moved) in enumerate(zip(PRESENT, GAINED, FROM_REF, strict=True)):
+    for i, (current, from_sampler, from_ref) in enumerate(zip(LOG_PROBS, FROM_SAMPLER, FROM_REF, strict=True)):
         row = TensorDict({keys.GROUP_ID: torch.tensor(i // 2), keys.REWARD: torch.tensor([[REWARDS[i]]])})
         row[keys.TOKENS] = torch.arange(1 + LENGTHS[i])
         row[keys.ACTION_MASK] = torch.arange(1 + LENGTHS[i]) > 0
-        row[keys.LOG_PROBS] = full([p - g for p, g in zip(present, gained, strict=True)])
-        row[keys.REF_LOG_PROBS] = full([p - g - m for p, g, m in zip(present, gained, moved, strict=True)])
+        row[keys.LOG_PROBS] = full_row([p - s for p, s in zip(current, from_sampler, strict=True)])
+        row[keys.REF_LOG_PROBS] = full_row([p - s - r for p, s, r in zip(current, from_sampler, from_ref, strict=True)])
         rows.append(row)
     return stack_rows(rows)
 
 
 def step_of(name: str) -> torch.Tensor:
-    """Return ``[4, 3]``: minus the gradient of a method's loss. PPO, which needs a critic, has GRPO's advantages."""
+    """Return minus the gradient of a method's loss, ``[4, 3]``. PPO, which needs a critic, gets GRPO's advantages."""
     if PRESETS[name].critic:
         method = replace(make_method("grpo", num_generations=2), loss=PRESETS[name].loss)
     else:
         method = make_method(name, kl="default", num_generations=2, prompts_per_step=2, max_new_tokens=3)
-    rows = batch()
-    if coeff := method.reward_kl_arguments["kl_to_ref_coeff"]:  # what KLRewardTransform does in an environment
+    # Subtract the KL from the rewards, as KLRewardTransform does in an environment
+    rows = make_batch()
+    if coeff := method.reward_kl_arguments["kl_to_ref_coeff"]:
         for row in rows.unbind(0):
             row[keys.REWARD] -= coeff * (row[keys.LOG_PROBS] - row[keys.REF_LOG_PROBS]).sum()
     rows = MCAdvantage(**method.advantage_arguments).inv(rows)
@@ -68,11 +70,11 @@ def step_of(name: str) -> torch.Tensor:
 
 
 def table() -> str:
-    """The gradients as Markdown."""
+    """Return the gradients as a Markdown table."""
     header = " | ".join(f"row {i} token {t}" for i, n in enumerate(LENGTHS) for t in range(n))
     lines = [f"| preset | {header} |", "| --- |" + " ---: |" * sum(LENGTHS)]
     for name in PRESETS:
-        step = torch.round(step_of(name), decimals=4) + 0.0  # no negative zeros
+        step = torch.round(step_of(name), decimals=4) + 0.0  # turns -0.0 into 0.0
         cells = [f"{100 * step[i, t]:.2f}" for i, n in enumerate(LENGTHS) for t in range(n)]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""AsyncLLMCollector: the rows of LLMCollector, from conversations that wait for nobody."""
+"""Tests of AsyncLLMCollector: the rows of LLMCollector, from independent conversations."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.weight_update import InProcessWeightUpdater, WeightUpdater
 
-PATIENCE = 60.0  # s, on machines of any speed
-G = 2  # members of a group
+PATIENCE = 60.0  # seconds, enough for a slow machine
+G = 2  # number of members in a group
 PROMPTS = 7
 
 
 def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list]:
-    """Calls a function beside the test; the list gets what it returns or raises."""
+    """Call a function in a thread. The returned list gets its result or its error."""
     outcome: list = []
 
     def work() -> None:
@@ -84,7 +84,7 @@ class Seeds(Transform):
 
 
 class Gate(TurnTransform):
-    """A tool whose answer on some groups does not come before it is told to; it keeps state for each conversation."""
+    """Tool that holds its answer for some groups until it is released. It keeps state for each conversation."""
 
     def __init__(self, closed: set[int] = frozenset(), turns: int = 2):
         super().__init__()
@@ -112,7 +112,7 @@ def data(user: Callable):
 
 @pytest.fixture(scope="module")
 def make_env(bpe, data) -> Callable[..., DatasetChatEnv]:
-    """Two groups of two; conversations of one to three turns, by their prompt."""
+    """Make an environment of two groups of two, whose conversations have one to three turns depending on the prompt."""
 
     def build(*transforms: Transform, after: tuple = (), rewards=words, shuffle: bool = False, **kwargs):
         if not transforms:
@@ -128,7 +128,7 @@ def make_env(bpe, data) -> Callable[..., DatasetChatEnv]:
 
 @pytest.fixture
 def make(make_env, bpe) -> Iterator[Callable[..., AsyncLLMCollector]]:
-    """A collector over a scripted engine; by default turns of three tokens that depend on the prompt, at once."""
+    """Make a collector over a scripted engine. Turns have no latency, and by default three tokens of the prompt."""
     engines: list[ScriptedEngine] = []
     collectors: list[AsyncLLMCollector] = []
 
@@ -154,7 +154,7 @@ def make(make_env, bpe) -> Iterator[Callable[..., AsyncLLMCollector]]:
 
 
 def assert_same(ours: TensorDictBase, theirs: TensorDictBase, tolerance: float = 0.0) -> None:
-    """Row by row the same entries; floats up to a tolerance. Trajectory ids only tell conversations apart."""
+    """Assert that rows have the same entries, floats up to a tolerance. Trajectory ids may differ."""
     assert len(ours) == len(theirs)
     for one, two in zip(ours.unbind(0), theirs.unbind(0), strict=True):
         assert set(one.keys(True, True)) == set(two.keys(True, True))
@@ -170,13 +170,15 @@ def assert_same(ours: TensorDictBase, theirs: TensorDictBase, tolerance: float =
                 assert a == b, key
 
 
-# the same rows
+# Rows of both collectors
 
 
 @pytest.mark.parametrize("engine", ["scripted", "transformers"])
 def test_rows_are_those_of_lock_step(engine: str, make: Callable, make_env, random_model, bpe) -> None:
-    """With turns, tools, turn rewards and a KL: the same keys, values and order; only log-probs may differ by rounding
-    where the composition of batches differs."""
+    """Rows with several turns, tools, turn rewards and a KL have the same keys, values and order as in lock-step.
+
+    Only log-probs may differ by rounding, where rows share a batch with others.
+    """
 
     def reply(conversation, row):
         return [{"role": "user", "content": f"again {row['answer']}"}] if len(conversation) < 2 * row["turns"] else None
@@ -207,7 +209,7 @@ def test_rows_are_those_of_lock_step(engine: str, make: Callable, make_env, rand
 
 
 def test_a_seed_gives_the_same_rows(random_model, bpe, make_env) -> None:
-    """Its own seeds leave no trace on the rows, and differ between members, groups and collectors."""
+    """Derived seeds are not in the rows, and differ between members, groups and collectors."""
 
     def collect(seed: int) -> list[TensorDictBase]:
         policy = TransformersWrapper(random_model, tokenizer=bpe, generate_kwargs={"max_new_tokens": 6})
@@ -239,7 +241,7 @@ def test_every_batch_holds_whole_groups_once(ahead: int, make: Callable) -> None
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_it_ends_with_the_datasets_epochs(ahead: int, make: Callable) -> None:
-    """Seven prompts, three a batch: what does not fill a batch is not drawn, as in lock-step."""
+    """With seven prompts and batches of three, the last prompt is not drawn, as in lock-step."""
     batches = list(make(ahead=ahead, groups_per_batch=3, epochs=1))
     assert [len(rows) for rows in batches] == [3 * G] * 2
     assert sorted(set(g for rows in batches for g in groups_of(rows))) == list(range(6))
@@ -276,28 +278,28 @@ def test_an_environment_without_a_primer_is_refused(make: Callable, bpe) -> None
         make(env=ChatEnv(bpe, batch_size=2))
 
 
-# how much is under way
+# Number of groups in flight
 
 
 def test_begun_groups_are_bounded(make: Callable) -> None:
-    """While nothing but the stuck groups is left, no other is begun: that is the backpressure."""
+    """No other group is begun while only stuck groups are left."""
     gate = Gate(closed={1, 2})
     collector = make(gate, ahead=3, groups_per_batch=2)
     delivered = [g for _ in range(3) for g in groups_of(collector.collect())[::G]]
     assert not {1, 2} & set(delivered), "stuck ones hold up no other"
     wait_until(lambda: len(collector._complete) == 1 and gate.waiting == {1, 2})
-    assert len(collector._begun) == 3 == collector.ahead and len(collector.engine.requests) >= 18
+    assert len(collector._undelivered) == 3 == collector.ahead and len(collector.engine.requests) >= 18
     collecting = in_thread(collector.collect)
-    wait_until(lambda: len(collector._begun) == 5 or collecting[1])
+    wait_until(lambda: len(collector._undelivered) == 5 or collecting[1])
     rows = joined(collecting)
-    assert len(collector._begun) == 3
+    assert len(collector._undelivered) == 3
     gate.closed.clear()
     late = [rows, *(collector.collect() for _ in range(2))]
     assert {1, 2} <= {g for rows in late for g in groups_of(rows)}, "those begun first come first"
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_conversations_under_way_are_bounded(most: int, make: Callable) -> None:
+def test_conversations_in_flight_are_bounded(most: int, make: Callable) -> None:
     under_way: list[int] = []
 
     class Count(TurnTransform):
@@ -313,20 +315,20 @@ def test_conversations_under_way_are_bounded(most: int, make: Callable) -> None:
     assert max(under_way) == most
 
 
-# what goes wrong
+# Failures
 
 
 def test_a_stuck_tool_ends_at_the_time_limit(make: Callable, bpe) -> None:
-    """And so does a request that nobody answers; both rows are whole, and what was kept for them is freed."""
+    """A tool and a request that never answer end at the time limit. Both rows are complete and their state is freed."""
     gate, stuck = Gate(closed={0}), []
 
     def play(request, index) -> ScriptedTurn:
-        if "aa" in bpe.decode(list(request.prompt)) and not stuck:  # one of the second group's
+        if "aa" in bpe.decode(list(request.prompt)) and not stuck:  # a request of the second group
             stuck.append(index)
             return ScriptedTurn([40], latency=1e6)
         return ScriptedTurn([40])
 
-    collector = make(gate, play=play, max_seconds=4.0)  # far more than the others take
+    collector = make(gate, play=play, max_seconds=4.0)  # far more than the other turns take
     rows = collector.collect()
     assert reasons(rows)[:2] == ["time"] * 2 and Counter(reasons(rows[2:])) == {"time": 1, "answered": 1}
     assert rows[keys.TRUNCATED].flatten().tolist() == [r == "time" for r in reasons(rows)]
@@ -338,11 +340,11 @@ def test_a_stuck_tool_ends_at_the_time_limit(make: Callable, bpe) -> None:
 
 
 def failing(bpe, fails: Callable[[int, int], bool]) -> Callable:
-    """A script that fails where ``fails(turn, number)`` says so: requests of each turn have numbers of their own."""
+    """Return a script that fails if ``fails(turn, number)``. Requests are numbered within each turn."""
     seen: Counter[int] = Counter()
 
     def play(request, index) -> ScriptedTurn:
-        turn = list(request.prompt).count(bpe.eos_token_id)  # of a prompt there is one
+        turn = list(request.prompt).count(bpe.eos_token_id)  # a prompt has one
         seen[turn] += 1
         error = EngineError("the prompt is too long") if fails(turn, seen[turn]) else None
         return ScriptedTurn([40 + index % 20, bpe.eos_token_id], [-1.0, -0.5], error=error)
@@ -351,7 +353,7 @@ def failing(bpe, fails: Callable[[int, int], bool]) -> Callable:
 
 
 def test_a_failed_turn_ends_its_conversation(make: Callable, make_env, random_model, bpe) -> None:
-    """Whatever judges and trains takes its row: one failed at its first turn, one at its second."""
+    """Rewards and the loss accept rows that failed at the first or the second turn."""
     gate = Gate(turns=2)
     ref = TransformersWrapper(random_model, tokenizer=bpe, generate=False)
     env = make_env(gate, after=(TurnRewardTransform(brevity), KLRewardTransform(ref, 0.1)))
@@ -407,7 +409,7 @@ def test_a_death_without_a_way_back_loses_no_group(make: Callable) -> None:
     gate.closed.clear()
     for _ in range(2):
         with pytest.raises(EngineDeadError):
-            for _ in range(3):  # groups may have been complete before
+            for _ in range(3):  # groups may have completed before
                 delivered += groups_of(collector.collect())[::G]
     collector.engine.restart()
     delivered += [g for _ in range(4) for g in groups_of(collector.collect())[::G]]
@@ -456,12 +458,12 @@ def test_a_session_that_does_not_start_holds_up_no_other(make: Callable) -> None
     assert groups_of(collector.collect())[0] == 1 and groups_of(collector.collect())[0] == 2
     assert collector.cancel([0]) == 1
     collector.collect()
-    wait_until(lambda: collector._complete or not collector._begun)
+    wait_until(lambda: collector._complete or not collector._undelivered)
     started.set()
     wait_until(lambda: not sessions.held, what="a release of what was opened after its group was cancelled")
 
 
-# giving up
+# Cancellation
 
 
 def test_groups_can_be_given_up(make: Callable) -> None:
@@ -492,14 +494,14 @@ def test_a_group_that_is_cancelled_while_its_state_is_freed_keeps_none(make: Cal
     collecting = in_thread(collector.collect)
     assert slow.releasing.wait(PATIENCE)
     cancelling = in_thread(collector.cancel)
-    wait_until(lambda: not collector._tasks)  # its task has been told
+    wait_until(lambda: not collector._tasks)  # its task was cancelled
     slow.may_release.set()
     assert joined(cancelling) == 1
     joined(collecting)  # another group
     assert not slow.state
 
 
-def test_an_interrupted_collector_goes_on(make: Callable) -> None:
+def test_an_interrupted_collector_continues(make: Callable) -> None:
     gate = Gate(closed={1})
     collector = make(gate)
     caught = []
@@ -529,7 +531,7 @@ def test_shutdown_leaves_nothing_behind(make: Callable) -> None:
     wait_until(lambda: len(gate.state) == 8 and len(collector.engine._running) == 2)
     collector.shutdown()
     assert isinstance(joined(collecting), RuntimeError)
-    assert not gate.state and not collector._begun
+    assert not gate.state and not collector._undelivered
     wait_until(lambda: not collector.engine._running and tasks() == before)
     collector.engine.close()
     wait_until(lambda: threading.active_count() <= threads)
@@ -541,11 +543,11 @@ async def _count_tasks() -> int:
     return len(asyncio.all_tasks())
 
 
-# versions
+# Versions
 
 
 class Bump(WeightUpdater):
-    """Weights of an engine in name alone."""
+    """Updater that changes only the version of an engine."""
 
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
@@ -555,7 +557,7 @@ class Bump(WeightUpdater):
 
 
 def test_a_row_has_the_oldest_version_that_sampled_it(make: Callable, bpe) -> None:
-    """A group that lasts over updates is that stale, whatever sampled its last turns."""
+    """The staleness of a group that lasts over updates is that of its oldest turn."""
     gate = Gate(closed={0})
     collector = make(gate, ahead=1, groups_per_batch=1)
     collector.weight_updater = Bump(collector.engine)
@@ -571,7 +573,7 @@ def test_a_row_has_the_oldest_version_that_sampled_it(make: Callable, bpe) -> No
 
 
 def test_in_process_weights_change_between_batches(random_model, bpe, make_env) -> None:
-    """Rows of any version are on-policy under the weights of it, with turns after an update as the exception."""
+    """Rows are on-policy under the weights of their version, except for turns after an update."""
     trained, sampler = copy.deepcopy(random_model), copy.deepcopy(random_model)
     policy = TransformersWrapper(sampler, tokenizer=bpe, generate_kwargs={"max_new_tokens": 6})
     env = make_env(Gate(turns=1))
@@ -591,7 +593,7 @@ def test_in_process_weights_change_between_batches(random_model, bpe, make_env) 
     collector.shutdown()
 
 
-# checkpoints
+# Checkpoints
 
 
 def test_draws_that_were_put_back_come_first(make_env) -> None:
@@ -617,7 +619,7 @@ def test_draws_that_were_put_back_come_first(make_env) -> None:
 @pytest.mark.parametrize("cls", [AsyncLLMCollector, LLMCollector])
 @pytest.mark.parametrize("stop", range(5))
 def test_a_resumed_run_loses_and_repeats_no_group(stop: int, cls: type, make: Callable) -> None:
-    """Stopped anywhere in a batch, the groups under way are drawn again under the same ids."""
+    """After a stop at any point of a batch, groups in flight are drawn again under the same ids."""
     kwargs = {"epochs": 2, "prompts_per_batch": 2, "shuffle": True}
     expected = {}
     for rows in make(Gate(turns=2), **kwargs):
@@ -643,14 +645,14 @@ def test_a_resumed_run_loses_and_repeats_no_group(stop: int, cls: type, make: Ca
 
 
 def test_a_state_may_be_taken_while_conversations_run(make: Callable) -> None:
-    """From another thread, again and again: each state resumes to exactly what had not been delivered."""
+    """Each of many states taken in another thread resumes with exactly the undelivered groups."""
     collector = make(Gate(turns=3), ahead=3, epochs=4, prompts_per_batch=4)
     states, delivered = [], []
     done = threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            with collector._drawing:  # so that what was delivered is known
+            with collector._draw_lock:  # keeps deliveries from changing the state
                 states.append((set(delivered), collector.batches, copy.deepcopy(collector.state_dict())))
             time.sleep(0.001)
 
@@ -669,11 +671,11 @@ def test_a_state_may_be_taken_while_conversations_run(make: Callable) -> None:
         assert len(rest) == len(set(rest)) and len(rest) in (28 - 4 * batches, 24 - 4 * batches)
 
 
-def test_loading_a_state_gives_up_what_is_under_way(make: Callable) -> None:
+def test_loading_a_state_cancels_groups_in_flight(make: Callable) -> None:
     gate = Gate(closed={1})
     collector = make(gate, ahead=2)
     state = copy.deepcopy(collector.state_dict())
     collector.collect()
     collector.load_state_dict(state)
     gate.closed.clear()
-    assert set(groups_of(collector.collect())) | set(collector._begun) == {0, 1, 2, 3} and not collector.counts
+    assert set(groups_of(collector.collect())) | set(collector._undelivered) == {0, 1, 2, 3} and not collector.counts

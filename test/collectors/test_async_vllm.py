@@ -1,4 +1,4 @@
-"""AsyncLLMCollector over real vLLM in a process of its own, updated while it samples."""
+"""Tests of AsyncLLMCollector over real vLLM in a child process, updated while it samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., 
     made: list[AsyncLLMCollector] = []
 
     def build(updater: EngineUpdater, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
-        """Replies to groups in ``held`` do not come before they leave it."""
+        """Build a collector whose environment does not reply to groups in ``held``."""
 
         async def respond(conversation, row):
             while int(row[keys.GROUP_ID]) in held:
@@ -63,7 +63,7 @@ def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., 
 
 
 def assert_on_policy(rows: TensorDictBase, weights: dict[int, PreTrainedModel], tokenizer) -> None:
-    """Each token is of the weights that its version says."""
+    """Assert that the weights of each token's version sampled it."""
     for row in rows.unbind(0):
         behaviour, versions = row[keys.LOG_PROBS][row[keys.ACTION_MASK]], row[keys.ACTION_VERSIONS]
         assert int(row[keys.POLICY_VERSION]) == int(versions.min())
@@ -80,7 +80,7 @@ def assert_on_policy(rows: TensorDictBase, weights: dict[int, PreTrainedModel], 
 def test_weights_change_under_conversations(
     in_flight: str, make: Callable, engine: AsyncVLLMEngine, model: PreTrainedModel, tokenizer
 ) -> None:
-    """Turns that an update cuts off go on with the new weights, and every token is of the weights it says it is of."""
+    """Turns in flight continue with the new weights, and each token has the version that sampled it."""
     trained = copy.deepcopy(model)
     updater = EngineUpdater(trained, engine, in_flight=in_flight)
     updater.push_weights(0)

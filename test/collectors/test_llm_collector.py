@@ -1,4 +1,4 @@
-"""LLMCollector: whole groups of finished trajectories, as rows of the schema, and a run that can be resumed."""
+"""Tests of LLMCollector: whole groups of finished trajectories as rows of the schema, and resumed runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data(user: Callable):
 
 @pytest.fixture(scope="module")
 def make(random_model, bpe, data) -> Callable[..., LLMCollector]:
-    """A collector of two groups of three; ``turns`` of one token each, or one turn of up to six."""
+    """Make a collector of two groups of three, with ``turns`` of one token each or one turn of up to six."""
 
     def build(*, turns: int = 0, epochs: int | None = None, env=None, model=random_model, seed=0, **kwargs):
         settings = {"max_new_tokens": 6, "seed": seed}
@@ -68,7 +68,7 @@ def make(random_model, bpe, data) -> Callable[..., LLMCollector]:
 
 
 def same(ours: TensorDictBase, theirs: TensorDictBase) -> bool:
-    """Whether two batches are bit for bit the same rows."""
+    """Return whether two batches are bit-identical."""
     names = (keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.GROUP_ID, keys.POLICY_VERSION, keys.REWARD)
     return len(ours) == len(theirs) and all(
         torch.equal(a, b) for name in names for a, b in zip(ragged(ours, name), ragged(theirs, name), strict=True)
@@ -76,16 +76,16 @@ def same(ours: TensorDictBase, theirs: TensorDictBase) -> bool:
 
 
 def all_of(collector: LLMCollector) -> list[TensorDictBase]:
-    """Every batch until the end, by plain iteration."""
+    """Collect every batch by iteration."""
     batches = []
     for rows in collector:
         batches.append(rows)
     return batches
 
 
-# rows
+# Rows
 
-SCHEMA = {  # key: (dtype, shape of a row; T and P stand for its lengths)
+SCHEMA = {  # key: (dtype, shape of a row with T tokens and P prompt tokens)
     keys.GROUP_ID: (torch.int64, ()),
     keys.GROUP_SIZE: (torch.int64, ()),
     keys.PROMPT_ID: (torch.int64, ()),
@@ -137,7 +137,7 @@ def test_rows_are_of_the_schema(turns: int, make: Callable, bpe) -> None:
 
 @pytest.mark.parametrize("turns", [2, 3])
 def test_rows_of_several_turns(turns: int, make: Callable, bpe) -> None:
-    """The prompt is what stands before the first action; the rest alternates actions and feedback."""
+    """The prompt precedes the first action, then actions and feedback alternate."""
     feedback = bpe("<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     for row in make(turns=turns).collect().unbind(0):
         prompt, between = encode_prompt(bpe, row[keys.QUERY]), feedback["input_ids"]
@@ -151,7 +151,7 @@ def test_rows_of_several_turns(turns: int, make: Callable, bpe) -> None:
 
 
 class TurnReward(Transform):
-    """Pays for every turn, not only at the end: the number of turns taken."""
+    """Transform that rewards every turn with the number of turns so far."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for row in next_tensordict.unbind(0):
@@ -215,7 +215,7 @@ def test_rows_without_a_group_are_refused(bpe, random_model, query_rows: Callabl
         LLMCollector(env, policy).collect()
 
 
-# how much, and until when
+# Batch sizes and limits
 
 
 def test_a_batch_has_at_least_the_turns_asked_for(make: Callable) -> None:
@@ -239,7 +239,7 @@ def test_a_collector_is_an_ordinary_iterable(make: Callable) -> None:
 
 
 def test_it_stops_with_the_datasets_epochs(make: Callable) -> None:
-    """Seven prompts, two a batch: six of one epoch, fourteen of two; nothing is delivered twice."""
+    """With seven prompts and batches of two, one epoch delivers six prompts and two epochs fourteen."""
     for epochs, batches in ((1, 3), (2, 7)):
         rows = all_of(make(epochs=epochs))
         assert len(rows) == batches
@@ -272,7 +272,7 @@ def test_shutdown_ends_the_iteration(make: Callable) -> None:
     collector.shutdown()
 
 
-# versions
+# Versions
 
 
 class FailingUpdater(WeightUpdater):
@@ -326,14 +326,14 @@ def test_rows_after_an_update_are_of_the_new_weights(make: Callable, random_mode
 
 
 def test_a_row_over_two_versions_has_the_older(make: Callable, random_model) -> None:
-    """Weights may arrive between turns; staleness is counted from the oldest token."""
+    """If weights arrive between turns, staleness counts from the oldest token."""
     collector = make(turns=2, weight_updater=InProcessWeightUpdater(random_model, random_model))
     collector.progress = lambda progress: progress.finished or collector.update_policy_weights_()
     assert collector.collect()[keys.POLICY_VERSION].tolist() == [0] * 6
     assert collector.policy_version == 1
 
 
-# who else gets the rows
+# Replay buffer, postproc and progress
 
 
 def test_a_replay_buffer_is_filled_without_text(make: Callable) -> None:
@@ -382,7 +382,7 @@ def test_progress_counts_the_batch(make: Callable) -> None:
 
 
 def test_progress_counts_a_batch_of_several_rollouts(make: Callable) -> None:
-    """``total`` and ``turns`` are the batch's, which here is three resets of the environment."""
+    """``total`` and ``turns`` count the whole batch, which has three resets of the environment."""
     seen: list[CollectionProgress] = []
     rows = make(dialog_turns_per_batch=13, progress=seen.append).collect()
     assert len(rows) == 18
@@ -395,12 +395,12 @@ def test_the_policy_knows_its_collector(make: Callable) -> None:
     assert collector.policy.collector is collector
 
 
-# resume
+# Resumed runs
 
 
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize("before", [0, 1, 5])
-def test_a_resumed_collector_goes_on_with_the_same_rows(
+def test_a_resumed_collector_continues_with_the_same_rows(
     before: int, turns: int, make: Callable, random_model, tmp_path: Path
 ) -> None:
     updater = InProcessWeightUpdater(random_model, random_model)

@@ -1,4 +1,4 @@
-"""A loop with the embedded model whose batches are full of groups with a signal; resumed, it is the same loop."""
+"""Tests of RefillingCollector in a loop with the embedded model, uninterrupted and resumed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ GROUPS, SIZE = 4, 3
 
 
 def odd(completion_ids, **_) -> list[float]:
-    """What a model with random weights does about every other time."""
+    """Reward an odd first id, which a model with random weights samples in about half of the completions."""
     return [float(ids[0] % 2) for ids in completion_ids]
 
 
 @pytest.fixture
 def make(tokenizer) -> Callable[..., SimpleNamespace]:
-    """All parts of a run; a second one with another seed and no state is another run."""
+    """Make all parts of a run. A run with another seed and without a state is another run."""
 
     def make(seed: int = 0, *, cached: bool = True, epochs: int | None = None, **kwargs) -> SimpleNamespace:
         model = build_model(tokenizer, seed=0)
@@ -74,7 +74,7 @@ def make(tokenizer) -> Callable[..., SimpleNamespace]:
 
 
 def train(run: SimpleNamespace, steps: int) -> list[TensorDictBase]:
-    """Some steps of the loop; the batches that were trained on."""
+    """Run some steps of the loop, and return the batches that were trained on."""
     batches = []
     for _ in range(steps):
         given = run.refill.collect().rows
@@ -142,9 +142,9 @@ def test_a_resumed_run_ends_at_the_same_weights(stop: int, make: Callable) -> No
         assert getattr(whole, part).counts == getattr(resumed, part).counts
 
 
-def test_it_gives_up_and_says_so(make: Callable) -> None:
+def test_missing_groups_are_counted(make: Callable) -> None:
     run = make(max_batches=2, cached=False)
-    run.refill.signal.tolerance = 5.0  # nothing differs by so much
+    run.refill.signal.tolerance = 5.0  # an impossible difference
     given = run.refill.collect()
     assert given.rows is None and len(given.sampled) == 2 * GROUPS * SIZE
     assert run.refill.counts == {
@@ -181,7 +181,7 @@ def test_the_end_of_the_data(make: Callable) -> None:
         run.refill.collect()
 
 
-# the cache
+# Cache
 
 
 def test_cached_groups_come_with_todays_log_probs_and_under_another_name(make: Callable) -> None:

@@ -1,4 +1,4 @@
-"""Turns one by one: requests to an engine, batches for other policies, and engines that come back from the dead."""
+"""Tests of turn sources: requests to an engine, batches for other policies, and restarts of dead engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 
-PATIENCE = 60.0  # s, on machines of any speed
+PATIENCE = 60.0  # seconds, enough for a slow machine
 N = 5
 
 
@@ -31,7 +31,7 @@ async def patiently(work):
 
 
 def take(source: TurnSource, rows: list[TensorDictBase]) -> list:
-    """All turns at once; exceptions as results."""
+    """Take all turns concurrently, with exceptions as results."""
 
     async def main() -> list:
         return await patiently(asyncio.gather(*map(source.turn, rows), return_exceptions=True))
@@ -48,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Recorder:
-    """A policy that answers with one token, and remembers its batches. It fails on rows of ``bad``."""
+    """Policy that answers with one token and records its batches. It fails on rows of ``bad``."""
 
     def __init__(self, bad: tuple[int, ...] = ()):
         self.bad, self.batches = bad, []
@@ -80,7 +80,7 @@ def batched() -> Iterator[Callable[..., BatchedTurns]]:
         assert source._thread is None or not source._thread.is_alive()
 
 
-# batches
+# Batches
 
 
 @pytest.mark.parametrize("most", [None, 1, 2])
@@ -102,7 +102,7 @@ def test_rows_that_wait_are_taken_together(most: int | None, batched: Callable) 
     assert policy.batches == expected[most]
 
 
-def test_one_bad_row_costs_itself_alone(batched: Callable) -> None:
+def test_only_the_bad_row_of_a_batch_fails(batched: Callable) -> None:
     policy = Recorder(bad=(1, 3))
     rows = [row(i) for i in range(N)]
     outcomes = take(batched(policy), rows)
@@ -116,7 +116,7 @@ def test_a_policy_that_loses_rows_fails(batched: Callable) -> None:
     assert isinstance(outcome, ValueError) and "0 rows for 1" in str(outcome)
 
 
-def test_what_was_given_up_is_not_sampled(batched: Callable) -> None:
+def test_cancelled_turns_are_not_sampled(batched: Callable) -> None:
     policy = Recorder()
     source = batched(policy)
     policy.may_go_on.clear()
@@ -137,7 +137,7 @@ def test_what_was_given_up_is_not_sampled(batched: Callable) -> None:
 
 
 def test_weights_change_between_batches_only(batched: Callable) -> None:
-    """A row has the version of its first turn, however long ago it asked for it."""
+    """A row has the version that sampled its first turn."""
     policy, version = Recorder(), [0]
     source = batched(policy, version=lambda: version[0])
     policy.may_go_on.clear()
@@ -177,7 +177,7 @@ def test_real_turns_do_not_depend_on_their_batch(batched: Callable, model, token
             torch.testing.assert_close(ours[keys.LOG_PROBS], theirs[keys.LOG_PROBS], rtol=0, atol=1e-5)
 
 
-# engines
+# Engines
 
 
 def policy_of(engine, tokenizer, recover=None, **kwargs) -> vLLMWrapper:
@@ -199,7 +199,7 @@ def test_the_source_of_a_policy(model, tokenizer) -> None:
 
 
 def test_turns_of_an_engine_are_those_of_the_policy(model, tokenizer) -> None:
-    """Also those that a pause cuts off, and a stop string over the cut."""
+    """Turns that a pause interrupts and stop strings across the interruption are also equal."""
     stop = tokenizer.decode([20, 21])
 
     def script(request, index):

@@ -1,4 +1,4 @@
-"""Weight updates of a collector over an engine: when they happen, and when the version counts them."""
+"""Tests of weight updates by a collector over an engine, and of the version that counts them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_schedule_is_at_least_every_batch(make_collector, sync_every: int) -> 
 def test_a_schedule_needs_an_updater(tokenizer, prompts) -> None:
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
     engine = ScriptedEngine([])
-    with pytest.raises(ValueError, match="needs a weight_updater"):
+    with pytest.raises(ValueError, match="requires a weight_updater"):
         LLMCollector(env, vLLMWrapper(engine, tokenizer=tokenizer), sync_every=1)
 
 

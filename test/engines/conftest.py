@@ -1,4 +1,4 @@
-"""Comparisons of engines' samples with models, and LoRA adapters."""
+"""Fixtures that compare engines' samples with models, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_until() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def make_adapted(models: list[PreTrainedModel]) -> Callable[[int], PreTrainedModel]:
-    """``make_adapted(seed)``: the first model with a random LoRA adapter."""
+    """``make_adapted(seed)`` returns the first model with a random LoRA adapter."""
 
     def make(seed: int) -> PreTrainedModel:
         peft = pytest.importorskip("peft")
@@ -40,9 +40,9 @@ def make_adapted(models: list[PreTrainedModel]) -> Callable[[int], PreTrainedMod
 
 @pytest.fixture(scope="session")
 def deviation() -> Callable[..., float]:
-    """``deviation(model, requests, samples)``: largest difference of the samples' log-probs from the model's own.
+    """``deviation(model, requests, samples)`` returns the largest difference of log-probs from the model's.
 
-    ``part`` is the tokens to look at, of all by default.
+    ``part`` is a slice of the tokens to compare; all by default.
     """
 
     def worst(

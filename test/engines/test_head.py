@@ -1,4 +1,4 @@
-"""The output head of many families, with and without adapters: found and exact, or given up with one warning."""
+"""Tests of the output head of many families, with and without adapters: it is exact, or not found with a warning."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def behaviour(rows: TensorDictBase) -> torch.Tensor:
 
 
 def own_log_probs(net: nn.Module, row: TensorDictBase) -> torch.Tensor:
-    """Log-probs of a row's action tokens by the model's own logits of this row alone."""
+    """Compute log-probs of a row's action tokens from the model's logits of only this row."""
     tokens, at = row[keys.TOKENS], row[keys.ACTION_MASK].nonzero()[:, 0]
     with torch.no_grad():
         full = net(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
@@ -84,7 +84,7 @@ def own_log_probs(net: nn.Module, row: TensorDictBase) -> torch.Tensor:
 
 
 def loss_gradients(scorer: TransformersWrapper, rows: TensorDictBase) -> dict[str, torch.Tensor]:
-    """Of a loss in which log-probs and entropies have a share, by parameter."""
+    """Return the gradients of a loss of log-probs and entropies, by parameter."""
     scored = scorer.score(rows)
     weights = torch.linspace(-1, 1, scored.log_probs.numel()).reshape_as(scored.log_probs)
     scorer.model.zero_grad()
@@ -93,7 +93,7 @@ def loss_gradients(scorer: TransformersWrapper, rows: TensorDictBase) -> dict[st
 
 
 def check_both_ways(scorer: TransformersWrapper, rows: TensorDictBase) -> None:
-    """With the head and with full logits: the same log-probs, entropies and gradients."""
+    """Check that the head and full logits give the same log-probs, entropies and gradients."""
     full = copy.copy(scorer)
     full.head = None
     ours, theirs = scorer.score(rows), full.score(rows)
@@ -109,8 +109,10 @@ def check_both_ways(scorer: TransformersWrapper, rows: TensorDictBase) -> None:
 
 @each_family
 def test_families(family: str, make_policy: Callable, prompt_rows: Callable, ids, caplog) -> None:
-    """Soft caps, scales, biases, learned positions, experts and sliding windows, shorter than the prompts: sampler and
-    scorer agree with the model's own logits, row by row."""
+    """Sampler and scorer agree with the model's logits row by row.
+
+    The families have soft caps, scales, biases, learned positions, experts, and windows shorter than the prompts.
+    """
     net = build(family)
     policy = make_policy(net)
     rows = policy(prompt_rows(*ids))
@@ -124,7 +126,7 @@ def test_families(family: str, make_policy: Callable, prompt_rows: Callable, ids
     check_both_ways(scorer, rows)
 
 
-# adapters
+# Adapters
 
 TARGETS = {
     "head": ["lm_head"],
@@ -134,7 +136,7 @@ TARGETS = {
 
 
 def lora(net: nn.Module, target_modules: list[str], **kwargs) -> nn.Module:
-    """The model with an adapter that does something: peft begins with B = 0."""
+    """Return the model with an adapter that has an effect, since peft begins with B = 0."""
     adapted = peft.get_peft_model(net, peft.LoraConfig(target_modules=target_modules, r=4, **kwargs)).eval()
     randomise(adapted)
     return adapted
@@ -183,7 +185,7 @@ def test_lora_settings(settings: dict, make_policy: Callable, prompt_rows: Calla
 
 
 def test_adapters_may_be_switched_under_a_wrapper(make_policy: Callable, prompt_rows: Callable, ids) -> None:
-    """Another adapter, none (the reference of a LoRA policy), one merged into the weights: read at each use."""
+    """Adapters may be replaced, merged, or disabled (for the reference of a LoRA policy): each use reads the change."""
     net = lora(build("qwen2"), ["lm_head"])
     rows = make_policy(net)(prompt_rows(*ids))
     scorer = make_policy(net).get_new_version(generate=False)
@@ -207,7 +209,7 @@ def test_adapters_may_be_switched_under_a_wrapper(make_policy: Callable, prompt_
     check()
     head = net.get_output_embeddings()
     merged = head.base_layer.weight.clone()
-    with net.disable_adapter():  # peft takes a merged adapter out again
+    with net.disable_adapter():  # peft unmerges a merged adapter
         scored = scorer.score(rows).log_probs
         assert not torch.equal(head.base_layer.weight, merged)
         torch.testing.assert_close(scored, scorer.score(rows).log_probs)
@@ -218,7 +220,7 @@ def test_adapters_may_be_switched_under_a_wrapper(make_policy: Callable, prompt_
 
 
 def test_dropout_in_the_head_is_the_layers_own() -> None:
-    """In train mode the hidden states that the adapter sees are dropped as the layer itself would."""
+    """In train mode dropout affects the adapter's hidden states as in the layer itself."""
     net = lora(build("qwen2"), ["lm_head"], lora_dropout=0.5)
     head = find_head(net)
     hidden, targets = torch.randn(40, 32), torch.arange(40)
@@ -247,7 +249,7 @@ def test_other_adapters_keep_full_logits_with_one_warning(
     adapter: str, make_policy: Callable, prompt_rows: Callable, ids, caplog
 ) -> None:
     net = peft.get_peft_model(build("qwen2"), UNKNOWN[adapter]).eval()
-    if adapter == "prompt tuning":  # its forward is not that of its parts
+    if adapter == "prompt tuning":  # its forward pass differs from that of its parts
         assert find_head(net) is None and len(caplog.records) == 1
         return
     policy = make_policy(net)
@@ -277,11 +279,11 @@ def test_finding_the_head_leaves_the_modes_alone() -> None:
     assert [m.training for m in net.modules()] == modes
 
 
-# precision
+# Precision
 
 
 def test_the_sampler_keeps_float32_logits_of_bfloat16_weights(make_policy: Callable, prompt_rows: Callable) -> None:
-    """Its log-prob of a first token is that of exact sums; the model's own logits are rounded to bfloat16."""
+    """A sampled token has the log-prob of exact sums, although the model's logits are rounded to bfloat16."""
     net = build("qwen2", torch.bfloat16)
     prompt = [5, 80, 9, 33, 7]
     policy = make_policy(net, max_new_tokens=1)
@@ -298,7 +300,7 @@ def test_the_sampler_keeps_float32_logits_of_bfloat16_weights(make_policy: Calla
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sampler_and_scorer_multiply_alike(family: str, dtype: torch.dtype) -> None:
-    """From the same hidden states both have the same log-probs, narrow or wide."""
+    """Sampler and scorer compute the same log-probs from the same hidden states, in any precision."""
     head = find_head(build(family, dtype))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 5, 32, generator=generator).to(dtype)
@@ -311,7 +313,7 @@ def test_sampler_and_scorer_multiply_alike(family: str, dtype: torch.dtype) -> N
     torch.testing.assert_close(scored.detach(), expected, rtol=0, atol=2e-6)
 
 
-# hidden states from elsewhere
+# Hidden states as an argument
 
 
 @pytest.mark.parametrize("with_head", [True, False])
@@ -338,7 +340,7 @@ def test_given_hidden_states_are_used_and_the_model_is_not_run(with_head: bool, 
     assert score_positions(net, head, tokens, positions, settings, hidden=states, entropy=False).entropy is None
 
 
-# mixtures of experts
+# Mixtures of experts
 
 
 @pytest.mark.parametrize("with_head", [True, False])
@@ -346,7 +348,7 @@ def test_given_hidden_states_are_used_and_the_model_is_not_run(with_head: bool, 
 def test_the_router_loss_is_that_of_each_row_alone(
     family: str, with_head: bool, make_policy: Callable, prompt_rows: Callable, ids
 ) -> None:
-    """Rows of unequal lengths: padding has no share. Against a loop over tokens, layers and experts."""
+    """The router loss of rows of unequal lengths ignores padding, as a loop over tokens, layers and experts shows."""
     net = build(family)
     policy = make_policy(net)
     rows = policy(prompt_rows(*ids))

@@ -1,4 +1,4 @@
-"""ScriptedEngine: the script is kept to the second, and pauses, deaths and updates are those of a real engine."""
+"""Tests of ScriptedEngine: exact times of the script, and pauses, deaths and updates as in a real engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.
 
 
 class Clock:
-    """Time that a test moves."""
+    """Clock that a test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def play() -> Iterator[Callable[..., ScriptedEngine]]:
-    """``play(script, **arguments)``; a number instead of a script is the latency of turns of ten tokens."""
+    """``play(script, **arguments)`` returns an engine. A number as script is the latency of turns of ten tokens."""
     engines = []
 
     def make(script, **arguments) -> ScriptedEngine:
@@ -55,14 +55,14 @@ def play() -> Iterator[Callable[..., ScriptedEngine]]:
 
 
 def at(engine: ScriptedEngine, now: float) -> ScriptedEngine:
-    with engine._wake:  # or the engine's own thread may look between the two, and hand results out a moment later
+    with engine._wake:  # otherwise the engine's thread may run between the two and deliver results later
         engine.clock.now = now
         engine.tick()
     return engine
 
 
 def update_steps(version: int, *, transport: str = "direct", staged: bool = True) -> list[tuple[str, dict]]:
-    """A whole update in two buckets: of a and b, and of c."""
+    """Return the steps of a whole update in two buckets, a and b, and c."""
     tensors = list(TENSORS.values())
     manifest = [list(TensorInfo.of(name, tensor)) for name, tensor in TENSORS.items()]
     steps = [
@@ -80,7 +80,7 @@ def update(engine: ScriptedEngine, version: int, **kwargs) -> list[dict]:
     return [engine.update_weights(step, info, timeout=60.0) for step, info in update_steps(version, **kwargs)][-1]
 
 
-# turns
+# Turns
 
 
 def test_a_callable_is_asked_for_each_request(play) -> None:
@@ -112,7 +112,7 @@ def test_a_turn_keeps_to_the_limit_of_its_request(play) -> None:
     ]
 
 
-def test_declared_errors_come_at_the_end_and_hurt_nobody_else(play, clock: Clock) -> None:
+def test_scripted_errors_come_at_the_end_and_fail_one_request(play, clock: Clock) -> None:
     turns = [ScriptedTurn([1], latency=2.0, error=KeyError("lost")), ScriptedTurn([2], latency=2.0)]
     engine = play(turns, clock=clock)
     bad, good = engine.submit(REQUEST), engine.submit(REQUEST)
@@ -149,7 +149,7 @@ def test_impossible_settings_are_refused() -> None:
         ScriptedEngine([], max_concurrency=0)
 
 
-# time
+# Time
 
 
 def test_without_latency_a_turn_is_done_at_once(play) -> None:
@@ -157,8 +157,8 @@ def test_without_latency_a_turn_is_done_at_once(play) -> None:
     assert all(engine.submit(REQUEST).done() for _ in range(50))
 
 
-def test_callbacks_may_submit_for_ever(play) -> None:
-    """A chain of turns without latency, each submitted when the one before is delivered, does not grow the stack."""
+def test_callbacks_may_submit_endlessly(play) -> None:
+    """A chain of turns without latency, each submitted by the previous one's callback, does not grow the stack."""
     engine = play(0.0)
     engine.pause()
     done = threading.Event()
@@ -188,12 +188,12 @@ def test_the_thread_keeps_time_by_itself(play, wait_until) -> None:
     for _ in range(2):
         engine.submit(REQUEST).add_done_callback(lambda f: ended.append(f.result().tokens))
     start = time.monotonic()
-    engine.resume()  # both begin now
+    engine.resume()  # both begin at this time
     wait_until(lambda: len(ended) == 2)
     assert ended == [[2], [1]]
     assert time.monotonic() - start >= 0.3
     engine.tick()
-    assert engine.busy_seconds == pytest.approx(0.3, abs=1e-6)  # however late the thread was
+    assert engine.busy_seconds == pytest.approx(0.3, abs=1e-6)  # even if the thread was late
     assert engine.request_seconds == pytest.approx(0.32, abs=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_requests_beyond_the_places_wait_in_order(play, clock: Clock) -> None:
     assert [f.done() for f in futures] == [False] * 5
     at(engine, 1.0)
     assert [f.done() for f in futures] == [True, True, False, False, False]
-    at(engine, 100.0)  # late: the turns have ended when they should all the same
+    at(engine, 100.0)  # late; the turns still end at their scripted times
     assert all(f.done() for f in futures)
     assert (engine.busy_seconds, engine.request_seconds) == (3.0, 5.0)
 
@@ -233,7 +233,7 @@ def test_times_are_those_of_a_queue_with_so_many_places(jobs: list[tuple], place
             while len(engine.requests) < len(jobs) and arrivals[len(engine.requests)] <= moment:
                 index = len(engine.requests)
                 engine.submit(REQUEST).add_done_callback(lambda f, i=index: ends.setdefault(i, clock.now))
-    free, expected, intervals = [0] * places, [], []  # the slow way: each request takes the place that is free first
+    free, expected, intervals = [0] * places, [], []  # reference: each request takes the slot that is free first
     for arrival, (_, latency) in zip(arrivals, jobs, strict=True):
         place = min(range(places), key=free.__getitem__)
         start = max(arrival, free[place])
@@ -249,7 +249,7 @@ def test_generate_gives_up_after_its_time_out(play) -> None:
     engine = play(inf, request_timeout=0.05, max_concurrency=3)
     with pytest.raises(EngineTimeoutError, match="finished 0 of 4 requests"):
         engine.generate([REQUEST] * 4)
-    engine.pause("finish", timeout=60.0)  # nothing runs any more
+    engine.pause("finish", timeout=60.0)  # nothing is running
 
 
 def test_a_cancelled_request_frees_its_place(play, clock: Clock) -> None:
@@ -263,7 +263,7 @@ def test_a_cancelled_request_frees_its_place(play, clock: Clock) -> None:
     assert engine.request_seconds == 1.5
 
 
-# pauses
+# Pauses
 
 
 def test_continue_freezes_and_the_rest_is_of_the_new_version(play, clock: Clock) -> None:
@@ -351,7 +351,7 @@ def test_frozen_requests_can_still_be_aborted_or_finished(play, clock: Clock) ->
     drained = in_thread(engine.pause, "finish", timeout=60.0)
     while not drained.done():
         at(engine, engine.clock.now + 0.1)
-        time.sleep(0.001)  # it needs the engine too
+        time.sleep(0.001)  # lets the other thread use the engine
     assert len(second.result(60).tokens) == 10
 
 
@@ -369,7 +369,7 @@ def test_unknown_ways_to_pause_are_refused(play) -> None:
         play(0.0).pause("keep")
 
 
-# life and death
+# Deaths and restarts
 
 
 def test_death_is_everywhere_until_a_restart(play, clock: Clock) -> None:
@@ -461,7 +461,7 @@ def test_an_engine_at_work_does_not_fall_asleep(play) -> None:
         engine.sleep()
 
 
-# updates
+# Updates
 
 
 @pytest.mark.parametrize("transport", ["direct", "shared_memory"])
@@ -515,7 +515,7 @@ def overlap(steps: list) -> None:
 
 
 def reshape(steps: list) -> None:
-    steps[2][1]["payload"]["tensors"] = [TENSORS["a"].reshape(3, 2), TENSORS["b"]]  # the same bytes
+    steps[2][1]["payload"]["tensors"] = [TENSORS["a"].reshape(3, 2), TENSORS["b"]]  # the bytes are equal
 
 
 @pytest.mark.parametrize(
@@ -543,7 +543,7 @@ def test_faulty_updates_are_refused_and_a_good_one_follows(play, fault: Callable
     assert engine.version == 5 and engine.failed_version is None
 
 
-def test_a_failure_is_given_up_and_the_engine_goes_on(play) -> None:
+def test_a_failed_step_aborts_the_update_and_the_engine_continues(play) -> None:
     engine = play(0.0, fail_updates={"bucket": OSError("no room")})
     for _ in range(2):  # every time
         with pytest.raises(OSError, match="no room"):
@@ -604,12 +604,12 @@ def test_a_late_step_closes_only_its_own_update(play, clock: Clock, wait_until, 
     for step in first[:2]:
         engine.update_weights(*step, timeout=60.0)
     late = in_thread(engine.update_weights, *first[2], timeout=60.0)
-    wait_until(lambda: engine._waiters._waiters)  # it waits for its latency
+    wait_until(lambda: engine._waiters._waiters)  # the step waits for its latency
     engine.update_latency.clear()
     for step in second[:3]:
         engine.update_weights(*step, timeout=60.0)
     at(engine, 5.0)
-    with pytest.raises(EngineError, match="bucket is late: its update was aborted"):
+    with pytest.raises(EngineError, match="bucket is late; its update was aborted"):
         late.result(60)
     with pytest.raises(EngineError, match="no update to version 7 is open"):
         engine.update_weights("finish", {"version": 7}, timeout=60.0)
@@ -618,14 +618,14 @@ def test_a_late_step_closes_only_its_own_update(play, clock: Clock, wait_until, 
     assert (engine.version, engine.failed_version) == (2, None)
 
 
-def test_requests_go_on_while_a_step_takes_its_time(play) -> None:
+def test_requests_continue_during_a_slow_step(play) -> None:
     engine = play(0.02, update_latency={"connect": inf})
     connecting = in_thread(update, engine, 1)
     assert engine.submit(REQUEST).result(60).versions == [0] * 10
     assert not connecting.done()
 
 
-# threads
+# Threads
 
 
 def test_many_threads_share_one_engine(play) -> None:

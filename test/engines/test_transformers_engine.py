@@ -1,4 +1,4 @@
-"""TransformersEngine: tokens and log-probs are the model's, and after an update the model is the one that was sent."""
+"""Tests of TransformersEngine: tokens and log-probs of the model, and weight updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [[5, 9, 17], [40, 8, 8, 120, 33, 60, 61, 62], [200], [99, 98, 97, 96, 
 
 
 def requests(**settings) -> list[Request]:
-    """One of each prompt; ``settings`` may override the limit of 12."""
+    """Return one request per prompt. ``settings`` may override the limit of 12."""
     return [Request(p, **({"limit": 12, "seed": 11 * i} | settings)) for i, p in enumerate(PROMPTS)]
 
 
@@ -42,11 +42,11 @@ def engine(random_model, bpe) -> Iterator[TransformersEngine]:
         yield engine
 
 
-# sampling
+# Sampling
 
 
 def expected_log_probs(model: nn.Module, ids: list[int], d: SamplingDistribution) -> torch.Tensor:
-    """``[V]`` of the token after ``ids``: without a cache or batch, each rule token by token."""
+    """Return the log-probs ``[V]`` of the token after ``ids``, without cache or batch, applying each rule per token."""
     z = model(torch.tensor([ids])).logits[0, -1].double()
     for i in set(ids):
         z[i] = z[i] / d.repetition_penalty if z[i] > 0 else z[i] * d.repetition_penalty
@@ -67,7 +67,7 @@ def expected_log_probs(model: nn.Module, ids: list[int], d: SamplingDistribution
 
 @torch.no_grad()
 def check_sample(model: nn.Module, request: Request, sample: Sample) -> None:
-    """Each token is where the request's own random number falls in the model's distribution."""
+    """Check that the request's random number selects each token in the model's distribution."""
     uniforms = torch.rand(request.limit, generator=torch.Generator().manual_seed(request.seed)).tolist()
     ids = list(request.prompt)
     for token, log_prob, u in zip(sample.tokens, sample.log_probs, uniforms, strict=False):
@@ -113,8 +113,8 @@ def test_greedy_takes_the_likeliest_and_has_log_probs_of_0(engine: TransformersE
         assert sample.log_probs == [0.0] * 12
 
 
-def test_a_request_is_sampled_alike_in_any_company(engine: TransformersEngine, bpe) -> None:
-    """Different distributions, stops, limits and seeds in one call, in their order, each as if it were alone."""
+def test_a_request_is_sampled_alike_in_any_batch(engine: TransformersEngine, bpe) -> None:
+    """Requests with other distributions, stops, limits and seeds in one call do not affect each other."""
     asked = [
         Request(PROMPTS[i % 4], limit=1 + i, seed=i * 2**58, distribution=d, stop_ids=(bpe.eos_token_id,) * (i % 2))
         for i, d in enumerate([*DISTRIBUTIONS, *DISTRIBUTIONS])
@@ -153,7 +153,7 @@ def test_a_stop_at_the_limit_is_a_stop(engine: TransformersEngine) -> None:
     assert last.finish == "stop"
 
 
-def test_the_models_own_stops_are_told_but_not_applied(engine: TransformersEngine, bpe) -> None:
+def test_the_models_stop_ids_are_reported_but_not_applied(engine: TransformersEngine, bpe) -> None:
     assert engine.stop_ids == (bpe.eos_token_id,)
     assert any(bpe.eos_token_id in sample.tokens[:-1] for sample in engine.generate(requests(limit=40)))
 
@@ -165,10 +165,10 @@ def test_the_models_own_stops_are_told_but_not_applied(engine: TransformersEngin
         (Request([], limit=1, seed=0), "the prompt of request 1 is empty"),
         (
             Request([3, 5000], limit=1, seed=0),
-            "request 1 has ids from 3 to 5000, but the model knows those from 0 to 383",
+            "request 1 has ids from 3 to 5000, but the model has ids from 0 to 383",
         ),
         (Request([-1], limit=1, seed=0), "request 1 has ids from -1 to -1"),
-        (Request([1], limit=1, seed=0, stop_strings=("a",)), "stop_strings of request 1 need a tokenizer"),
+        (Request([1], limit=1, seed=0, stop_strings=("a",)), "stop_strings of request 1 require a tokenizer"),
     ],
 )
 def test_requests_that_cannot_be_sampled_are_refused(random_model, request_: Request, message: str) -> None:
@@ -176,7 +176,7 @@ def test_requests_that_cannot_be_sampled_are_refused(random_model, request_: Req
         TransformersEngine(random_model).generate([Request([1], limit=1, seed=0), request_])
 
 
-def test_a_model_that_fails_fails_the_call_alone(engine: TransformersEngine) -> None:
+def test_a_failing_model_fails_only_its_call(engine: TransformersEngine) -> None:
     hook = engine.model.register_forward_pre_hook(_raise)
     hooks = [hook, engine.head.decoder.register_forward_pre_hook(_raise)]
     with pytest.raises(EngineError, match="batch of 4 requests: MemoryError: no room"):
@@ -190,11 +190,11 @@ def _raise(*_: object) -> None:
     raise MemoryError("no room")
 
 
-# weights
+# Weights
 
 
 class Sender:
-    """The sending end of updates, over the transports that need no second process."""
+    """Sender of updates over the transports that need no second process."""
 
     def __init__(self, folder: Path):
         self.folder, self.files = folder, count()
@@ -202,7 +202,7 @@ class Sender:
     def steps(
         self, model: nn.Module, version: int, *, transport="direct", staged=True, bucket_bytes=1 << 16, names=None
     ):
-        """All steps of an update as ``[step, info]``; ``names`` are of the tensors sent, default one for tied ones."""
+        """Return all steps of an update as ``[step, info]``. By default ``names`` has one name of tied tensors."""
         tensors = model.state_dict() if names else dict(model.named_parameters())
         tensors = {name: tensors[name].detach() for name in names or tensors}
         manifest = [TensorInfo.of(name, tensor) for name, tensor in tensors.items()]
@@ -242,7 +242,7 @@ def sender(tmp_path) -> Sender:
 
 @pytest.fixture(scope="module")
 def make_source(make_model, bpe) -> Callable[[int], nn.Module]:
-    """``make_source(seed)``: another model of the engine's shape."""
+    """``make_source(seed)`` returns another model of the same shape."""
     return lambda seed: make_model(bpe, seed=seed, end_bias=seed % 7)
 
 
@@ -296,7 +296,7 @@ def test_tied_tensors_come_under_either_name_or_both(
 ) -> None:
     source = build_model(tokenizer, seed=1)
     with torch.no_grad():
-        source.get_input_embeddings().weight[0, 0] = torch.nan  # which equals nothing, not even itself
+        source.get_input_embeddings().weight[0, 0] = torch.nan  # NaN, which does not equal itself
     sender.send(tied, source, 1, staged=staged, names=[name for name in source.state_dict() if name != left_out])
     assert checksum(list(state(tied.model).values())) == checksum(list(state(source).values()))
     assert tied.model.lm_head.weight is tied.model.get_input_embeddings().weight
@@ -382,7 +382,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_failed_update_changes_nothing_or_tears(
+def test_a_failed_update_changes_nothing_or_fails_the_engine(
     engine: TransformersEngine, sender: Sender, make_source, fault: Callable, staged: bool
 ) -> None:
     source, before, samples = make_source(1), state(engine.model), engine.generate(requests())
@@ -435,11 +435,11 @@ def test_adapters_are_refused_with_a_way_out(engine: TransformersEngine) -> None
         engine.update_weights("adapter", {"version": 1, "path": "/nowhere", "checksum": ""}, timeout=1.0)
 
 
-# pauses
+# Pauses
 
 
 def slow_down(engine: TransformersEngine) -> tuple[threading.Event, threading.Event]:
-    """Events: set when the model runs, and to be set to let it."""
+    """Return two events: the model sets the first when it runs, and waits for the second."""
     running, go_on = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
@@ -469,7 +469,7 @@ def test_pauses_and_updates_wait_for_the_running_batch(engine: TransformersEngin
         batch = pool.submit(engine.generate, requests())
         assert running.wait(60)
         pausing = pool.submit(engine.pause, timeout=60.0)
-        with pytest.raises(EngineTimeoutError, match="not free within 0.05 s: another call runs"):
+        with pytest.raises(EngineTimeoutError, match="not free within 0.05 s: another call is running"):
             engine.update_weights("connect", connect(engine.model), timeout=0.05)
         assert not pausing.done()
         go_on.set()
@@ -483,16 +483,16 @@ def test_a_pause_that_takes_too_long_is_taken_back(engine: TransformersEngine) -
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(engine.generate, requests())
         assert running.wait(60)
-        with pytest.raises(EngineTimeoutError, match="timeout=0.01 s: the pause is off"):
+        with pytest.raises(EngineTimeoutError, match="timeout=0.01 s; the engine is not paused"):
             engine.pause("abort", timeout=0.01)
         go_on.set()
         assert len(batch.result(60)) == len(engine.generate(requests())) == 4
 
 
-def test_a_pause_that_nobody_ends_is_an_error(random_model) -> None:
+def test_a_pause_without_resume_is_an_error(random_model) -> None:
     engine = TransformersEngine(random_model, request_timeout=0.05)
     engine.pause()
-    with pytest.raises(EngineTimeoutError, match=r"not free within 0.05 s: the engine is paused: call resume\(\)"):
+    with pytest.raises(EngineTimeoutError, match=r"not free within 0.05 s: the engine is paused; call resume\(\)"):
         engine.generate(requests())
 
 
@@ -527,12 +527,12 @@ def test_every_sample_is_of_the_version_that_it_names(
     assert {samples[0].versions[0] for samples in drawn} >= set(range(5))
 
 
-# sleep and close
+# Sleep and close
 
 
 def test_a_sleeping_engine_refuses_requests_and_takes_weights(engine: TransformersEngine, sender, make_source) -> None:
     engine.sleep()
-    with pytest.raises(EngineError, match="asleep: call wake"):
+    with pytest.raises(EngineError, match="asleep; call wake"):
         engine.generate(requests())
     sender.send(engine, make_source(2), 2)
     engine.wake()

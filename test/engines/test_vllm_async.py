@@ -1,4 +1,4 @@
-"""AsyncVLLMEngine: real vLLM in a child process, which is updated while it samples, and killed."""
+"""Tests of AsyncVLLMEngine: real vLLM in a child process, which is updated while it samples, and killed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.xdist_group(GROUP)
 PROMPTS = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)], [5, 6]]
 REQUESTS = [Request(p, 12, seed) for seed, p in enumerate(PROMPTS)]
 LONG = [Request(p, 600, seed) for seed, p in enumerate(PROMPTS)]  # seconds
-ENDLESS = [Request([seed + 1], 16_000, seed) for seed in range(32)]  # a minute, of which no test waits for the end
-EXACT = 1e-5  # float32; other weights are off by more than 0.3
+ENDLESS = [Request([seed + 1], 16_000, seed) for seed in range(32)]  # a minute of tokens; no test waits for the end
+EXACT = 1e-5  # float32; other weights differ by more than 0.3
 STALE = 0.1
 SETTINGS = {"dtype": "float32", "max_model_len": 16_384}
-BUCKET = 100_000  # bytes; the model goes in several
-PATIENT = 60.0  # seconds that nothing takes
+BUCKET = 100_000  # bytes; the model needs several buckets
+PATIENT = 60.0  # seconds, longer than any step
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def engine(async_engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
 
 
 def sampled(engine: AsyncVLLMEngine) -> int:
-    """How many of the requests under way have tokens of the present weights."""
+    """Return the number of requests in flight that have tokens of the current weights."""
     starts = [r.weight_version_starts for r in list(engine._core.llm.output_processor.request_states.values())]
     return sum(bool(spans) and spans[-1][0] == str(engine.version) for spans in starts)
 
 
 @pytest.fixture
 def running(engine: AsyncVLLMEngine, wait_until) -> Callable[[list[Request]], list[Future[Sample]]]:
-    """``running(requests)``: under way, each with a token at least, and none at its end."""
+    """``running(requests)`` returns futures in flight, each with at least one token."""
 
     def start(requests: list[Request]) -> list[Future[Sample]]:
         futures = [engine.submit(request) for request in requests]
@@ -64,7 +64,7 @@ def running(engine: AsyncVLLMEngine, wait_until) -> Callable[[list[Request]], li
 
 
 def spans(sample: Sample) -> list[tuple[int, int]]:
-    """Versions, and how many tokens each has."""
+    """Return the versions and their numbers of tokens."""
     return [(version, len(list(tokens))) for version, tokens in groupby(sample.versions)]
 
 
@@ -74,7 +74,7 @@ def child(engine: AsyncVLLMEngine) -> multiprocessing.Process:
 
 
 def fail_half_way(engine: AsyncVLLMEngine, model: PreTrainedModel, version: int, in_flight: str = "finish") -> None:
-    """Push weights as a stream that is corrupt after its first bucket, which is loaded by then."""
+    """Push streamed weights that are corrupt after the first bucket, which is loaded by then."""
     updater = EngineUpdater(
         model, engine, transport=Flipped(), staged=False, bucket_bytes=BUCKET, in_flight=in_flight, timeout=PATIENT
     )
@@ -128,7 +128,7 @@ def test_limits_and_stops(engine: AsyncVLLMEngine, tokenizer: PreTrainedTokenize
     ],
     ids=["too long", "no token", "no limit", "min-p with top-p"],
 )
-def test_a_refused_request_harms_no_other(engine: AsyncVLLMEngine, request_: Request, words: str):
+def test_a_refused_request_affects_no_other(engine: AsyncVLLMEngine, request_: Request, words: str):
     other = engine.submit(REQUESTS[0])
     with pytest.raises(EngineError, match=words):
         engine.submit(request_).result(PATIENT)
@@ -141,7 +141,7 @@ def test_abort_returns_what_there_is(engine: AsyncVLLMEngine, models: list[PreTr
     samples = [future.result(PATIENT) for future in futures]
     assert all(s.finish == "abort" and 0 < len(s.tokens) < 16_000 for s in samples)
     waiting = [engine.submit(request) for request in REQUESTS]
-    EngineUpdater(models[1], engine).push_weights(1)  # it resumes
+    EngineUpdater(models[1], engine).push_weights(1)  # the engine resumes
     after = [future.result(PATIENT) for future in waiting]
     assert deviation(models[0], ENDLESS[:4], samples) < 10 * EXACT
     assert all(spans(s) == [(0, len(s.tokens))] for s in samples)
@@ -173,11 +173,11 @@ def test_a_pause_that_takes_too_long_is_undone(engine: AsyncVLLMEngine, running)
     assert [len(f.result(PATIENT).tokens) for f in futures] == [600] * 4
 
 
-def test_frozen_requests_go_on_with_the_new_weights(
+def test_frozen_requests_continue_with_the_new_weights(
     engine: AsyncVLLMEngine, models: list[PreTrainedModel], running, wait_until, deviation
 ):
     futures = running(LONG)
-    engine.pause("continue")  # at once: on a busy machine a push may begin late
+    engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
     EngineUpdater(models[1], engine, in_flight="continue").push_weights(1)
     wait_until(lambda: sampled(engine) == len(LONG))
     engine.pause("continue")
@@ -192,13 +192,13 @@ def test_frozen_requests_go_on_with_the_new_weights(
         assert deviation(models[0], [request], [sample], parts[2]) > STALE
 
 
-def test_frozen_requests_go_on_with_the_new_adapter(
+def test_frozen_requests_continue_with_the_new_adapter(
     engine: AsyncVLLMEngine, make_adapted, running, deviation, tmp_path: Path
 ):
     adapted = [make_adapted(1), make_adapted(2)]
     LoRAUpdater(adapted[0], engine, directory=tmp_path / "1").push_weights(1)
     futures = running(LONG)
-    engine.pause("continue")  # at once: on a busy machine a push may begin late
+    engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
     LoRAUpdater(adapted[1], engine, directory=tmp_path / "2", in_flight="continue").push_weights(2)
     for request, future in zip(LONG, futures, strict=True):
         sample = future.result(PATIENT)
@@ -225,7 +225,7 @@ def test_an_adapter_that_comes_late_is_not_sampled_from(
         patch.setattr(engine, "_load", stop_and_load)
         with pytest.raises(WeightSyncError, match="no adapter of version 2"):
             LoRAUpdater(adapted[1], engine, directory=tmp_path / "2", timeout=5.0).push_weights(2)
-    os.kill(child.pid, signal.SIGCONT)  # now it takes the place of the first, which the engine cannot know
+    os.kill(child.pid, signal.SIGCONT)  # it replaces the first adapter without the engine's knowledge
     with pytest.raises(EngineError, match="version 2 failed half-way"):
         engine.generate(REQUESTS)
     wait_until(engine._open.is_set)  # the late update resumes as well
@@ -245,7 +245,7 @@ def test_no_adapter_repairs_weights_of_a_failed_update(
 
 
 def test_weights_are_not_loaded_while_it_samples(engine: AsyncVLLMEngine):
-    with pytest.raises(EngineError, match="'finish' loads weights: pause the engine"):
+    with pytest.raises(EngineError, match="'finish' loads weights; pause the engine"):
         engine.update_weights("finish", {"version": 1}, timeout=5.0)
     assert engine.failed_version is None and len(engine.generate(REQUESTS)) == 4
 
@@ -256,7 +256,7 @@ def test_weights_of_a_failed_update_sample_nothing(
     futures = running(ENDLESS[:4])
     engine.pause("continue")
     waiting = engine.submit(REQUESTS[0])
-    fail_half_way(engine, models[1], 9, in_flight="continue")  # it resumes
+    fail_half_way(engine, models[1], 9, in_flight="continue")  # the engine resumes
     samples = [future.result(PATIENT) for future in futures]
     assert all(s.finish == "abort" for s in samples)
     assert deviation(models[0], ENDLESS[:4], samples) < 10 * EXACT
@@ -274,7 +274,7 @@ def test_a_cancelled_request_is_given_up(engine: AsyncVLLMEngine, running, wait_
     with pytest.raises(CancelledError):
         futures[0].result(PATIENT)
     wait_until(lambda: engine._core.llm.get_num_unfinished_requests() == 0)
-    engine.pause("finish", timeout=10.0)  # nothing is left in the child either, which would take far longer
+    engine.pause("finish", timeout=10.0)  # the child also has no request, which would take far longer
     engine.resume()
 
 
@@ -295,7 +295,7 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine: AsyncVLLMEngine):
     assert len(engine.generate(REQUESTS)) == 4
 
 
-def test_errors_of_workers_come_with_their_words_and_time_outs_with_the_method(engine: AsyncVLLMEngine):
+def test_errors_of_workers_have_their_message_and_time_outs_the_method(engine: AsyncVLLMEngine):
     with pytest.raises(EngineError, match="'no_such_method' is not implemented"):
         engine._rpc("no_such_method", timeout=PATIENT)
     os.kill(child(engine).pid, signal.SIGSTOP)
@@ -311,7 +311,7 @@ def test_death_in_a_push_fails_everything_and_restart_starts_from_the_checkpoint
     engine: AsyncVLLMEngine, models: list[PreTrainedModel], running, deviation
 ):
     class Killing(Collective):
-        """Kills the engine's process before bucket 1."""
+        """Transport that kills the engine's process before bucket 1."""
 
         def send(self, version, bucket, infos, tensors):
             if bucket == 1:
@@ -322,7 +322,7 @@ def test_death_in_a_push_fails_everything_and_restart_starts_from_the_checkpoint
     start_count, pid = engine.start_count, child(engine).pid
     futures = running(ENDLESS[:4])
     engine.pause("continue")
-    futures.append(engine.submit(REQUESTS[0]))  # it waits for resume
+    futures.append(engine.submit(REQUESTS[0]))  # this request waits for resume
     updater = EngineUpdater(
         models[2], engine, transport=Killing(), bucket_bytes=BUCKET, in_flight="continue", timeout=PATIENT
     )
@@ -338,7 +338,7 @@ def test_death_in_a_push_fails_everything_and_restart_starts_from_the_checkpoint
             call()
     engine.restart()
     waiting = engine.submit(REQUESTS[0])
-    with pytest.raises(TimeoutError):  # the pause was not over
+    with pytest.raises(TimeoutError):  # the pause continues
         waiting.result(0.2)
     engine.resume()
     samples = [waiting.result(PATIENT), *engine.generate(REQUESTS[1:])]
@@ -359,7 +359,7 @@ def test_a_start_that_fails_says_why(vllm, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_failures_in_the_child_come_in_its_own_words_and_closing_leaves_nothing_behind(
+def test_failures_in_the_child_have_its_message_and_closing_leaves_nothing(
     vllm, engine_checkpoint: Path, models: list[PreTrainedModel], wait_until, tmp_path: Path
 ):
     before, threads = multiprocessing.active_children(), set(threading.enumerate())
@@ -371,7 +371,7 @@ def test_failures_in_the_child_come_in_its_own_words_and_closing_leaves_nothing_
         future = engine.submit(ENDLESS[0])
         wait_until(lambda: sampled(engine) == 1)
         with pytest.raises(EngineDeadError, match="(?s)its log ends with.*Meta tensors"):
-            engine._rpc("start_weight_update", timeout=PATIENT)  # without the pause that update_weights asks for
+            engine._rpc("start_weight_update", timeout=PATIENT)  # without the pause that update_weights requires
             future.result(PATIENT)
         engine.close()
         for call in (lambda: engine.generate(REQUESTS), engine.check_health, engine.resume):
@@ -416,5 +416,5 @@ def test_the_child_ends_with_a_killed_trainer(
         pid = int(trainer.stdout.split("child")[1].split()[0])
         assert not is_gone(pid)
     finally:
-        os.kill(trainer.pid, signal.SIGKILL)  # not its children
+        os.kill(trainer.pid, signal.SIGKILL)  # without its children
     wait_until_gone(pid)

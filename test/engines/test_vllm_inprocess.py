@@ -1,4 +1,4 @@
-"""VLLMEngine: real vLLM in this process."""
+"""Tests of VLLMEngine: real vLLM in this process."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.xdist_group(GROUP)
 
 PROMPTS = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)], [5, 6]]
 REQUESTS = [Request(p, 12, seed) for seed, p in enumerate(PROMPTS)]
-EXACT = 1e-5  # float32; other weights are off by more than 0.3
+EXACT = 1e-5  # float32; other weights differ by more than 0.3
 STALE = 0.1
 
 
 def global_state() -> list[Any]:
-    """What an engine must leave as it was."""
+    """Return the global state that an engine must not change."""
     numpy = np.random.get_state()
     return [random.getstate(), numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist(), torch.get_num_threads()]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(vllm_engines: VLLMEngines) -> bool:
-    """Whether the start of an engine left the global state alone."""
+    """True if the start of an engine did not change the global state."""
     vllm_engines.close()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     before, set_num_threads = global_state(), torch.set_num_threads
@@ -86,7 +86,7 @@ def test_log_probs_are_of_the_distribution_sampled(
     samples = engine.generate(requests)
     assert deviation(models[0], requests, samples) < EXACT
     plain = [Request(p, 12, 0) for p in PROMPTS]
-    assert deviation(models[0], plain, samples) > STALE  # so that the test can fail
+    assert deviation(models[0], plain, samples) > STALE  # otherwise the test could not fail
 
 
 def test_greedy_takes_the_most_likely_token(engine: VLLMEngine, models: list[PreTrainedModel]):
@@ -97,7 +97,7 @@ def test_greedy_takes_the_most_likely_token(engine: VLLMEngine, models: list[Pre
     assert models[0](input_ids=ids).logits[0, 2:-1].argmax(-1).tolist() == sample.tokens
 
 
-def test_a_request_is_a_function_of_its_seed_alone(engine: VLLMEngine):
+def test_a_request_depends_only_on_its_seed(engine: VLLMEngine):
     alone = [engine.generate([r])[0].tokens for r in REQUESTS]
     assert [s.tokens for s in engine.generate(REQUESTS[::-1])][::-1] == alone
     group = engine.generate([Request(PROMPTS[2], 12, seed) for seed in range(8)])
@@ -105,7 +105,7 @@ def test_a_request_is_a_function_of_its_seed_alone(engine: VLLMEngine):
 
 
 def test_more_prompt_tokens_than_a_step_takes(engine: VLLMEngine, models: list[PreTrainedModel], deviation):
-    """vLLM would read a part of a prompt in one step and the rest in the next, which ends it on CPU if it is seeded."""
+    """Prompts longer than a step are read whole. In parts, a seeded request would kill the engine on CPU."""
     requests = [Request([(7 * i + j) % 200 for j in range(230)], 4, i) for i in range(60)]
     assert deviation(models[0], requests[-4:], engine.generate(requests)[-4:]) < EXACT
 
@@ -143,7 +143,7 @@ def test_limits_and_stops(engine: VLLMEngine, tokenizer: PreTrainedTokenizerFast
     ],
     ids=["too long", "no token", "empty", "no limit", "min-p with top-p"],
 )
-def test_a_refused_request_harms_no_other(engine: VLLMEngine, request_: Request, words: str):
+def test_a_refused_request_affects_no_other(engine: VLLMEngine, request_: Request, words: str):
     before = engine.generate(REQUESTS)
     with pytest.raises(EngineError, match=words) as caught:
         engine.generate([*REQUESTS, request_])
@@ -152,7 +152,7 @@ def test_a_refused_request_harms_no_other(engine: VLLMEngine, request_: Request,
 
 
 def test_updates_arrive_and_leave_nothing_cached(engine: VLLMEngine, models: list[PreTrainedModel], deviation):
-    shared = [Request([*PROMPTS[2], t], 8, t) for t in (3, 4)]  # two blocks of the prefix cache in common
+    shared = [Request([*PROMPTS[2], t], 8, t) for t in (3, 4)]  # two common blocks of the prefix cache
     engine.generate(shared)
     for version, model in ((1, models[1]), (7, models[2])):
         EngineUpdater(model, engine, bucket_bytes=100_000).push_weights(version)
@@ -161,7 +161,7 @@ def test_updates_arrive_and_leave_nothing_cached(engine: VLLMEngine, models: lis
         assert engine.version == version and all(s.versions == [version] * 8 for s in samples)
 
 
-def test_an_update_that_fails_when_loading_tears_the_engine(
+def test_an_update_that_fails_when_loading_fails_the_engine(
     engine: VLLMEngine, models: list[PreTrainedModel], deviation
 ):
     updater = EngineUpdater(models[1], engine, staged=False)
@@ -212,7 +212,7 @@ def test_adapters_replace_each_other_and_an_update_drops_them(
         assert deviation(models[0], REQUESTS, samples) > STALE
         assert all(s.versions == [version] * 12 for s in samples)
         updater.close()
-    assert deviation(adapted, REQUESTS, engine.generate(REQUESTS)) < EXACT  # its files are not needed any more
+    assert deviation(adapted, REQUESTS, engine.generate(REQUESTS)) < EXACT  # its files are no longer needed
     EngineUpdater(models[1], engine).push_weights(3)
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
@@ -234,7 +234,7 @@ def test_requests_of_other_threads_wait_for_resume(engine: VLLMEngine, wait_unti
     found = in_thread(engine.generate, REQUESTS)
     wait_until(lambda: found.done() or engine._turn._waiters)
     assert not found.done()
-    with pytest.raises(EngineError, match="resume"):  # it would wait for itself
+    with pytest.raises(EngineError, match="resume"):  # the thread would wait for itself
         engine.generate(REQUESTS)
     engine.resume()
     assert found.result(PATIENCE) == expected

@@ -1,4 +1,4 @@
-"""Loops of vLLM engines: whoever waits for work learns of its end, and a restart keeps nothing of the engine before."""
+"""Tests of the loops of vLLM engines: callers learn of their end, and a restart keeps nothing of the old engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_closing_ends_work_that_takes_its_time_to_end() -> None:
 
 def test_a_restart_keeps_nothing_of_the_core_before(monkeypatch: pytest.MonkeyPatch) -> None:
     class Core:
-        """A core without vLLM."""
+        """Engine core without vLLM."""
 
         alive: weakref.WeakSet = weakref.WeakSet()
 

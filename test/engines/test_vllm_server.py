@@ -1,4 +1,4 @@
-"""VLLMServer: a real vLLM server, started once with the command of the toolkit, and killed at the end."""
+"""Tests of VLLMServer with a real server, started once by the toolkit's command and killed at the end."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torchrl_rloo.engines.vllm_server import VLLMServer, server_command, server_
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.weight_update import EngineUpdater, LoRAUpdater, WeightSyncError
 
-pytestmark = pytest.mark.slow  # a server takes 20 s and more to start
+pytestmark = pytest.mark.slow  # a server takes at least 20 s to start
 
 PROMPTS = [[5], [7, 8, 9], [40 + i % 200 for i in range(70)], [5, 6]]
 REQUESTS = [Request(p, 12, seed) for seed, p in enumerate(PROMPTS)]
 LONG = [Request(p, 600, seed) for seed, p in enumerate(PROMPTS)]  # seconds
-ENDLESS = [Request([seed + 1], 16_000, seed) for seed in range(32)]  # a minute, of which no test waits for the end
-EXACT = 1e-5  # float32; other weights are off by more than 0.3
+ENDLESS = [Request([seed + 1], 16_000, seed) for seed in range(32)]  # a minute of tokens; no test waits for the end
+EXACT = 1e-5  # float32; other weights differ by more than 0.3
 STALE = 0.1
-PATIENT = 60.0  # seconds that nothing takes
+PATIENT = 60.0  # seconds, longer than any step
 
 
 def free_port() -> int:
@@ -50,14 +50,14 @@ def listens(port: int) -> bool:
 def server(
     vllm, engine_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, wait_until
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """A server's url and process; the process leads a group of its own."""
+    """URL and process of a server. The process leads a separate process group."""
     port = free_port()
     command = server_command(
         engine_checkpoint,
         port=port,
         dtype="float32",
         max_model_len=16_384,
-        disable_log_stats=False,  # its metrics tell what it does
+        disable_log_stats=False,  # the tests read its metrics
         enable_lora=True,
         max_lora_rank=8,
         max_loras=1,
@@ -84,7 +84,7 @@ def started(server: tuple[str, subprocess.Popen]) -> Iterator[VLLMServer]:
 
 @pytest.fixture
 def engine(started: VLLMServer, models: list[PreTrainedModel]) -> VLLMServer:
-    """The module's engine, with the weights of the first model again."""
+    """Engine of the module, reset to the weights of the first model."""
     if started.version or started._adapter or started.failed_version is not None:
         EngineUpdater(models[0], started).push_weights(0)
     return started
@@ -92,10 +92,10 @@ def engine(started: VLLMServer, models: list[PreTrainedModel]) -> VLLMServer:
 
 @pytest.fixture
 def running(engine: VLLMServer, wait_until) -> Callable[[list[Request]], list[Future[Sample]]]:
-    """``running(requests)``: under way, each with a token at least, and none at its end."""
+    """``running(requests)`` returns futures in flight, each with at least one token."""
 
     def begun() -> float:
-        """Of how many requests the server has ever sampled the first token."""
+        """Return the number of requests whose first token the server has sampled since its start."""
         with urllib.request.urlopen(f"{engine.url}/metrics", timeout=PATIENT) as reply:
             lines = reply.read().decode().splitlines()
         return sum(float(s.split()[-1]) for s in lines if s.startswith("vllm:time_to_first_token_seconds_count"))
@@ -151,13 +151,13 @@ def test_distributions_limits_and_stops(
     ],
     ids=["too long", "no token", "empty", "min-p with top-p"],
 )
-def test_a_refusal_comes_in_the_servers_words(engine: VLLMServer, request_: Request, words: str):
+def test_a_refusal_has_the_servers_message(engine: VLLMServer, request_: Request, words: str):
     with pytest.raises(EngineError, match=f"(?s){words}") as caught:
         engine.generate([*REQUESTS, request_])
     assert not isinstance(caught.value, EngineDeadError)
 
 
-def test_errors_of_workers_come_with_their_words_and_time_outs_with_the_method(engine: VLLMServer, server):
+def test_errors_of_workers_have_their_message_and_time_outs_the_method(engine: VLLMServer, server):
     with pytest.raises(EngineError, match="500 .*'no_such_method' is not implemented"):
         engine._rpc("no_such_method", timeout=PATIENT)
     os.killpg(server[1].pid, signal.SIGSTOP)
@@ -174,7 +174,7 @@ def test_updates_arrive_amidst_running_requests(engine: VLLMServer, models: list
         before, after = models[version - 1], models[version]
         futures = running(requests)
         if in_flight == "continue":
-            engine.pause("continue")  # at once: on a busy machine a push may begin late
+            engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
         EngineUpdater(after, engine, in_flight=in_flight).push_weights(version)
         for request, future in zip(requests, futures, strict=True):
             sample = future.result(PATIENT)
@@ -201,7 +201,7 @@ def test_adapters_replace_each_other_and_an_update_drops_them(
         assert all(s.versions == [version] * 12 for s in samples)
         updater.close()
     futures = running(LONG)
-    engine.pause("continue")  # at once: on a busy machine a push may begin late
+    engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
     with pytest.raises(WeightSyncError, match=r"4 requests were frozen by pause\('continue'\)"):
         LoRAUpdater(make_adapted(3), engine, directory=tmp_path, in_flight="continue").push_weights(3)
     assert deviation(adapted, LONG, [f.result(PATIENT) for f in futures]) < 10 * EXACT
@@ -213,7 +213,7 @@ def test_a_cancelled_request_is_given_up(engine: VLLMServer, running):
     futures = running(ENDLESS)
     for future in futures:
         assert future.cancel()
-    engine.pause("finish", timeout=10.0)  # else it would wait for far longer
+    engine.pause("finish", timeout=10.0)  # otherwise it would wait far longer
     engine.resume()
 
 
@@ -227,7 +227,7 @@ def test_sleep_and_wake(engine: VLLMServer):
 
 def test_another_trainer_takes_over(engine: VLLMServer, server, models: list[PreTrainedModel], deviation):
     EngineUpdater(models[1], engine).push_weights(6)
-    engine.pause()  # as a trainer that died in an update leaves it
+    engine.pause()  # the state after a trainer died in an update
     with VLLMServer(server[0], request_timeout=PATIENT) as other:
         assert other.version == 6
         samples = other.generate(REQUESTS)
@@ -261,7 +261,7 @@ def test_urls_that_are_none_are_refused(url: str):
         VLLMServer(url)
 
 
-def test_where_nobody_listens_it_says_so():
+def test_a_missing_server_is_an_error():
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="no server answers at http://127.0.0.1:.*refused|Connect call failed"):
         VLLMServer(f"http://127.0.0.1:{free_port()}", connect_timeout=1.0)
@@ -291,7 +291,7 @@ def test_the_command_refuses_what_the_toolkit_sets():
         server_command("model", logprobs_mode="raw_logprobs")
 
 
-def test_a_killed_server_fails_everything(  # the last test: the server is the module's
+def test_a_killed_server_fails_everything(  # must be the last test, since the module shares the server
     engine: VLLMServer, server, running, monkeypatch: pytest.MonkeyPatch
 ):
     futures = running(ENDLESS[:4])

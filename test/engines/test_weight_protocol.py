@@ -1,4 +1,4 @@
-"""The words of a weight update: every tensor is in one bucket, and comes out of it bit for bit."""
+"""Tests of the protocol of weight updates: every tensor is in one bucket and arrives bit-identical."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)  # scalars and empty tensors among them
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)  # includes scalars and empty tensors
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random bytes; of zeros and ones where not all bytes are values."""
+    """Return a tensor of random bytes, or of zeros and ones if the dtype does not allow all bytes."""
     infinite = torch.Generator().manual_seed(seed)
     nbytes = TensorInfo("", str(dtype).removeprefix("torch."), shape).nbytes
     high = 2 if dtype == torch.bool else 256

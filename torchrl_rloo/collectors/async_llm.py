@@ -1,4 +1,4 @@
-"""AsyncLLMCollector: the rows of LLMCollector, from conversations that advance independently."""
+"""Asynchronous collector: the rows of LLMCollector, from conversations that advance independently."""
 
 from __future__ import annotations
 
@@ -26,55 +26,61 @@ from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightUpdate
 
 _PROGRESS_PERIOD_S = 0.2
 _CANCEL_TIMEOUT_S = 10.0
-_OPEN: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
+_OPEN_COLLECTORS: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
 
 
 class AsyncLLMCollector(LLMCollector):
-    """Runs every conversation at its own pace, and delivers groups as they complete.
+    """Collector that runs each conversation independently and delivers groups as they complete.
 
-    Each turn is submitted as soon as its conversation is ready, while tools, sessions and rewards of others run. Rows,
-    keys and counters are those of :class:`LLMCollector`. With ``ahead=0`` every batch is sampled with the weights
-    current at :meth:`collect`, from prompts in the same order, and a seed gives the same rows each time. With ``ahead``
-    above 0 sampling continues while the loop trains, and the groups that complete first are delivered. A group of
-    average length begins at most ``ceil(ahead / groups_per_batch)`` batches before its own; a longer one is older by
-    the number of batches delivered since. The sampler, reward models and references then need their own weights, which
-    the optimizer does not change.
+    Each turn is submitted as soon as its conversation is ready, while tools, sessions and rewards of other
+    conversations run. Rows, keys and counters are those of :class:`LLMCollector`.
+
+    With ``ahead=0``, every batch is sampled with the weights current at :meth:`collect`. Prompts keep their order, and
+    the same seed gives the same rows.
+
+    With ``ahead > 0``, sampling continues while the loop trains, and the groups that complete first are delivered. A
+    group of average length begins at most ``ceil(ahead / groups_per_batch)`` batches before its own. A longer group
+    is older by the number of batches delivered while it ran. The sampler, reward models and reference models then need
+    weights that the optimizer does not change.
 
     Args:
         env: environment with a :class:`DataLoadingPrimer` (:class:`DatasetChatEnv`).
-        policy: a :class:`vLLMWrapper` over an :class:`AsyncEngine` samples each turn at once, any other policy samples
-            batches of the waiting rows (:mod:`torchrl_rloo.collectors.turn_source`).
-        groups_per_batch: groups to deliver at a time; None: as many as the environment draws at once.
-        ahead: groups begun in addition to the batch being delivered. At most ``groups_per_batch + ahead`` groups are
-            begun and undelivered.
-        max_in_flight: limit of concurrent conversations, others wait; None for no limit.
-        max_batch_size: limit of rows in a batch, if the policy samples batches; None for all waiting rows.
-        reward_threads: groups scored at a time. With more than one, inline reward functions are called from several
-            threads.
-        max_consecutive_failures: stop after this many consecutive failed turns; None for no limit.
-        seed: of the conversations' seeds; rows that bring a ``"seed"`` keep it.
+        policy: callable that takes and returns rows. A :class:`vLLMWrapper` over an :class:`AsyncEngine` samples each
+            turn at once. Any other policy samples batches of the waiting rows
+            (:mod:`torchrl_rloo.collectors.turn_source`).
+        groups_per_batch: number of groups to deliver at a time; None delivers as many as one reset draws.
+        ahead: number of groups begun in addition to the batch being delivered. At most ``groups_per_batch + ahead``
+            groups are begun and undelivered.
+        max_in_flight: maximum number of concurrent conversations; None disables the limit.
+        max_batch_size: maximum number of rows in a batch of a policy that samples batches; None takes all waiting rows.
+        reward_threads: number of groups scored at a time. With more than one, inline reward functions are called from
+            several threads.
+        max_consecutive_failures: number of consecutive failed turns that stops collection; None disables the limit.
+        seed: seed from which the conversations' seeds are derived. Rows that already have a ``"seed"`` keep it.
         total_dialog_turns: see :class:`LLMCollector`.
-        weight_updater: see :class:`LLMCollector`. Its ``in_flight`` determines the treatment of running turns.
+        weight_updater: see :class:`LLMCollector`. Its ``in_flight`` determines how an update treats running turns.
         sync_every: see :class:`LLMCollector`.
         replay_buffer: see :class:`LLMCollector`.
         postproc: see :class:`LLMCollector`.
         progress: see :class:`LLMCollector`; called a few times a second, not after every turn.
 
-    If the policy fails on a turn, its conversation ends as truncated, with the stop reason ``"failed"``. An environment
-    with ``max_seconds`` ends a conversation that waits for an engine or a tool in time, with the reason ``"time"``. The
-    policy's ``recover`` restarts a dead engine, once for all conversations, from :meth:`collect` or
-    :meth:`update_policy_weights_`; they then repeat their turns.
-
-    If :meth:`collect` raises or is interrupted, it may be called again: incomplete groups restart or continue. A
-    ``state_dict`` may be taken at any time. A resumed run, of this class or :class:`LLMCollector`, first draws groups
-    that were begun but not delivered, under the same ids.
-
     Attributes:
-        counts: see :class:`~torchrl_rloo.collectors.conversation.GroupRunner`; and ``"collector/cancelled_groups"``.
+        counts: counters of :class:`~torchrl_rloo.collectors.conversation.GroupRunner`, and
+            ``"collector/cancelled_groups"``.
 
     Raises:
-        ValueError: for a number out of range, an environment without a primer or one that cannot step single rows, or
-            a sampler that shares the training model's weights while ``ahead`` is above 0.
+        ValueError: if a number is out of range, or if the environment has no primer or cannot step single rows. Also if
+            ``ahead > 0`` and the sampler shares the training model's weights.
+
+    Note:
+        A turn on which the policy fails truncates its conversation, with the stop reason ``"failed"``. The
+        environment's ``max_seconds`` also ends a conversation that waits for an engine or a tool, with the reason
+        ``"time"``. :meth:`collect` and :meth:`update_policy_weights_` restart a dead engine by the policy's
+        ``recover``, once for all conversations, which then repeat their turns.
+
+        :meth:`collect` may be called again after it raised or was interrupted: incomplete groups restart or continue.
+        A ``state_dict`` may be taken at any time. A resumed run, of this class or :class:`LLMCollector`, first draws
+        the groups that were begun but not delivered, under the same ids.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -112,20 +118,17 @@ class AsyncLLMCollector(LLMCollector):
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         progress: Callable[[CollectionProgress], None] | None = None,
     ):
-        for name, value, least in (
+        for name, value, minimum in (
             ("groups_per_batch", groups_per_batch, 1),
             ("ahead", ahead, 0),
             ("max_in_flight", max_in_flight, 1),
             ("reward_threads", reward_threads, 1),
             ("max_consecutive_failures", max_consecutive_failures, 1),
         ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        if ahead and _shares_weights(weight_updater):
-            raise ValueError(
-                f"ahead={ahead} samples while the loop trains, and cannot be combined with a weight_updater whose "
-                "source and target are one model: sample from a copy (torchrl_rloo.modules.frozen_copy), or set ahead=0"
-            )
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} must be at least {minimum}")
+        if ahead:
+            _require_separate_weights(ahead, weight_updater)
         super().__init__(
             env,
             policy,
@@ -150,13 +153,15 @@ class AsyncLLMCollector(LLMCollector):
             max_consecutive_failures=max_consecutive_failures,
         )
         self.counts = self.runner.counts
-        self._drawing = threading.RLock()  # of draws, deliveries and states; acquired before _changed
-        self._changed = threading.Condition()  # of the fields below; held briefly, since the event loop acquires it
-        self._begun: dict[int, int] = {}  # prompt by undelivered group, in the order of draws
+        # The draw lock orders draws, deliveries and states. It is acquired before _changed, which guards the fields
+        # below and is held briefly only, because the event loop acquires it
+        self._draw_lock = threading.RLock()
+        self._changed = threading.Condition()
+        self._undelivered: dict[int, int] = {}  # group id -> prompt id, in the order of draws
         self._complete: dict[int, list[TensorDictBase]] = {}
         self._failure: BaseException | None = None
-        self._tasks: dict[int, asyncio.Task] = {}  # by group; used on the event loop only
-        _OPEN.add(self)
+        self._tasks: dict[int, asyncio.Task] = {}  # by group id; used on the event loop only
+        _OPEN_COLLECTORS.add(self)
 
     def _version(self) -> int:
         return self.policy_version
@@ -166,7 +171,7 @@ class AsyncLLMCollector(LLMCollector):
             self._changed.notify_all()
 
     def update_policy_weights_(self) -> None:
-        """See :meth:`LLMCollector.update_policy_weights_`; policies in this process are updated between two batches."""
+        """Send new weights as :class:`LLMCollector` does. A policy in this process is updated between two batches."""
         self.source.recover()
         with self.source.exclusive():
             super().update_policy_weights_()
@@ -175,47 +180,51 @@ class AsyncLLMCollector(LLMCollector):
         """Return the rows of the next groups to complete."""
         reported = None
         while True:
-            needed = self._begin()
+            needed = self._begin_groups()
+            # Wait with a timeout only if progress must be reported
             with self._changed:
-                should_wake = partial(self._should_wake, needed, len(self._begun))
+                should_wake = partial(self._should_wake, needed, len(self._undelivered))
                 self._changed.wait_for(should_wake, None if self.progress is None else _PROGRESS_PERIOD_S)
                 failure, self._failure = self._failure, None
                 complete = len(self._complete)
+            # Re-queue the incomplete groups, so that collect may be called again
             if failure is not None:
                 self._cancel_groups(requeue=True)
                 raise failure
             self.source.recover()
             if complete >= needed:
                 return self._deliver(needed)
-            if self.progress is not None and (now := self._progress(needed)) != reported:
-                reported = now
-                self.progress(now)
+            if self.progress is not None and (current := self._progress(needed)) != reported:
+                reported = current
+                self.progress(current)
 
-    def _should_wake(self, needed: int, begun: int) -> bool:
+    def _should_wake(self, needed: int, undelivered: int) -> bool:
         """Return whether a batch is ready, a task failed, or a slot is free."""
         failed = self.closed or self._failure is not None or self.source.death is not None
-        return failed or len(self._complete) >= needed or len(self._begun) < begun
+        return failed or len(self._complete) >= needed or len(self._undelivered) < undelivered
 
-    def _begin(self) -> int:
-        """Begin as many groups as fit, and return the number of groups in the batch."""
-        with self._drawing:
+    def _begin_groups(self) -> int:
+        """Begin groups in all free slots, and return the number of groups in the batch."""
+        with self._draw_lock:
             if self.closed:
-                raise RuntimeError("the collector is shut down")
-            undelivered, left = len(self._begun), self.primer.remaining()
-            room = self.groups_per_batch + self.ahead - undelivered
-            if left != float("inf"):  # a last incomplete batch is not drawn, as in LLMCollector
-                whole = int(undelivered + left) // self.groups_per_batch * self.groups_per_batch
-                room = min(room, whole - undelivered)
-            if room > 0 or not undelivered:
-                drawn = self.primer.draw_groups(room if room > 0 else self.groups_per_batch)
+                raise RuntimeError("the collector is shut down; create another one")
+            undelivered, remaining = len(self._undelivered), self.primer.remaining()
+            free = self.groups_per_batch + self.ahead - undelivered
+            # Leave out an incomplete last batch, as LLMCollector does
+            if remaining != float("inf"):
+                in_whole_batches = int(undelivered + remaining) // self.groups_per_batch * self.groups_per_batch
+                free = min(free, in_whole_batches - undelivered)
+            # Without any group the primer must be asked, since it raises at the end of the dataset
+            if free > 0 or not undelivered:
+                drawn = self.primer.draw_groups(free if free > 0 else self.groups_per_batch)
                 groups = {int(rows[0][keys.GROUP_ID]): rows for rows in drawn}
                 with self._changed:
-                    self._begun |= {group: int(rows[0][keys.PROMPT_ID]) for group, rows in groups.items()}
-                event_loop.conversation_loop().call_soon_threadsafe(self._start, groups)
-            return min(self.groups_per_batch, len(self._begun))
+                    self._undelivered |= {group: int(rows[0][keys.PROMPT_ID]) for group, rows in groups.items()}
+                event_loop.conversation_loop().call_soon_threadsafe(self._start_tasks, groups)
+            return min(self.groups_per_batch, len(self._undelivered))
 
-    def _start(self, groups: Mapping[int, TensorDictBase]) -> None:
-        """Create the groups' tasks, on the event loop."""
+    def _start_tasks(self, groups: Mapping[int, TensorDictBase]) -> None:
+        """Create the tasks of groups, on the event loop."""
         for group, rows in groups.items():
             self._tasks[group] = asyncio.ensure_future(self._run_group(group, rows))
 
@@ -223,8 +232,8 @@ class AsyncLLMCollector(LLMCollector):
         try:
             rows = await self.runner.run(drawn)
         except asyncio.CancelledError:
-            if group in self._tasks:  # else _cancel_groups cancelled it
-                self._fail(RuntimeError(f"a task of group {group} was cancelled by the environment or the policy"))
+            if group in self._tasks:  # otherwise _cancel_groups cancelled it
+                self._fail(RuntimeError(f"the environment or the policy cancelled a task of group_id={group}"))
             raise
         except BaseException as error:
             self._fail(error)
@@ -242,12 +251,12 @@ class AsyncLLMCollector(LLMCollector):
 
     def _deliver(self, groups: int) -> TensorDictBase:
         """Return the oldest complete groups, sorted by id."""
-        with self._drawing, self._changed:
-            chosen = sorted([group for group in self._begun if group in self._complete][:groups])
+        with self._draw_lock, self._changed:
+            chosen = sorted([group for group in self._undelivered if group in self._complete][:groups])
             turns = sum(self.runner.turns[group] for group in chosen)
             rows = [row for group in chosen for row in self._complete[group]]
             for group in chosen:
-                del self._begun[group], self._complete[group]
+                del self._undelivered[group], self._complete[group]
                 self.runner.forget(group)
         if self.progress is not None:
             self.progress(CollectionProgress(len(rows), len(rows), turns))
@@ -259,29 +268,30 @@ class AsyncLLMCollector(LLMCollector):
         return CollectionProgress(min(ended, total), total, turns)
 
     def cancel(self, group_ids: Iterable[int] | None = None) -> int:
-        """Cancel incomplete groups with their requests, tools and state. They are never delivered.
+        """Cancel incomplete groups, their requests and tools, and release their state. They are never delivered.
 
         Args:
-            group_ids: ids of groups; None for all incomplete ones.
+            group_ids: ids of the groups to cancel; None cancels all incomplete groups.
 
         Returns:
-            Number of cancelled groups.
+            Number of groups that were cancelled.
         """
         cancelled = self._cancel_groups(None if group_ids is None else set(map(int, group_ids)))
         self.counts["collector/cancelled_groups"] += cancelled
         return cancelled
 
     def _cancel_groups(self, group_ids: set[int] | None = None, *, requeue: bool = False) -> int:
-        with self._drawing:
+        with self._draw_lock:
             with self._changed:
-                chosen = {g: p for g, p in self._begun.items() if group_ids is None or g in group_ids}
+                chosen = {g: p for g, p in self._undelivered.items() if group_ids is None or g in group_ids}
             event_loop.run(self._stop([group for group in chosen if group not in self._complete]))
+            # Keep groups that completed before their task stopped
             with self._changed:
                 cancelled = {group: prompt for group, prompt in chosen.items() if group not in self._complete}
                 for group in cancelled:
-                    del self._begun[group]
+                    del self._undelivered[group]
                     self.runner.forget(group)
-                self._failure = None  # of a cancelled group
+                self._failure = None  # it was raised by a cancelled group
                 self._changed.notify_all()
             if requeue:
                 self.primer.requeue((prompt, group) for group, prompt in cancelled.items())
@@ -295,28 +305,28 @@ class AsyncLLMCollector(LLMCollector):
             await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`LLMCollector.state_dict`; undelivered groups are in it as re-queued draws."""
-        with self._drawing:
+        """Return the state of :class:`LLMCollector`, with undelivered groups as re-queued draws, and the counts."""
+        with self._draw_lock:
             with self._changed:
-                begun = [(prompt, group) for group, prompt in self._begun.items()]
-            with self.primer.with_requeued(begun):
+                undelivered = [(prompt, group) for group, prompt in self._undelivered.items()]
+            with self.primer.with_requeued(undelivered):
                 return super().state_dict() | {"counts": dict(self.counts)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, and cancel incomplete groups."""
-        with self._drawing:
+        """Restore :meth:`state_dict` after cancelling incomplete groups."""
+        with self._draw_lock:
             self._cancel_groups()
             with self._changed:
-                self._begun.clear()
+                self._undelivered.clear()
                 self._complete.clear()
             super().load_state_dict(state_dict)
             self.counts.clear()
             self.counts.update(state_dict.get("counts", {}))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Cancel incomplete groups, and close the environment."""
+        """Cancel incomplete groups and close the environment."""
         if not self.closed:
-            with self._drawing:
+            with self._draw_lock:
                 super().shutdown(timeout, close_env=False)
                 self._cancel_groups()
                 event_loop.run(self.runner.settle(_CANCEL_TIMEOUT_S))
@@ -327,8 +337,8 @@ class AsyncLLMCollector(LLMCollector):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Shut down at exit: Python kills threads, and one inside torch aborts the process."""
-    for collector in list(_OPEN):
+    """Shut down at exit: a thread killed inside torch aborts the process."""
+    for collector in list(_OPEN_COLLECTORS):
         collector.shutdown(close_env=False)
 
 
@@ -336,10 +346,15 @@ def _find_primer(env: EnvBase) -> DataLoadingPrimer:
     primers = [t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)]
     if len(primers) != 1:
         raise ValueError(
-            f"the environment has {len(primers)} DataLoadingPrimers; AsyncLLMCollector requires one: use DatasetChatEnv"
+            f"the environment has {len(primers)} DataLoadingPrimers, but AsyncLLMCollector requires one; "
+            "use DatasetChatEnv"
         )
     return primers[0]
 
 
-def _shares_weights(updater: WeightUpdater | None) -> bool:
-    return isinstance(updater, InProcessWeightUpdater) and updater.source is updater.target
+def _require_separate_weights(ahead: int, updater: WeightUpdater | None) -> None:
+    if isinstance(updater, InProcessWeightUpdater) and updater.source is updater.target:
+        raise ValueError(
+            f"ahead={ahead} samples while the loop trains and cannot be combined with a weight_updater whose source is "
+            "its target; sample from a copy (torchrl_rloo.modules.frozen_copy) or set ahead=0"
+        )

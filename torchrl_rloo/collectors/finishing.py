@@ -10,6 +10,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import collection
 from torchrl_rloo.data.segments import sampled_versions
 
+# Entries of a stepped row that the next turn or the finished row keeps, replaces or drops
 _TURN_KEYS = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
 _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
 _OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra")
@@ -19,10 +20,10 @@ _STEP_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
 
 def next_turn(row: TensorDictBase) -> TensorDictBase:
-    """Return the state before the next turn: the step's own, and keys of the whole conversation.
+    """Return the state before the next turn: the step's ``"next"`` and the keys of the whole conversation.
 
     Args:
-        row: one row that was stepped and goes on.
+        row: one stepped row, without batch dimensions, that is not done.
     """
     return row.exclude(*_TURN_KEYS).update(row["next"].exclude(*_STEP_KEYS))
 
@@ -31,11 +32,11 @@ def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> Tenso
     """Return a finished conversation as a row of the schema.
 
     Args:
-        row: one row whose ``"next"`` is done.
-        reward: ``[1, 1]``, of the whole conversation.
-        version: policy version at its first turn; overridden by the oldest version of its tokens if the policy reports
-            them.
+        row: one row, without batch dimensions, whose ``"next"`` is done.
+        reward: ``[1, 1]`` sum of the rewards of all turns.
+        version: policy version at the first turn. If the policy reports versions of tokens, the oldest replaces it.
     """
+    # Take the outcome from the last step, and everything else from the conversation
     end = row["next"]
     tokens, mask, log_probs = (end.get(key) for key in (keys.PROMPT_TOKENS, keys.ACTION_MASK, keys.LOG_PROBS))
     first_action = int(mask.int().argmax()) if mask.any() else len(mask)
@@ -44,6 +45,7 @@ def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> Tenso
     outcome["reward"] = reward
     out = {k: v for k, v in row.items() if k not in _TURN_KEYS and k not in outcome and k not in _DROPPED_KEYS}
     out |= {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *_SAMPLE_KEYS) if k in entries}
+    # Add the version, and the tokens with their masks and log-probs
     versions = sampled_versions(out)
     sampled = versions is not None and len(versions)
     out |= {

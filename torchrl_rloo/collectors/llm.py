@@ -1,7 +1,7 @@
-"""LLMCollector: finished trajectories in whole groups, each with the policy version that sampled it.
+"""Synchronous collector of finished trajectories in whole groups, each with the policy version that sampled it.
 
-It replaces TorchRL's class of the same name, which writes the version of the previous update, has no groups, and cannot
-be resumed.
+It replaces TorchRL's class of the same name, which writes the version of the previous update, does not know groups and
+cannot be resumed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CollectionProgress(NamedTuple):
     """Progress of a batch.
 
     Attributes:
-        finished: finished trajectories.
-        total: trajectories of this batch.
-        turns: dialog turns sampled for this batch.
+        finished: number of finished trajectories.
+        total: number of trajectories of the batch.
+        turns: number of dialog turns sampled for the batch.
     """
 
     finished: int
@@ -42,29 +42,36 @@ class CollectionProgress(NamedTuple):
 
 
 class LLMCollector(BaseCollector):
-    """Collects batches of finished trajectories in whole groups, by running a policy in an environment.
+    """Collector that runs a policy in an environment and returns finished trajectories in whole groups.
 
-    All conversations of the environment's batch advance together, turn by turn; ended ones are not stepped again.
-    The environment writes ``"group_id"`` and the rewards, the policy ids, masks and log-probs. The collector adds the
-    return ``("next", "reward")`` and ``"policy_version"``; :mod:`torchrl_rloo.data.keys` lists all entries of a row.
+    All conversations of a reset advance together, turn by turn, and ended ones are not stepped again. Iterating yields
+    batches of rows ``[B]``. The environment writes ``"group_id"`` and the rewards. The policy writes token ids, masks
+    and log-probs ``[T]`` of each row. The collector adds the trajectory's return ``("next", "reward")`` ``[1, 1]`` and
+    ``"policy_version"`` ``[]``. :mod:`torchrl_rloo.data.keys` lists all entries.
 
-    TorchRL's arguments: ``dialog_turns_per_batch`` is a minimum here, since groups stay whole; completed trajectories
-    are always yielded (``yield_completed_trajectories``) and versions tracked (``track_policy_version``).
+    Compared to TorchRL, ``dialog_turns_per_batch`` is a minimum, since groups stay whole. Completed trajectories are
+    always yielded (``yield_completed_trajectories``) and versions always tracked (``track_policy_version``).
 
     Args:
         env: environment whose reset draws whole groups, with a ``"group_id"`` (:class:`DatasetChatEnv`).
-        policy: takes and returns rows, e.g. :class:`TransformersWrapper`.
-        dialog_turns_per_batch: deliver as soon as the finished trajectories have at least this many policy turns; None
-            delivers each batch of the environment.
-        total_dialog_turns: stop after this many turns; -1 goes on until the dataset's epochs end.
-        weight_updater: sends new weights to the policy in :meth:`update_policy_weights_`.
-        sync_every: update the weights before every n-th batch; None leaves updates to the caller.
-        replay_buffer: also receives each batch, without its text.
-        postproc: applied to each batch before delivery.
-        progress: called with a :class:`CollectionProgress` after every turn of the batch.
+        policy: callable that takes and returns rows, e.g. :class:`TransformersWrapper`.
+        dialog_turns_per_batch: minimum number of policy turns in a batch; None delivers the rows of each reset.
+        total_dialog_turns: number of turns after which iteration stops; -1 continues until the dataset's epochs end.
+        weight_updater: sender of new weights to the policy in :meth:`update_policy_weights_`. None disables updates.
+        sync_every: number of batches between weight updates; None leaves updates to the caller.
+        replay_buffer: buffer that also receives each batch, without its text.
+        postproc: function applied to each batch before delivery.
+        progress: function called with a :class:`CollectionProgress` after every turn of the batch.
 
-    Iterating yields the rows. ``dialog_turns`` and ``num_tokens`` count delivered rows; ``policy_version`` counts the
-    weight updates that reached the policy, and each row has the version that sampled it.
+    Attributes:
+        policy_version: number of weight updates that reached the policy.
+        batches: number of delivered batches.
+        dialog_turns: number of turns in delivered rows.
+        num_tokens: number of tokens in delivered rows.
+
+    Raises:
+        ValueError: if a number is out of range, or if ``sync_every`` is set without a ``weight_updater``.
+        TypeError: if ``weight_updater`` is not a :class:`WeightUpdater`.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -101,11 +108,11 @@ class LLMCollector(BaseCollector):
         if total_dialog_turns != -1 and total_dialog_turns < 1:
             raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
         if sync_every is not None and (sync_every < 1 or weight_updater is None):
-            raise ValueError(f"sync_every={sync_every} must be None or at least 1, and needs a weight_updater")
+            raise ValueError(f"sync_every={sync_every} must be None or at least 1, and requires a weight_updater")
         if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
             raise TypeError(
                 f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
-                "whose pushes carry a version: use EngineUpdater or InProcessWeightUpdater"
+                "whose pushes carry a version; use EngineUpdater or InProcessWeightUpdater"
             )
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
@@ -129,15 +136,16 @@ class LLMCollector(BaseCollector):
         self._weight_updater = value
 
     def update_policy_weights_(self) -> None:
-        """Send the training model's weights to the policy; the version grows once they have arrived.
+        """Send the training model's weights to the policy, and increase the version once they have arrived.
 
-        The policy's ``recover`` restarts an engine that is found dead, once; the weights are then sent again.
+        If the engine is found dead, the policy's ``recover`` restarts it once, and the weights are sent again.
 
         Raises:
+            RuntimeError: if the collector has no ``weight_updater``.
             WeightSyncError: if the weights did not arrive.
         """
         if self._weight_updater is None:
-            raise RuntimeError("the collector has no weight_updater; pass LLMCollector(weight_updater=...)")
+            raise RuntimeError("weight_updater=None; pass LLMCollector(weight_updater=...) to update weights")
         try:
             self._weight_updater.push_weights(self.policy_version + 1)
         except WeightSyncError as error:
@@ -150,7 +158,7 @@ class LLMCollector(BaseCollector):
         self.policy_version += 1
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches of rows until ``total_dialog_turns`` or the dataset's epochs are reached."""
+        """Yield batches of rows until ``total_dialog_turns`` is reached or the dataset's epochs end."""
         while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
             try:
                 rows = self.collect()
@@ -159,13 +167,14 @@ class LLMCollector(BaseCollector):
             yield rows
 
     def collect(self) -> TensorDictBase:
-        """Return one batch of finished trajectories.
+        """Return one batch ``[B]`` of finished trajectories, after a weight update if one is due.
 
         Raises:
-            DatasetExhaustedError: if the dataset's epochs are over.
+            DatasetExhaustedError: if the dataset's epochs have ended.
         """
         if self.sync_every is not None and self.batches and self.batches % self.sync_every == 0:
             self.update_policy_weights_()
+        # Sample until there are enough turns; deliver a smaller batch at the end of the dataset
         batches, turns = [], 0
         while not batches or turns < (self.dialog_turns_per_batch or 0):
             try:
@@ -176,6 +185,7 @@ class LLMCollector(BaseCollector):
                 break
             batches.append(batch)
             turns += int(batch[keys.NUM_TURNS].sum())
+        # Count before postproc, which may drop rows
         self.batches += 1
         self.dialog_turns += turns
         rows = batches[0] if len(batches) == 1 else concatenate(batches)
@@ -191,32 +201,34 @@ class LLMCollector(BaseCollector):
         active = as_lazy(self.env.reset())
         if keys.GROUP_ID not in active.keys():
             raise KeyError(
-                f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown: use DatasetChatEnv, "
+                f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown; use DatasetChatEnv "
                 "or add a DataLoadingPrimer"
             )
         total, turns, version = len(active), turns_before, self.policy_version
-        places, finished = list(range(total)), [None] * total
+        indices, finished = list(range(total)), [None] * total
         returns = torch.zeros(total, 1, 1)
-        while places:
+        while indices:
+            # Take one turn of every conversation that has not ended
             stepped = step_rows(self.env, self.policy(active))
-            turns += len(places)
+            turns += len(indices)
             continuing = []
-            for place, row in zip(places, stepped.unbind(0), strict=True):
-                returns[place] += row[keys.REWARD]
+            for index, row in zip(indices, stepped.unbind(0), strict=True):
+                returns[index] += row[keys.REWARD]
                 if row[keys.DONE].any():
-                    finished[place] = finish_row(row, returns[place].clone(), version)
+                    finished[index] = finish_row(row, returns[index].clone(), version)
                 else:
-                    continuing.append((place, next_turn(row)))
-            places = [place for place, _ in continuing]
+                    continuing.append((index, next_turn(row)))
+            # Leave ended conversations out of the next turn
+            indices = [index for index, _ in continuing]
             if continuing:
                 active = stack_rows([row for _, row in continuing])
             if self.progress is not None:
-                self.progress(CollectionProgress(rows_before + total - len(places), rows_before + total, turns))
+                self.progress(CollectionProgress(rows_before + total - len(indices), rows_before + total, turns))
         release_rows(self.env, finished)
         return stack_rows(finished)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, counters, the environment's position in the data and the policy's random stream."""
+        """Return the version, the counters, the environment's position in the data and the policy's random stream."""
         sampler = self.policy.sampler_state() if hasattr(self.policy, "sampler_state") else {}
         return {
             "policy_version": self.policy_version,
@@ -228,7 +240,7 @@ class LLMCollector(BaseCollector):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; it does not contain the policy's weights."""
+        """Restore :meth:`state_dict`, which does not contain the policy's weights."""
         for name in ("policy_version", "batches", "dialog_turns", "num_tokens"):
             setattr(self, name, state_dict[name])
         self.env.load_state_dict(state_dict["env"])
@@ -236,15 +248,21 @@ class LLMCollector(BaseCollector):
             self.policy.load_sampler_state(state_dict["sampler"])
 
     def __len__(self) -> int:
-        """Raise TypeError: trajectories differ in their turns."""
+        """Raise a ``TypeError``, since trajectories differ in their number of turns."""
         raise TypeError("the number of batches of an LLMCollector is unknown in advance")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment and return the next seed. Prompts and samples follow their own seeds."""
+        """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the iteration and close the environment."""
+        """End the iteration and close the environment.
+
+        Args:
+            timeout: ignored; it is part of TorchRL's interface.
+            close_env: whether to close the environment.
+            raise_on_error: whether to raise an error if the environment is already closed.
+        """
         if not self.closed:
             self.closed = True
             if close_env:

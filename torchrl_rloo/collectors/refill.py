@@ -1,4 +1,4 @@
-"""RefillingCollector: full batches of groups with a signal, sampled from several batches if necessary."""
+"""Full batches of groups with a signal, sampled from several batches if necessary."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RefilledBatch(NamedTuple):
     """Result of :meth:`RefillingCollector.collect`.
 
     Attributes:
-        rows: to train on: whole groups with a signal, without text; None if there is none.
-        sampled: all rows sampled for the batch, for metrics: the mean of ``rows`` is biased, since groups of equal
-            rewards were dropped. None if nothing was sampled.
+        rows: ``[B]`` rows to train on: whole groups with a signal, without text. None if there is none.
+        sampled: ``[S]`` rows sampled for the batch. Take metrics of these: the mean of ``rows`` is biased, since groups
+            of equal rewards were dropped. None if nothing was sampled.
     """
 
     rows: TensorDictBase | None
@@ -31,29 +31,32 @@ class RefilledBatch(NamedTuple):
 
 
 class RefillingCollector:
-    """Collects until there are enough groups with a signal, as in DAPO (arXiv 2503.14476, section 3.2).
+    """Collector that samples until there are enough groups with a signal, as in DAPO (arXiv 2503.14476, section 3.2).
 
-    Surplus groups come first in the next batch, the oldest policy version before others; nothing is sampled while they
-    suffice. They keep the log-probs of the policy that sampled them, so the loss's ratio does not start at 1 for them.
+    Surplus groups come first in the next batch, ordered by policy version, and nothing is sampled while they suffice.
+    They keep the log-probs of the policy that sampled them, so the loss's ratio does not start at 1 for them.
 
     Args:
-        collector: of whole groups. It must not have a ``replay_buffer``, which would receive unfiltered rows, or a
-            ``postproc`` that drops rows.
-        signal: filter of groups with a signal.
-        groups_per_batch: groups of a batch.
-        max_batches: limit of batches collected for one; the result may then have fewer groups.
-        max_age: limit of policy versions that a surplus group may be behind; older ones are dropped and counted. While
-            the collector's batches have at most ``groups_per_batch`` groups, surplus waits for one step only.
-        observers: called with each collected batch before it is filtered, e.g. ``pool.update``.
+        collector: collector of whole groups. It must not have a ``replay_buffer``, which would receive unfiltered rows,
+            or a ``postproc`` that drops rows.
+        signal: filter that keeps groups with a signal.
+        groups_per_batch: number of groups in a batch.
+        max_batches: maximum number of batches collected for one result, which may then have fewer groups.
+        max_age: maximum number of policy versions that a surplus group may be behind. Older groups are dropped and
+            counted. Surplus waits one step only if the collector's batches have at most ``groups_per_batch`` groups.
+        observers: functions called with each collected batch before it is filtered, e.g. ``pool.update``.
 
     Attributes:
-        counts: ``"refill/batches"`` collected; ``"refill/groups"`` delivered; ``"refill/missing_groups"`` still missing
-            after ``max_batches``; ``"refill/short_batches"`` with missing groups; ``"refill/stale_groups"`` dropped.
+        counts: ``"refill/batches"`` collected, ``"refill/groups"`` delivered, ``"refill/missing_groups"`` still missing
+            after ``max_batches``, ``"refill/short_batches"`` with missing groups, ``"refill/stale_groups"`` dropped.
 
     Raises:
-        ValueError: for a number out of range, or a collector with a replay buffer.
+        ValueError: if a number is out of range, or if the collector has a replay buffer.
 
-    Its ``state_dict`` has the surplus and the filter's counters, but not the collector's state.
+    Example::
+
+        refill = RefillingCollector(LLMCollector(env, policy), ZeroSignalFilter(), groups_per_batch=8)
+        rows, sampled = refill.collect()  # rows of 8 groups with a signal, and all rows that were sampled
     """
 
     def __init__(
@@ -66,16 +69,16 @@ class RefillingCollector:
         max_age: int = 1,
         observers: Sequence[Callable[[TensorDictBase], Any]] = (),
     ):
-        for name, value, least in (
+        for name, value, minimum in (
             ("groups_per_batch", groups_per_batch, 1),
             ("max_batches", max_batches, 1),
             ("max_age", max_age, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+            if value < minimum:
+                raise ValueError(f"{name}={value} must be at least {minimum}")
         if getattr(collector, "replay_buffer", None) is not None:
             raise ValueError(
-                "the collector's replay_buffer receives unfiltered rows: remove it, and extend one with .rows"
+                "the collector's replay_buffer would receive unfiltered rows; remove it and extend one with .rows"
             )
         self.collector, self.signal, self.groups_per_batch = collector, signal, groups_per_batch
         self.max_batches, self.max_age, self.observers = max_batches, max_age, tuple(observers)
@@ -84,36 +87,38 @@ class RefillingCollector:
 
     @property
     def surplus_groups(self) -> int:
-        """Number of groups that wait for the next batch."""
+        """Number of groups waiting for the next batch."""
         return len(self._surplus)
 
     def collect(self) -> RefilledBatch:
-        """Return the next batch, with fewer groups or none after ``max_batches`` or at the end of the dataset's epochs.
+        """Return the next batch. It has fewer groups, or none, after ``max_batches`` or when the dataset's epochs end.
 
         Raises:
             DatasetExhaustedError: if the dataset is exhausted and no surplus is left.
         """
         self._drop_stale()
+        # Sample until surplus and new groups with a signal fill the batch
         sampled, stream = [], self.collector.iterator()
         while len(self._surplus) < self.groups_per_batch and len(sampled) < self.max_batches:
             rows = next(stream, None)
             if rows is None:
                 if not sampled and not self._surplus:
-                    raise DatasetExhaustedError("the collector has no further batch, and no group is left over")
+                    raise DatasetExhaustedError("the collector has no further batch, and no surplus group is left")
                 break
             sampled.append(rows)
             for observe in self.observers:
                 observe(rows)
             informative = tensor_rows(rows) if len(rows := self.signal.keep_informative(rows)) else rows
             self._surplus += [list(group.unbind(0)) for group in by_group(informative).values()]
+        # Deliver the oldest groups first
         self._surplus.sort(key=lambda group: (_version(group), int(group[0][keys.GROUP_ID])))
-        given, self._surplus = self._surplus[: self.groups_per_batch], self._surplus[self.groups_per_batch :]
+        delivered, self._surplus = self._surplus[: self.groups_per_batch], self._surplus[self.groups_per_batch :]
         self.counts["refill/batches"] += len(sampled)
-        self.counts["refill/groups"] += len(given)
-        self.counts["refill/missing_groups"] += self.groups_per_batch - len(given)
-        self.counts["refill/short_batches"] += len(given) < self.groups_per_batch
+        self.counts["refill/groups"] += len(delivered)
+        self.counts["refill/missing_groups"] += self.groups_per_batch - len(delivered)
+        self.counts["refill/short_batches"] += len(delivered) < self.groups_per_batch
         return RefilledBatch(
-            stack_rows([row for group in given for row in group]) if given else None,
+            stack_rows([row for group in delivered for row in group]) if delivered else None,
             concatenate(sampled) if sampled else None,
         )
 
@@ -123,7 +128,7 @@ class RefillingCollector:
         self._surplus = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Return surplus and counters, as plain values and tensors."""
+        """Return the surplus and all counters as plain values and tensors, without the collector's state."""
         return {
             "surplus": [[to_plain(row) for row in group] for group in self._surplus],
             "counts": dict(self.counts),
@@ -131,7 +136,7 @@ class RefillingCollector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore surplus and, in place, the counters."""
+        """Restore the surplus and, in place, the counters."""
         self._surplus = [[from_plain(row) for row in group] for group in state["surplus"]]
         self.counts.clear()
         self.counts.update(state["counts"])

@@ -1,4 +1,4 @@
-"""GroupSource: the groups that a step trains on, from a collector and, where asked for, refilling and a cache."""
+"""Source of the groups that a step trains on: a collector, optionally with refilling and a cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepRows(NamedTuple):
     """Rows of one training step.
 
     Attributes:
-        trained: whole groups to train on; None if no group has a signal.
-        sampled: all rows sampled for the step, to take metrics of.
+        trained: ``[B]`` rows of whole groups to train on; None if no group has a signal.
+        sampled: ``[S]`` rows sampled for the step, for metrics; None if nothing was sampled.
     """
 
     trained: TensorDictBase | None
@@ -26,17 +26,23 @@ class StepRows(NamedTuple):
 
 
 class GroupSource:
-    """Give each step its rows: one batch of a collector, or only groups with a signal.
+    """Source of each training step's rows: one batch of a collector, or only groups with a signal.
 
     Args:
-        collector: samples batches of whole groups.
-        refill: drops groups without a signal and samples until enough have one; None trains on all groups.
-        cache: fills what ``refill`` leaves empty with groups of earlier steps; None leaves it empty.
-        observe: called with each batch that is sampled, e.g. ``PassRatePool.update``; not with ``refill``, which has
-            ``observers``.
+        collector: collector of batches of whole groups.
+        refill: collector that drops groups without a signal and samples until enough have one. None trains on all
+            groups.
+        cache: cache that completes short batches of ``refill`` with groups of earlier steps. None leaves them short.
+        observe: function called with each sampled batch, e.g. ``PassRatePool.update``. It is ignored with ``refill``,
+            which has ``observers``.
 
     Raises:
-        ValueError: for a cache without ``refill``.
+        ValueError: if ``cache`` is given without ``refill``.
+
+    Example::
+
+        source = GroupSource(LLMCollector(env, policy))
+        rows, sampled = source.collect()
     """
 
     def __init__(
@@ -47,11 +53,15 @@ class GroupSource:
         observe: Callable[[TensorDictBase], None] | None = None,
     ):
         if cache is not None and refill is None:
-            raise ValueError("cache requires refill, which leaves the places that it fills; pass a RefillingCollector")
+            raise ValueError("cache requires refill, whose short batches it completes; pass a RefillingCollector")
         self.collector, self.refill, self.cache, self.observe = collector, refill, cache, observe
 
     def collect(self) -> StepRows:
-        """Return the rows of the next step."""
+        """Return the rows of the next step.
+
+        Raises:
+            DatasetExhaustedError: if the dataset's epochs have ended.
+        """
         if self.refill is None:
             rows = self.collector.collect()
             if self.observe is not None:
@@ -65,11 +75,11 @@ class GroupSource:
         return StepRows(rows, sampled)
 
     def close(self) -> None:
-        """Cancel conversations that are in flight."""
+        """Shut the collector down, which cancels conversations in flight."""
         self.collector.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the parts."""
+        """Return the states of the collector and, if present, of ``refill`` and ``cache``."""
         return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +89,7 @@ class GroupSource:
 
     @property
     def parts(self) -> list[Any]:
-        """All parts that may count or measure something, those of the environment among them."""
+        """Parts that may have counters or metrics, including those of the environment; None for absent parts."""
         env, signal = self.collector.env, None if self.refill is None else self.refill.signal
         base, sampler = getattr(env, "base_env", env), getattr(getattr(env, "primer", None), "sampler", None)
         return [base, *transforms_of(env), sampler, self.collector, signal, self.refill, self.cache]

@@ -1,4 +1,4 @@
-"""TurnSource: turns for single conversations, from an engine that takes requests at any time, or from batches."""
+"""Sources of turns for single conversations: an engine that accepts requests at any time, or a batched policy."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, Request, Sam
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
 _LOGGER = logging.getLogger(__name__)
-_QUIET_S = 0.002  # without another row, while the event loop is idle, before a batch begins
+_QUIET_S = 0.002  # time without another row on an idle event loop before a batch begins
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class TurnSource(ABC):
-    """Continues single rows of conversations, each by a turn of the policy.
+    """Base of sources that continue single rows of conversations, each by a turn of the policy.
 
-    If the policy can restart a dead engine (``recover``), turns wait until the caller calls :meth:`recover`: that reads
-    the training model's weights, so only the training loop knows when it may run.
+    If the policy can restart a dead engine (``recover``), turns wait until the caller calls :meth:`recover`. Only the
+    training loop knows when it may run, since it reads the training model's weights.
 
     Args:
-        policy: takes and returns rows.
-        version: returns the current policy version.
-        on_death: called on the event loop when the engine died and :meth:`recover` should be called.
+        policy: callable that takes and returns rows.
+        version: function that returns the current policy version.
+        on_death: function called on the event loop when the engine died and :meth:`recover` should be called.
 
     Attributes:
         death: error of an engine that waits for :meth:`recover`; None if there is none.
@@ -52,13 +52,13 @@ class TurnSource(ABC):
         """Continue one row by one turn.
 
         Args:
-            row: without batch dimensions. It does not change if the turn fails or is cancelled.
+            row: one row, without batch dimensions. It is unchanged if the turn fails or is cancelled.
 
         Returns:
             The row, or a copy, with the policy's outputs.
 
         Raises:
-            EngineDeadError: if the engine died and cannot be restarted, or died again.
+            EngineDeadError: if the engine died and cannot be restarted, or died again after a restart.
             Exception: raised by the policy on this row.
         """
         recoveries = self._recoveries
@@ -68,11 +68,11 @@ class TurnSource(ABC):
             if self._recover is None:
                 raise
             if self._recoveries == recoveries:
-                await self._recovery(error)
+                await self._wait_for_recovery(error)
             return await self._sample(row)
 
-    async def _recovery(self, error: EngineDeadError) -> None:
-        """Wait for :meth:`recover`, together with all other turns."""
+    async def _wait_for_recovery(self, error: EngineDeadError) -> None:
+        """Wait for :meth:`recover`, which releases all waiting turns at once."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.add(waiting)
         if self.death is None:
@@ -84,10 +84,12 @@ class TurnSource(ABC):
             self._waiting.discard(waiting)
 
     def recover(self) -> None:
-        """Restart a dead engine, once for all waiting turns; do not call it on the event loop. May be called again.
+        """Restart a dead engine once for all waiting turns. Does nothing if no engine is dead.
+
+        It must not be called on the event loop.
 
         Raises:
-            Exception: raised by the policy's ``recover``; turns then still wait.
+            Exception: raised by the policy's ``recover``. Turns then still wait, and it may be called again.
         """
         if self.death is None:
             return
@@ -100,19 +102,19 @@ class TurnSource(ABC):
 
     @abstractmethod
     async def _sample(self, row: TensorDictBase) -> TensorDictBase:
-        """Sample one turn, without any restart."""
+        """Sample one turn, without restarting the engine."""
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep weights in this process unused within the context. Updaters of engines need no such lock."""
+        """Keep the policy from using weights in this process within the context. Engines need no such lock."""
         yield
 
-    def close(self) -> None:  # noqa: B027  most have started nothing
-        """Stop threads that were started."""
+    def close(self) -> None:  # noqa: B027  a source without threads has nothing to stop
+        """Stop the source's threads."""
 
 
 class EngineTurns(TurnSource):
-    """Samples each turn by one request of a :class:`vLLMWrapper` to its :class:`AsyncEngine`, sent at once.
+    """Turn source that sends each turn of a :class:`vLLMWrapper` to its :class:`AsyncEngine` as one request, at once.
 
     Cancelling a turn cancels its request.
     """
@@ -127,20 +129,21 @@ class EngineTurns(TurnSource):
 
 
 class BatchedTurns(TurnSource):
-    """Samples turns of any policy in batches: a thread calls it with all waiting rows.
+    """Turn source that samples turns of any policy in batches: a thread calls it with all waiting rows.
 
-    A batch begins once no other row arrives for 2 ms, but waits no longer than the previous batch took, since answered
-    rows return one after the other. If the policy fails on a batch, it is retried row by row, so that only the failing
-    rows fail. Each row gets the version that sampled its first turn.
+    A batch begins once no other row has arrived for 2 ms, since stepped rows return one after the other. It waits no
+    longer than the previous batch took. If the policy fails on a batch, its rows are retried one by one, so that only
+    the failing rows fail. Each row gets the version that sampled its first turn.
 
     Args:
-        policy: takes and returns any number of rows. Rows have their own seeds; a sample must not depend on the others.
+        policy: callable that takes and returns any number of rows. Each row has a seed, and its sample must not depend
+            on the other rows.
         version: see :class:`TurnSource`.
         on_death: see :class:`TurnSource`.
-        max_batch_size: limit of rows in a batch; None for all waiting rows.
+        max_batch_size: maximum number of rows in a batch; None takes all waiting rows.
 
     Raises:
-        ValueError: for a ``max_batch_size`` below 1.
+        ValueError: if ``max_batch_size`` is below 1.
     """
 
     def __init__(
@@ -154,17 +157,18 @@ class BatchedTurns(TurnSource):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size={max_batch_size} must be None or at least 1")
         super().__init__(policy, version, on_death)
-        if self._recover is not None:  # TurnSource.recover replaces the policy's
+        # The policy must not recover during a batch; TurnSource.recover does
+        if self._recover is not None:
             self.policy = policy.get_new_version(recover=None)
         self.max_batch_size = max_batch_size
         self._rows: SimpleQueue[tuple[TensorDictBase, asyncio.Future] | None] = SimpleQueue()
-        self._weights = threading.Lock()
-        self._seconds = 0.05  # of the last batch; a guess before the first
+        self._weights_lock = threading.Lock()
+        self._batch_seconds = 0.05  # duration of the last batch; a guess before the first
         self._thread: threading.Thread | None = None
 
     async def _sample(self, row: TensorDictBase) -> TensorDictBase:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="turns")
+            self._thread = threading.Thread(target=self._run_batches, daemon=True, name="turns")
             self._thread.start()
         turn = asyncio.get_running_loop().create_future()
         self._rows.put((row, turn))
@@ -172,30 +176,32 @@ class BatchedTurns(TurnSource):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the policy between two batches."""
-        with self._weights:
+        """Wait for the current batch, and start no other within the context."""
+        with self._weights_lock:
             yield
 
-    def _work(self) -> None:
+    def _run_batches(self) -> None:
         while (first := self._rows.get()) is not None:
             batch, closed = self._gather(first)
             if batch := [(row, turn) for row, turn in batch if not turn.cancelled()]:
-                begin = monotonic()
+                start = monotonic()
                 rows, turns = zip(*batch, strict=True)
-                with self._weights:
+                with self._weights_lock:
                     outcomes = self._call(list(rows))
-                self._seconds = monotonic() - begin
+                self._batch_seconds = monotonic() - start
                 turns[0].get_loop().call_soon_threadsafe(_deliver, turns, outcomes)
             if closed:
                 return
 
     def _gather(self, first: tuple) -> tuple[list[tuple[TensorDictBase, asyncio.Future]], bool]:
         """Return the rows of the next batch, and whether the source is closed."""
-        batch, until = [first], monotonic() + self._seconds
-        while len(batch) != self.max_batch_size and (left := until - monotonic()) > 0:
-            turned = threading.Event()  # the event loop first finishes what is ready
-            first[1].get_loop().call_soon_threadsafe(turned.set)
-            turned.wait(left)
+        batch, deadline = [first], monotonic() + self._batch_seconds
+        while len(batch) != self.max_batch_size and (remaining := deadline - monotonic()) > 0:
+            # Let the event loop run its ready callbacks, which may submit more rows
+            callbacks_ran = threading.Event()
+            first[1].get_loop().call_soon_threadsafe(callbacks_ran.set)
+            callbacks_ran.wait(remaining)
+            # Take all rows that arrived, and stop if none arrives in the quiet time
             timeout = _QUIET_S
             while len(batch) != self.max_batch_size:
                 try:
@@ -211,21 +217,23 @@ class BatchedTurns(TurnSource):
         return batch, False
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
-        copies = [row.copy() for row in rows]  # a failed turn must not change the row
+        # Work on copies, since a failed turn must not change the row
+        copies = [row.copy() for row in rows]
         for row in copies:
             if keys.POLICY_VERSION not in row.keys():
                 row.set(keys.POLICY_VERSION, torch.tensor(self.version()))
         try:
             continued = list(self.policy(stack_rows(copies)).unbind(0))
             if len(continued) != len(rows):
-                raise ValueError(f"the policy returned {len(continued)} rows for {len(rows)}")
+                raise ValueError(f"the policy returned {len(continued)} rows for {len(rows)}; return each row once")
             return continued
+        # A dead engine fails all rows. After any other error retry the rows one by one
         except EngineDeadError as error:
             return [error] * len(rows)
         except Exception as error:
             if len(rows) == 1:
                 return [error]
-            _LOGGER.warning("a batch of %d turns failed, retrying one by one: %r", len(rows), error)
+            _LOGGER.warning("a batch of %d turns failed; retrying its rows one by one: %r", len(rows), error)
             return [self._call([row])[0] for row in rows]
 
     def close(self) -> None:
@@ -252,24 +260,24 @@ def turn_source(
     *,
     max_batch_size: int | None = None,
 ) -> TurnSource:
-    """Return the source for a policy: requests for a :class:`vLLMWrapper` over an :class:`AsyncEngine`, else batches.
+    """Return :class:`EngineTurns` for a :class:`vLLMWrapper` over an :class:`AsyncEngine`, else :class:`BatchedTurns`.
 
     Args:
-        policy: takes and returns rows.
+        policy: callable that takes and returns rows.
         version: see :class:`TurnSource`.
         on_death: see :class:`TurnSource`.
-        max_batch_size: see :class:`BatchedTurns`; engines have their own limits, and take none.
+        max_batch_size: see :class:`BatchedTurns`. It must be None for an engine, which limits its batches itself.
 
     Raises:
-        ValueError: for a policy with several samples per row, or a ``max_batch_size`` for an engine.
+        ValueError: if the policy samples several completions per row, or if ``max_batch_size`` is given for an engine.
     """
     if getattr(policy, "num_samples", None) is not None:
-        raise ValueError(f"num_samples={policy.num_samples} must be None: a conversation has one next turn")
+        raise ValueError(f"num_samples={policy.num_samples} must be None, since a conversation has one next turn")
     if isinstance(policy, vLLMWrapper) and isinstance(policy.engine, AsyncEngine):
         if max_batch_size is not None:
             raise ValueError(
                 f"max_batch_size={max_batch_size} has no effect with {type(policy.engine).__name__}, which forms its "
-                "own batches: leave it None, and limit max_in_flight instead"
+                "batches itself; leave it None and limit max_in_flight instead"
             )
         return EngineTurns(policy, version, on_death)
     return BatchedTurns(policy, version, on_death, max_batch_size=max_batch_size)

@@ -1,4 +1,4 @@
-"""Engines, which sample for policies: vLLM here, in a child process or behind HTTP, a Hugging Face model, a script."""
+"""Engines that sample for policies: vLLM in this process, in a child or behind HTTP, a Hugging Face model, a script."""
 
 from torchrl_rloo.engines.base import (
     AsyncEngine,

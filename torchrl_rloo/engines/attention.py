@@ -1,4 +1,4 @@
-"""Switching a transformers model's attention for one forward pass."""
+"""Temporary switch of a transformers model's attention implementation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOCK = threading.RLock()  # two threads that switch the same model in turn would restore each other's setting
+_LOCK = threading.RLock()  # without it, threads that switch one model would restore each other's setting
 
 
 @contextmanager
 def attention_of(config, name: str) -> Iterator[None]:
-    """Use another attention implementation, then restore the model's own.
+    """Use another attention implementation within the context, then restore the model's original one.
 
     Args:
-        config: the model's text config.
-        name: the implementation, as registered with transformers.
+        config: text config of the model.
+        name: name of the implementation, as registered with transformers.
     """
     with _LOCK:
         original, config._attn_implementation = config._attn_implementation, name

@@ -1,4 +1,4 @@
-"""Engine and AsyncEngine: the protocol between policies and whatever samples for them."""
+"""Protocol between policies and the engines that sample for them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Request:
     """One turn to sample.
 
     Args:
-        prompt: ids to continue, at least one.
+        prompt: token ids to continue, at least one.
         limit: maximum number of tokens to sample.
-        seed: of the request's own random stream, in ``[0, 2**63)``; the same request gives the same tokens.
-        distribution: to draw tokens from.
-        stop_ids: ids that end the turn; the sampled one is kept.
-        stop_strings: texts that end the turn; the ids that spell one are kept.
+        seed: seed of the request's random stream, in ``[0, 2**63)``. Equal requests give equal tokens.
+        distribution: distribution to draw tokens from.
+        stop_ids: ids that end the turn. The sampled one is kept.
+        stop_strings: texts that end the turn. The ids that spell one are kept.
     """
 
     prompt: Sequence[int]
@@ -61,10 +61,10 @@ class Sample(NamedTuple):
     """Result of a request.
 
     Attributes:
-        tokens: sampled ids, with the stop token.
-        log_probs: of the tokens, in nats, under the request's distribution; 0 if it is greedy.
-        finish: ``"stop"``, ``"length"`` at the request's limit, or ``"abort"`` if a pause ended it.
-        versions: policy version that sampled each token.
+        tokens: ``n`` sampled ids, including the stop token.
+        log_probs: ``n`` log-probs of the tokens, in nats, under the request's distribution; 0 if it is greedy.
+        finish: ``"stop"``, ``"length"`` at the request's limit, or ``"abort"`` if a pause ended the turn.
+        versions: ``n`` policy versions, one per token, of the weights that sampled it.
     """
 
     tokens: list[int]
@@ -74,15 +74,15 @@ class Sample(NamedTuple):
 
 
 class Engine(WeightTarget):
-    """Samples turns from token ids, and takes weight updates.
+    """Base of engines, which sample turns from token ids and receive weight updates.
 
-    Engines are context managers: leaving one closes it. After ``pause`` requests wait until ``resume``; after ``sleep``
-    they are refused until ``wake``.
+    An engine is a context manager, which closes it on exit. After ``pause``, requests wait until ``resume``. After
+    ``sleep``, they are refused until ``wake``.
 
     Attributes:
-        closed: whether the engine was closed.
-        asleep: whether the engine sleeps.
-        context_length: limit of prompt and continuation together; None if the engine does not report it.
+        closed: True once the engine was closed.
+        asleep: True while the engine sleeps.
+        context_length: maximum number of tokens of prompt and turn together; None if the engine does not report it.
         stop_ids: ids that end a turn according to the model, in addition to the tokenizer's.
     """
 
@@ -93,22 +93,22 @@ class Engine(WeightTarget):
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Sample all requests and return the samples in their order; common prefixes share work.
+        """Sample all requests and return one sample each, in their order. Common prefixes share computation.
 
         Raises:
-            EngineDeadError: if the engine is gone, with its own error.
-            EngineError: if it is closed, asleep, or its last update failed half-way, or if it refuses a request.
+            EngineDeadError: if the engine is dead, with its error.
+            EngineError: if the engine is closed or asleep, its last update failed half-way, or it refuses a request.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and free its resources; may be called again."""
+        """Stop the engine and release its resources. It may be called again."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the engine's memory on the device as far as possible, for training on the same device.
+        """Release as much of the engine's device memory as possible, for training on the same device.
 
-        A sleeping engine may refuse weights: wake it before an update.
+        A sleeping engine may refuse weights. Wake it before an update.
         """
 
     @abstractmethod
@@ -116,15 +116,15 @@ class Engine(WeightTarget):
         """Undo :meth:`sleep`."""
 
     def _refusal(self, ready: bool) -> EngineError | None:
-        """Return the error that any call raises now, or with ``ready`` any request; None if there is none."""
+        """Return the error that every call raises now, or every request if ``ready``; None if there is none."""
         name = f"this {type(self).__name__}"
         if self.closed:
             return EngineError(f"{name} is closed")
         if ready and self.asleep:
-            return EngineError(f"{name} is asleep: call wake() first")
+            return EngineError(f"{name} is asleep; call wake() first")
         if ready and self.failed_version is not None:
             return EngineError(
-                f"the update to version {self.failed_version} failed half-way in {name}: "
+                f"the update to version {self.failed_version} failed half-way in {name}; "
                 "update the weights again before sampling"
             )
         return None
@@ -141,10 +141,13 @@ class Engine(WeightTarget):
 
 
 class AsyncEngine(Engine):
-    """Engine that accepts requests at any time and batches them as they arrive.
+    """Base of engines that accept requests at any time and batch them as they arrive.
 
     Args:
-        request_timeout: seconds that a request of :meth:`generate` may take.
+        request_timeout: maximum duration of a :meth:`generate` call, in seconds.
+
+    Raises:
+        ValueError: if ``request_timeout`` is not above 0.
     """
 
     def __init__(self, request_timeout: float = 600.0):
@@ -154,10 +157,15 @@ class AsyncEngine(Engine):
 
     @abstractmethod
     def submit(self, request: Request) -> Future[Sample]:
-        """Accept a request and return at once. Cancelling the future cancels the request."""
+        """Accept a request and return its future at once. Cancelling the future cancels the request."""
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Submit all requests and wait for them; if one fails or is late, cancel the others."""
+        """Submit all requests and wait for their samples. If one fails or times out, cancel the others.
+
+        Raises:
+            EngineTimeoutError: if the requests take longer than ``request_timeout`` seconds.
+            EngineError: if the engine refuses a request or fails on it.
+        """
         futures = [self.submit(request) for request in requests]
         deadline = monotonic() + self.request_timeout
         try:
@@ -166,7 +174,7 @@ class AsyncEngine(Engine):
             done = sum(future.done() for future in futures)
             raise EngineTimeoutError(
                 f"{type(self).__name__} finished {done} of {len(futures)} requests in "
-                f"request_timeout={self.request_timeout} s: raise it, or lower max_new_tokens"
+                f"request_timeout={self.request_timeout} s; raise it or lower max_new_tokens"
             ) from error
         finally:
             for future in futures:
@@ -175,7 +183,7 @@ class AsyncEngine(Engine):
 
 @contextmanager
 def sleeping(engine: Engine | None) -> Iterator[None]:
-    """Keep an engine asleep within the context; do nothing for None."""
+    """Keep an engine asleep within the context. Do nothing if ``engine`` is None."""
     if engine is None:
         yield
         return

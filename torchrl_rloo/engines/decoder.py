@@ -1,4 +1,4 @@
-"""Cached decoding with a transformers model: the logits of the next token of every line.
+"""Cached decoding with a transformers model, which gives the next token's logits of every line.
 
 Importing this module imports transformers.
 """
@@ -20,31 +20,34 @@ from torchrl_rloo.engines.attention import attention_of
 from torchrl_rloo.engines.head import Head
 
 _GROUPED = "torchrl_rloo_grouped"
-_SPARE = 64  # positions a layer of the cache has room for beyond those in use, at least
+_MIN_SPARE_POSITIONS = 64  # positions that a grown cache buffer has beyond those in use, at least
 
 
 class Decoder:
-    """A model with its key-value cache.
+    """Causal language model with a key-value cache of several lines.
 
     Args:
-        model: a causal language model in evaluation mode.
-        head: the model's head, or None to use the model's own logits.
-        prompts: ids ``[P_i]`` of each line; equal prompts are read once.
-        track_seen: whether to keep ``seen``.
+        model: causal language model in evaluation mode.
+        head: head of the model; None uses the model's logits.
+        prompts: ids ``[P_i]`` of each line. Equal prompts are read once.
+        track_seen: whether to record ``seen``.
 
     Attributes:
-        logits: ``[lines, V]`` of the next token.
-        seen: ``[lines, V]`` bool, the tokens that each line holds; or None.
+        logits: ``[lines, V]`` logits of the next token.
+        seen: ``[lines, V]`` bool, True for tokens that the line contains; None without ``track_seen``.
+
+    Raises:
+        ValueError: if the model uses gradient checkpointing in training mode.
     """
 
     def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool):
         if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(
-                "gradient checkpointing in training mode switches the key-value cache off: call model.eval(); layers "
-                "are recomputed in evaluation mode too"
+                "gradient checkpointing in training mode disables the key-value cache; call model.eval(), which still "
+                "recomputes layers"
             )
 
-        # Read each distinct prompt once, padded on the left
+        # Read each distinct prompt once, padded on the left so that all end at the same position
         self.model, self.head = model, head
         unique: dict[tuple[int, ...], int] = {}
         lines = [unique.setdefault(tuple(p.tolist()), len(unique)) for p in prompts]
@@ -58,7 +61,7 @@ class Decoder:
         self.position = self.mask.sum(1)
         self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
 
-        # Decode with masks and grouped heads of our own where the model takes them
+        # Prepare boolean masks and grouped heads for decoding, if the model supports them
         config = model.config.get_text_config()
         decoder = model if head is None else head.decoder
         standard = plain and config._attn_implementation == "sdpa" and decoder._supports_attention_backend
@@ -69,6 +72,8 @@ class Decoder:
             self.seen = torch.zeros_like(self.logits, dtype=torch.bool)
             for row, prompt in enumerate(unique):
                 self.seen[row, list(prompt)] = True
+
+        # Expand distinct prompts to lines
         if len(lines) != len(unique):
             self.keep(torch.tensor(lines, device=model.device))
 
@@ -85,7 +90,7 @@ class Decoder:
         return self.model(**inputs, logits_to_keep=1).logits[:, -1].float()
 
     def keep(self, lines: torch.Tensor) -> None:
-        """Keep the given lines: a bool mask, or indices which may repeat."""
+        """Keep the lines of a bool mask ``[lines]``, or of indices ``[n]``, which may repeat."""
         indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
         self.cache.batch_select_indices(indices)
         self.mask, self.position, self.logits = self.mask[indices], self.position[indices], self.logits[indices]
@@ -93,7 +98,11 @@ class Decoder:
             self.seen = self.seen[indices]
 
     def feed(self, tokens: torch.Tensor) -> None:
-        """Append one token to every line."""
+        """Append one token to every line, and compute the logits of the next.
+
+        Args:
+            tokens: ``[lines]`` ids.
+        """
         mask = None
         if self.padded:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
@@ -106,35 +115,36 @@ class Decoder:
 
 
 class _Layer(DynamicLayer):
-    """A layer of the cache with room to grow, so that a new token does not copy all tokens before it."""
+    """Cache layer with spare positions, so that a new token does not copy all tokens before it."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values ``[B, heads, n, D]``; return all of them, as views."""
+        """Append keys and values ``[B, heads, n, D]``, and return views of all."""
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if start == 0:
             self.lazy_initialization(key_states, value_states)
-            self.room = [_with_room(states, end) for states in (key_states, value_states)]
-        elif end > self.room[0].shape[-2]:
-            self.room = [_with_room(states, end) for states in (self.keys, self.values)]
-        for room, states in zip(self.room, (key_states, value_states), strict=True):
-            room[..., start:end, :] = states
-        self.keys, self.values = (room[..., :end, :] for room in self.room)
+            self.buffers = [_grow(states, end) for states in (key_states, value_states)]
+        elif end > self.buffers[0].shape[-2]:
+            self.buffers = [_grow(states, end) for states in (self.keys, self.values)]
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[..., start:end, :] = states
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these lines only."""
+        """Keep only these lines."""
         length = self.get_seq_length()
         if length > 0:
-            self.room = [_with_room(states[indices], length) for states in (self.keys, self.values)]
-            self.keys, self.values = (room[..., :length, :] for room in self.room)
+            self.buffers = [_grow(states[indices], length) for states in (self.keys, self.values)]
+            self.keys, self.values = (buffer[..., :length, :] for buffer in self.buffers)
 
 
-def _with_room(states: torch.Tensor, length: int) -> torch.Tensor:
+def _grow(states: torch.Tensor, length: int) -> torch.Tensor:
     """Copy ``[B, heads, n, D]`` to the start of a buffer for ``length`` positions and half as many more."""
-    buffer = states.new_empty(*states.shape[:-2], length + max(_SPARE, length // 2), states.shape[-1])
+    spare = max(_MIN_SPARE_POSITIONS, length // 2)
+    buffer = states.new_empty(*states.shape[:-2], length + spare, states.shape[-1])
     buffer[..., : states.shape[-2], :] = states
     return buffer
 
@@ -149,9 +159,9 @@ def _grouped_attention(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as "sdpa" does, to the same bits, without copying the keys and values that heads share.
+    """Compute bit-identical "sdpa" attention without copying the keys and values that heads share.
 
-    transformers copies them wherever there is a mask, since CUDA has no fast kernel for both. CPUs have one.
+    transformers copies them whenever there is a mask, since CUDA has no fast kernel for both. The CPU has one.
     """
     if query.shape[2] > 1 or query.shape[1] == key.shape[1] or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -1,7 +1,7 @@
-"""Sampling from a Hugging Face causal language model, with the exact ids and the exact distribution kept.
+"""Sampling from a Hugging Face causal language model that keeps the exact ids and their exact distribution.
 
-Why not ``model.generate``: it drops a sampled EOS that equals the padding id, ignores per-row seeds and limits, and
-returns log-probs of a distribution other than the sampled one when a penalty or truncation is set.
+``model.generate`` is not used. It drops a sampled EOS that equals the padding id, and ignores per-row seeds and limits.
+With a penalty or truncation, its log-probs are not those of the sampled distribution.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from torchrl_rloo.functional.sampling import Support, draw_tokens
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What to generate: the sampling distribution and when to stop.
+    """Sampling distribution and stop conditions of a turn.
 
     Args:
-        max_new_tokens: limit on the tokens of one turn.
-        distribution: what tokens are drawn from.
-        stop_token_ids: ids that end a turn, besides the tokenizer's and the model's own end-of-sequence ids. The stop
-            token is an action token: it was sampled.
-        stop_strings: texts that end a turn once the decoded turn contains one; the ids that spell it are kept.
-        seed: of the policy's own random stream; None draws from torch's global one.
-        ignore_eos: go on after the tokenizer's and the model's own end-of-sequence ids.
+        max_new_tokens: maximum number of tokens in one turn.
+        distribution: distribution to draw tokens from.
+        stop_token_ids: ids that end a turn, in addition to the end-of-sequence ids of the tokenizer and the model. The
+            stop token was sampled, so it is an action token.
+        stop_strings: texts that end a turn once the decoded turn contains one. The ids that spell it are kept.
+        seed: seed of the policy's random stream; None draws from torch's global generator.
+        ignore_eos: whether to continue after the end-of-sequence ids of the tokenizer and the model.
+
+    Raises:
+        ValueError: if ``max_new_tokens`` is below 1, or if a stop string is empty.
     """
 
     max_new_tokens: int = 128
@@ -42,15 +45,19 @@ class GenerationConfig:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if any(not s for s in self.stop_strings):
-            raise ValueError(f"stop_strings={list(self.stop_strings)} must not hold an empty string")
+            raise ValueError(f"stop_strings={list(self.stop_strings)} must not contain an empty string; remove it")
 
     @classmethod
     def from_kwargs(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationConfig:
-        """Reads a flat ``generate_kwargs`` mapping, and refuses names it does not know.
+        """Create a config from a flat ``generate_kwargs`` mapping.
+
+        Args:
+            generate_kwargs: fields of this class and of :class:`SamplingDistribution`, and ``do_sample``. None takes
+                the defaults.
 
         Raises:
-            TypeError: for an unknown argument, with the list of known ones.
-            ValueError: for a value out of range, or ``do_sample=False`` with a temperature above 0.
+            TypeError: if a name is unknown, with the list of valid names.
+            ValueError: if a value is out of range, or if ``do_sample`` contradicts the temperature.
 
         Example:
             >>> GenerationConfig.from_kwargs({"max_new_tokens": 8, "temperature": 0.5}).distribution.temperature
@@ -58,20 +65,26 @@ class GenerationConfig:
         """
         kwargs = dict(generate_kwargs or {})
         do_sample = kwargs.pop("do_sample", None)
-        in_distribution = {f.name for f in fields(SamplingDistribution)}
-        known = {f.name for f in fields(cls)} - {"distribution"} | in_distribution
-        if unknown := sorted(set(kwargs) - known):
+        distribution_names = {f.name for f in fields(SamplingDistribution)}
+        valid = {f.name for f in fields(cls)} - {"distribution"} | distribution_names
+        if unknown := sorted(set(kwargs) - valid):
             raise TypeError(
-                f"unknown sampling arguments {unknown}; known are {sorted(known | {'do_sample'})}. "
+                f"unknown sampling arguments {unknown}; valid: {sorted(valid | {'do_sample'})}. "
                 "For several samples of a prompt use num_samples of the wrapper."
             )
+        # Translate do_sample to a temperature
         if do_sample is True and kwargs.get("temperature") == 0:
-            raise ValueError("do_sample=True, but temperature=0 is greedy: leave one of the two out")
+            raise ValueError(
+                "do_sample=True cannot be combined with temperature=0, which is greedy; remove one of them"
+            )
         if do_sample is False:
             if kwargs.get("temperature", 0) != 0:
-                raise ValueError(f"do_sample=False is greedy, but temperature={kwargs['temperature']}: set it to 0")
+                raise ValueError(
+                    f"do_sample=False is greedy and cannot be combined with temperature={kwargs['temperature']}; "
+                    "set temperature=0"
+                )
             kwargs["temperature"] = 0.0
-        distribution = SamplingDistribution(**{k: kwargs.pop(k) for k in in_distribution & set(kwargs)})
+        distribution = SamplingDistribution(**{k: kwargs.pop(k) for k in distribution_names & set(kwargs)})
         for name in ("stop_token_ids", "stop_strings"):
             if isinstance(kwargs.get(name), str | int):
                 kwargs[name] = (kwargs[name],)
@@ -83,11 +96,11 @@ class Generated(NamedTuple):
     """One sampled turn.
 
     Attributes:
-        tokens: ``[n]`` int64, the sampled ids; the last is the stop token unless ``truncated``.
-        log_probs: ``[n]`` float32, in nats, under the distribution sampled.
-        truncated: the token limit ended the turn.
-        support: the ids that top-k, top-p and min-p left at each token, int32 like their sizes; None if not asked for.
-        versions: ``[n]`` int64, policy version that sampled each token; None if the sampler does not keep count.
+        tokens: ``[n]`` int64, sampled ids. The last is the stop token unless ``truncated``.
+        log_probs: ``[n]`` float32, in nats, under the sampled distribution.
+        truncated: True if the token limit ended the turn.
+        support: ids that top-k, top-p and min-p left at each token, int32 like their sizes; None if not recorded.
+        versions: ``[n]`` int64, policy version that sampled each token; None if the sampler does not report it.
     """
 
     tokens: torch.Tensor
@@ -98,10 +111,10 @@ class Generated(NamedTuple):
 
 
 def end_of_sequence_ids(tokenizer, model=None) -> tuple[int, ...]:
-    """The ids that end a turn by the tokenizer's and, if given, the model's own account."""
+    """Return the sorted ids that end a turn according to the tokenizer and, if given, the model."""
     ids = {tokenizer.eos_token_id}
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids.update(own if isinstance(own, list | tuple) else [own])
+    model_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids.update(model_ids if isinstance(model_ids, list | tuple) else [model_ids])
     return tuple(sorted(ids - {None}))
 
 
@@ -118,24 +131,26 @@ def generate(
     head: Head | None = None,
     record_support: bool = False,
 ) -> list[Generated]:
-    """Samples one turn after each prompt. Equal prompts are read once and share the result.
+    """Sample one turn after each prompt. Equal prompts are read once.
 
     Args:
-        model: a causal language model in evaluation mode.
-        prompts: ``B`` tensors of ids ``[P_i]``, of any lengths at least 1.
-        config: the distribution and the stop strings.
-        uniforms: ``[B, L]`` numbers in ``[0, 1)``, one for each token that may be sampled.
-        limits: ``[B]`` int64, the most tokens each row may sample, at most ``L``.
+        model: causal language model in evaluation mode.
+        prompts: ``B`` tensors of ids ``[P_i]``, each of length at least 1.
+        config: distribution and stop strings.
+        uniforms: ``[B, L]`` random numbers in ``[0, 1)``, one for each token that may be sampled.
+        limits: ``[B]`` int64, maximum number of tokens of each row, at most ``L``.
         stop_ids: ids that end a turn.
-        tokenizer: decodes for stop strings; not needed without them.
-        head: the model's head, if it was found: logits are then the scorer's, in float32 for narrower weights, too.
-        record_support: whether to return which ids the truncation left at each token; not for temperature 0.
+        tokenizer: tokenizer that decodes turns for stop strings; required only with them.
+        head: head of the model. Logits are then the scorer's, in float32 even for narrower weights. None uses the
+            model's logits.
+        record_support: whether to return the ids that the truncation left at each token; not for temperature 0.
 
     Returns:
-        One :class:`Generated` a row, on the CPU.
+        One :class:`Generated` per row, on the CPU.
     """
     from torchrl_rloo.engines.decoder import Decoder  # imports transformers, which takes 2 s
 
+    # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device
     decoder = Decoder(model, head, prompts, config.distribution.repetition_penalty != 1)
     batch, length = uniforms.shape
@@ -146,11 +161,11 @@ def generate(
     log_probs = torch.zeros(batch, length, device=device)
     counts = limits.clone()
     stopped = torch.zeros(batch, dtype=torch.bool, device=device)
-    active = torch.arange(batch, device=device)  # the row of each line of the decoder
+    active = torch.arange(batch, device=device)  # row of each line of the decoder
     live = torch.ones_like(active, dtype=torch.bool)  # lines whose row is still being sampled
-    supports = _Supports(tokens) if record_support else None
+    supports = _SupportRecorder(tokens) if record_support else None
     for step in range(length):
-        # Draw a token for every line; what finished rows draw is cut off at the end
+        # Draw a token for every line. Tokens of finished rows are cut off at the end
         numbers = uniforms[active, step]
         if supports is None:
             sampled, sampled_log_probs = sample_tokens(decoder.logits, config.distribution, numbers, decoder.seen)
@@ -160,7 +175,7 @@ def generate(
             supports.add(active[live], step, full[live])
         tokens[active, step], log_probs[active, step] = sampled, sampled_log_probs
 
-        # Note which rows end here
+        # Mark the rows that end here
         done = torch.isin(sampled, stops)
         if config.stop_strings:
             done |= _contains(tokenizer, tokens[active, : step + 1], config.stop_strings)
@@ -175,19 +190,21 @@ def generate(
         if remaining == 0:
             break
 
-        # Feed the tokens to the model, without finished lines once that pays for moving the cache
+        # Feed the tokens to the model. Drop finished lines only if that saves more than moving the cache costs
         if remaining < 0.75 * len(active):
             decoder.keep(live)
             active, sampled, live = active[live], sampled[live], live[live]
         decoder.feed(sampled)
+
+    # Cut each row at its end
     lengths = counts.tolist()
-    recorded = supports.of_rows(lengths) if supports is not None else [None] * batch
+    recorded = supports.split(lengths) if supports is not None else [None] * batch
     rows = zip(tokens.cpu(), log_probs.cpu(), lengths, stopped.tolist(), recorded, strict=True)
     return [Generated(t[:n].clone(), p[:n].clone(), not s, support) for t, p, n, s, support in rows]
 
 
-class _Supports:
-    """Collects which ids a truncation left at each step, and hands them out row by row."""
+class _SupportRecorder:
+    """Recorder of the ids that a truncation left at each step, which splits them by row."""
 
     def __init__(self, tokens: torch.Tensor):
         self.sizes = torch.zeros_like(tokens, dtype=torch.int32)
@@ -201,14 +218,15 @@ class _Supports:
         self.rows.append(rows[lines])
         self.ids.append(ids.int())
 
-    def of_rows(self, lengths: Sequence[int]) -> list[Support]:
-        order = torch.cat(self.rows).argsort(stable=True)  # by row, and within a row by step as they came
+    def split(self, lengths: Sequence[int]) -> list[Support]:
+        # Sort by row; the sort is stable, so the steps of a row keep their order
+        order = torch.cat(self.rows).argsort(stable=True)
         ids, sizes = torch.cat(self.ids)[order].cpu(), self.sizes.cpu()
-        own = ids.split(sizes.sum(1).tolist())
-        return [Support(i.clone(), s[:n].clone()) for i, s, n in zip(own, sizes, lengths, strict=True)]
+        row_ids = ids.split(sizes.sum(1).tolist())
+        return [Support(i.clone(), s[:n].clone()) for i, s, n in zip(row_ids, sizes, lengths, strict=True)]
 
 
 def _contains(tokenizer, tokens: torch.Tensor, texts: Sequence[str]) -> torch.Tensor:
-    tail = 4 * max(map(len, texts)) + 8  # a character has at most four bytes, and a byte at most one token
+    tail = 4 * max(map(len, texts)) + 8  # a character has at most four bytes, and a byte takes at most one token
     decoded = tokenizer.batch_decode(tokens[:, -tail:].tolist())
     return torch.tensor([any(t in d for t in texts) for d in decoded], dtype=torch.bool, device=tokens.device)

@@ -1,4 +1,4 @@
-"""Where a causal language model's logits come from: its decoder's hidden states and its output projection."""
+"""Head of a causal language model: the decoder and the projection that compute its logits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Head:
-    """The parts of a model that turn ids into logits: ``logits = softcap(scale * (hidden @ weight.T + bias))``.
+    """Parts of a model that turn ids into logits: ``logits = softcap(scale * (hidden @ weight.T + bias))``.
 
     Attributes:
-        decoder: ids ``[B, T]`` to hidden states ``[B, T, H]``.
-        projection: an ``nn.Linear`` of ``weight`` ``[V, H]`` and perhaps ``bias`` ``[V]``, or peft's LoRA layer around
-            one. Its parameters are read at each use, so they are never stale.
-        softcap: see :func:`~torchrl_rloo.functional.token_log_probs`.
-        scale: likewise.
+        decoder: module from ids ``[B, T]`` to hidden states ``[B, T, H]``.
+        projection: ``nn.Linear`` with ``weight`` ``[V, H]`` and optionally ``bias`` ``[V]``, or peft's LoRA layer
+            around one. Its parameters are read at each use, so they are never stale.
+        softcap: soft cap of the logits, see :func:`~torchrl_rloo.functional.token_log_probs`. None disables it.
+        scale: factor of the logits.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> model = build_model(build_tokenizer(), seed=0)
+        >>> head, ids = find_head(model), torch.tensor([[1, 2, 3]])
+        >>> torch.allclose(head.logits(head.decoder(ids).last_hidden_state), model(ids).logits, atol=1e-5)
+        True
     """
 
     decoder: nn.Module
@@ -36,14 +43,20 @@ class Head:
     scale: float
 
     def token_log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **kwargs) -> TokenLogProbs:
-        """:func:`~torchrl_rloo.functional.token_log_probs` of hidden states ``[N, H]`` under this head."""
+        """Compute :func:`~torchrl_rloo.functional.token_log_probs` under this head.
+
+        Args:
+            hidden: ``[N, H]`` hidden states.
+            targets: ``[N]`` ids to score.
+            **kwargs: further arguments of that function.
+        """
         weight, bias, low_rank = self._parameters(hidden)
         shape = {"bias": bias, "softcap": self.softcap, "scale": self.scale, "low_rank": low_rank}
         return token_log_probs(hidden, weight, targets, **shape, **kwargs)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of a few hidden states in at least float32, ``[..., H]`` to ``[..., V]``, without a gradient."""
+        """Compute logits ``[..., V]`` of hidden states ``[..., H]``, in at least float32 and without a gradient."""
         flat = hidden.flatten(0, -2)
         with torch.autocast(flat.device.type, enabled=False):
             weight, bias, low_rank = self._parameters(flat)
@@ -55,19 +68,21 @@ class Head:
         return z.unflatten(0, hidden.shape[:-1])
 
     def _parameters(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, list]:
-        """Weight, bias and low-rank pairs (see ``token_log_probs``) as the projection would use them now."""
+        """Return weight, bias and low-rank pairs (see ``token_log_probs``) as the projection would use them now."""
         layer = self.projection
         if type(layer) is nn.Linear:
             return layer.weight, layer.bias, []
+        # Unmerge disabled adapters, as the layer does when it is called
         if layer.disable_adapters and layer.merged:
-            layer.unmerge()  # as the layer does itself when it is called
+            layer.unmerge()
+        # Collect the active adapters, whose low-rank products are added to the logits
         weight, bias, low_rank = layer.base_layer.weight, layer.base_layer.bias, []
         active = [] if layer.disable_adapters or layer.merged else layer.active_adapters
         for name in (n for n in active if n in layer.lora_A):
             if name in layer.lora_variant:
                 raise ValueError(
-                    f"adapter {name!r} was added to the output head later and is no plain LoRA: make a new wrapper of "
-                    "the model, which will then use full logits"
+                    f"adapter {name!r} was added to the output head later and is not a plain LoRA; create a new "
+                    "wrapper of the model, which then uses full logits"
                 )
             down, up, factor = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
             low_rank.append((down(layer.lora_dropout[name](hidden.to(down.weight.dtype))) * factor, up.weight))
@@ -77,11 +92,14 @@ class Head:
 
 
 def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
-    """Finds a model's head and proves it on a few tokens; None, with one warning, if the logits do not agree.
+    """Find a model's head, and compare its logits with the model's on a few tokens.
 
     Args:
         model: any ``AutoModelForCausalLM``, or peft's wrapper of one.
-        warn: whether to warn.
+        warn: whether to log a warning if no head is found.
+
+    Returns:
+        The head, or None if there is none or the logits differ.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     projection = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -93,14 +111,14 @@ def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
             return head
     if warn:
         _LOGGER.warning(
-            "the output head of %s was not found, so full logits are kept: memory grows with tokens times vocabulary",
+            "the output head of %s was not found, so full logits are stored; memory grows with tokens times vocabulary",
             type(model).__name__,
         )
     return None
 
 
 def _is_lora(projection: nn.Module | None) -> bool:
-    """Whether this is peft's plain LoRA around a plain layer: other adapters (DoRA, ...) are no sum of two products."""
+    """Return whether this is peft's plain LoRA around a plain layer. DoRA and others are not a sum of two products."""
     if not type(projection).__module__.startswith("peft."):
         return False
     from peft.tuners.lora.layer import Linear
@@ -110,14 +128,14 @@ def _is_lora(projection: nn.Module | None) -> bool:
 
 
 def current_head(model: nn.Module, head: Head | None, *, warn: bool = True) -> Head | None:
-    """Return ``head`` while the model still has it, else find the head again.
+    """Return ``head`` if the model still has it, else find the head again.
 
-    An adapter or resized embeddings replace a model's modules; a head found before would keep the old ones.
+    Adding an adapter or resizing embeddings replaces a model's modules, and an earlier head would keep the old ones.
 
     Args:
-        model: the model that ``head`` was found for.
-        head: what :func:`find_head` returned.
-        warn: whether to warn if the model's present head is not found.
+        model: model that ``head`` was found for.
+        head: result of :func:`find_head`; None is returned unchanged.
+        warn: whether to log a warning if no head is found.
     """
     if head is None or (model.get_output_embeddings() is head.projection and model.get_decoder() is head.decoder):
         return head
@@ -126,7 +144,7 @@ def current_head(model: nn.Module, head: Head | None, *, warn: bool = True) -> H
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and each of its modules back in its own mode on leaving."""
+    """Put a model in evaluation mode within the context, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -151,20 +169,20 @@ def _agrees(model: nn.Module, head: Head) -> bool:
 def predicting_states(
     model: nn.Module, head: Head | None, tokens: torch.Tensor, positions: torch.Tensor, **kwargs
 ) -> tuple[torch.Tensor, object]:
-    """Hidden states just before some of a batch's tokens.
+    """Compute the hidden states that predict some tokens of a batch.
 
-    Rows are padded on the right and the attention is causal, so padding needs no mask: no real token sees it.
+    Rows are padded on the right and attention is causal, so no real token attends to padding and no mask is needed.
 
     Args:
-        model: the causal language model.
-        head: its head, or None.
+        model: causal language model.
+        head: head of the model; None runs the whole model.
         tokens: ``[B, T]`` ids, padded on the right.
-        positions: ``[B, T]`` bool; never the first of a row.
-        **kwargs: passed to the decoder, or to the model.
+        positions: ``[B, T]`` bool, True for the ``N`` tokens to predict; never for the first of a row.
+        **kwargs: further arguments of the decoder or the model.
 
     Returns:
-        Hidden states ``[N, H]`` in row order, or without a head the model's logits ``[N, V]``; and all that the decoder
-        or the model returned.
+        Hidden states ``[N, H]`` in row order, or the model's logits ``[N, V]`` without a head, and the whole output of
+        the decoder or the model.
     """
     if head is None:
         out = model(input_ids=tokens, use_cache=False, **kwargs)
@@ -187,38 +205,42 @@ def score_positions(
     entropy: bool = True,
     top_k: int = 0,
 ) -> TokenLogProbs:
-    """Log-probs and entropies of some of a batch's tokens; logits are computed for those alone.
+    """Compute log-probs and entropies of some tokens of a batch. Logits are computed only for these tokens.
 
     Args:
-        model: the causal language model.
-        head: its head, or None to use full logits.
+        model: causal language model.
+        head: head of the model; None uses full logits.
         tokens: ``[B, T]`` ids, padded on the right.
-        positions: ``[B, T]`` bool, which tokens to score; never the first of a row.
-        distribution: the sampling distribution to score under.
-        hidden: what :func:`predicting_states` gives for these tokens, where somebody has it already (a packed forward,
-            say); the model is then not run.
-        support: the tokens that the truncation left at each position when it was sampled, to score under instead of
-            what ``distribution`` would leave now.
-        entropy: whether to compute entropies; they carry a gradient like the log-probs.
-        top_k: of how many most likely tokens to return ids and log-probs.
+        positions: ``[B, T]`` bool, True for the ``N`` tokens to score; never for the first of a row.
+        distribution: sampling distribution to score under.
+        hidden: ``[N, H]`` result of :func:`predicting_states` for these tokens, e.g. of a packed forward pass. None
+            runs the model.
+        support: tokens that the truncation left at each position when it was sampled. They replace those that
+            ``distribution`` would leave now. None uses ``distribution``.
+        entropy: whether to compute entropies, which carry a gradient like the log-probs.
+        top_k: number of most likely tokens whose ids and log-probs are returned.
 
     Returns:
-        Values of the ``N`` True positions in row order, in float32 nats.
+        Values ``[N]`` of the True positions in row order, in float32 nats.
 
     Raises:
-        ValueError: for a temperature of 0, or if ``hidden`` is not of ``N`` positions.
+        ValueError: if the temperature is 0, or if ``hidden`` does not have ``N`` positions.
     """
     if distribution.temperature == 0:
-        raise ValueError("temperature=0 has no log-probs to train on: a greedy policy is a point distribution")
+        raise ValueError(
+            "temperature=0 is a point distribution, which has no log-probs to train on; set a temperature above 0"
+        )
     targets = tokens[:, 1:][positions[:, 1:]]
     seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
     if hidden is None:
         hidden, _ = predicting_states(model, head, tokens, positions)
     if len(hidden) != len(targets):
-        raise ValueError(f"hidden has {len(hidden)} states for {len(targets)} scored positions: one for each is needed")
+        raise ValueError(f"hidden has {len(hidden)} states for {len(targets)} scored positions; pass one for each")
     if head is not None:
         kwargs = {"seen": seen, "support": support, "entropy": entropy, "top_k": top_k}
         return head.token_log_probs(hidden, targets, distribution=distribution, **kwargs)
+
+    # Without a head, normalize full logits
     mask = None
     if support is not None:
         mask = support.mask(slice(0, len(targets)), support.ends(), hidden.shape[-1])
@@ -234,31 +256,34 @@ def score_positions(
 
 
 def _seen_tokens(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """``[N, V]``: for each scored token, which ids precede it in its row."""
+    """Return ``[N, V]`` bool, True for the ids that precede a scored token in its row."""
     vocab_size = model.get_output_embeddings().weight.shape[0]
     rows = []
     for row, scored in zip(tokens, positions, strict=True):
-        where = scored.nonzero()[:, 0]
+        scored_at = scored.nonzero()[:, 0]
         first_seen = torch.full((vocab_size,), len(row), device=row.device)
         first_seen.scatter_reduce_(0, row, torch.arange(len(row), device=row.device), "amin")
-        rows.append(first_seen[None] < where[:, None])
+        rows.append(first_seen[None] < scored_at[:, None])
     return torch.cat(rows)
 
 
 def sampled_logits(model: nn.Module, tokens: torch.Tensor, distribution: SamplingDistribution) -> torch.Tensor:
-    """Logits of the sampled distribution at every position, ``[B, T, V]``; position ``t`` predicts token ``t``.
+    """Compute the logits of the sampled distribution at every position.
 
-    Holds all logits at once: for interoperation, not for training. Recorded supports are not looked at: the present
-    truncation applies.
+    It stores all logits at once, so use it for interoperation, not for training. Recorded supports are ignored, and the
+    truncation of ``distribution`` applies.
 
     Args:
-        model: the causal language model.
+        model: causal language model.
         tokens: ``[B, T]`` ids, padded on the right.
-        distribution: the sampling distribution.
+        distribution: sampling distribution.
+
+    Returns:
+        ``[B, T, V]`` logits in float32. Position ``t`` predicts token ``t``, and those of the first token are 0.
     """
-    everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    everywhere[:, 0] = False
-    seen = _seen_tokens(model, tokens, everywhere) if distribution.repetition_penalty != 1 else None
+    positions = torch.ones_like(tokens, dtype=torch.bool)
+    positions[:, 0] = False
+    seen = _seen_tokens(model, tokens, positions) if distribution.repetition_penalty != 1 else None
     logits = model(input_ids=tokens, use_cache=False).logits.float()
     flat = process_logits(logits[:, :-1].flatten(0, 1), distribution, seen, tokens[:, 1:].flatten())
     return torch.cat([torch.zeros_like(logits[:, :1]), flat.view_as(logits[:, 1:])], 1)

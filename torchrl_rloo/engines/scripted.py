@@ -1,4 +1,4 @@
-"""ScriptedEngine: declared turns, latencies and failures, for tests of loops and for ideal throughput."""
+"""Engine with scripted turns, latencies and failures, for tests of training loops and for ideal throughput."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ScriptedTurn:
     """Outcome of a request.
 
     Args:
-        tokens: ids to "sample"; those beyond the request's limit are dropped.
-        log_probs: of the tokens, in nats; None means 0.
-        latency: seconds of the engine's clock from start to end; tokens arrive evenly in that time.
-        finish: reason of the end.
-        error: raised at the end instead.
+        tokens: ids to return as sampled. Those beyond the request's limit are dropped.
+        log_probs: log-probs of the tokens, in nats; None means 0.
+        latency: duration in seconds of the engine's clock, at least 0. Tokens arrive evenly in that time.
+        finish: reason for the end.
+        error: error to raise at the end instead; None raises none.
     """
 
     tokens: Sequence[int]
@@ -47,7 +47,7 @@ class ScriptedTurn:
 
 
 class UpdateRecord(NamedTuple):
-    """Step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
+    """One step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
 
     step: Step
     info: dict[str, Any]
@@ -66,7 +66,7 @@ class _Run:
     due = property(lambda self: self.start + self.turn.latency)
 
     def receive(self, now: float, version: int) -> None:
-        """Stamp the tokens that arrived since the last call with this version."""
+        """Record this version for the tokens that arrived since the last call."""
         n = min(len(self.turn.tokens), self.limit)
         if now < self.due:
             n = int(n * (now - self.start) / self.turn.latency + 1e-9)  # 28.999... is 29
@@ -79,25 +79,25 @@ class _Run:
 
 
 class ScriptedEngine(base.AsyncEngine):
-    """Plays a script instead of a model, on one thread for any number of requests.
+    """Engine that plays a script instead of a model, on one thread for any number of requests.
 
-    A turn without latency is done when :meth:`submit` returns, so such scripts are deterministic. With latencies they
-    are deterministic if the test moves the clock itself and calls :meth:`tick`. Turns begin and end at the scripted
-    times, even if the thread wakes up late: ``busy_seconds`` are those of an ideal engine.
+    A turn without latency is complete when :meth:`submit` returns, so such a script is deterministic. A script with
+    latencies is deterministic if the test advances the clock and calls :meth:`tick`. Turns begin and end at the
+    scripted times, even if the thread wakes up late, so ``busy_seconds`` is that of an ideal engine.
 
     Args:
-        script: returns (or raises) the turn for a request and its index; or a list of turns in order.
-        clock: in seconds.
-        max_concurrency: limit of running requests, others wait; None is no limit.
-        request_timeout: seconds that a request of :meth:`generate` may take, by the real clock.
-        update_latency: seconds by step of an update, by the engine's clock; infinity hangs until the time-out.
-        fail_updates: error by step, raised every time; or a list of errors and None, one per occurrence.
+        script: function that returns (or raises) the turn for a request and its index, or a list of turns in order.
+        clock: function that returns the time in seconds.
+        max_concurrency: maximum number of running requests; None disables the limit.
+        request_timeout: maximum duration of a :meth:`generate` call, in seconds of the real clock.
+        update_latency: seconds of the engine's clock by step of an update; infinity hangs until the time-out.
+        fail_updates: error that a step raises every time, or a list of errors and None, one per occurrence.
 
     Attributes:
         requests: all submitted requests.
         updates: all steps of updates, as :class:`UpdateRecord`.
-        busy_seconds: time up to the last event or :meth:`tick` in which requests were running, and not frozen.
-        request_seconds: integral of their number over that time; divided by ``busy_seconds``, the mean batch size.
+        busy_seconds: time up to the last event or :meth:`tick` in which requests were running and not frozen.
+        request_seconds: integral of the number of running requests; divided by ``busy_seconds``, the mean batch size.
 
     Example:
         >>> engine = ScriptedEngine(lambda request, index: ScriptedTurn(tokens=[7, index]))
@@ -121,20 +121,20 @@ class ScriptedEngine(base.AsyncEngine):
         super().__init__(request_timeout)
         if max_concurrency is not None and max_concurrency < 1:
             raise ValueError(f"max_concurrency={max_concurrency} must be None or at least 1")
-        self._script, self.clock, self._places = script, clock, max_concurrency or inf
+        self._script, self.clock, self._slots = script, clock, max_concurrency or inf
         self.update_latency, self.fail_updates = dict(update_latency or {}), dict(fail_updates or {})
         self.requests: list[Request] = []
         self.updates: list[UpdateRecord] = []
         self._dead, self._paused, self._frozen_at = None, False, None
         self._waiting: deque[_Run] = deque()
         self._running: dict[int, _Run] = {}
-        self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until due
-        self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # of the call that holds the lock
+        self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until they are due
+        self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # results of the call that holds the lock
         self._delivering = local()
         self._connection = self._update = None
         self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
         lock = RLock()
-        self._wake, self._waiters = Condition(lock), Condition(lock)  # the thread; callers of pause and update_weights
+        self._wake, self._waiters = Condition(lock), Condition(lock)  # of the thread; of pause and update_weights
         Thread(target=self._run, name="scripted-engine", daemon=True).start()
 
     def submit(self, request: Request) -> Future[Sample]:
@@ -150,7 +150,7 @@ class ScriptedEngine(base.AsyncEngine):
             future.set_exception(error)
             return future
         with self._now():
-            self._check(ready=True)  # the script may have done anything
+            self._check(ready=True)  # the script, called without the lock, may have used the engine
             self._waiting.append(_Run(index, turn, request.limit, future))
         return future
 
@@ -162,7 +162,7 @@ class ScriptedEngine(base.AsyncEngine):
         return self._script[index]
 
     def tick(self) -> None:
-        """Process everything due by the clock; call it after moving a clock by hand."""
+        """Process everything that is due. Call it after advancing a clock by hand."""
         with self._now():
             pass
 
@@ -176,7 +176,7 @@ class ScriptedEngine(base.AsyncEngine):
 
     @contextmanager
     def _now(self) -> Iterator[float]:
-        """Hold the lock, process what is due before and after, and deliver results at the end. Do not wait within."""
+        """Hold the lock, process what is due before and after, and deliver results at the end. Do not wait inside."""
         results = []
         try:
             with self._wake:
@@ -192,11 +192,11 @@ class ScriptedEngine(base.AsyncEngine):
             self._deliver(results)
 
     def _advance(self, now: float) -> None:
-        """End what is due by now, in the order of time; each free place goes to a waiting request at once."""
+        """End turns that are due, in the order of time. Each one starts a waiting request at once."""
         self._end_due(now)
         self._count(now)
         self._begin(now)
-        self._end_due(now)  # those without latency
+        self._end_due(now)  # turns without latency
 
     def _end_due(self, now: float) -> None:
         while self._due and self._frozen_at is None and self._due[0][0] <= now:
@@ -210,7 +210,7 @@ class ScriptedEngine(base.AsyncEngine):
                 self._begin(due)
 
     def _begin(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._places and not self._paused and self.failed_version is None:
+        while self._waiting and len(self._running) < self._slots and not self._paused and self.failed_version is None:
             run = self._waiting.popleft()
             if not run.future.cancelled():
                 self._count(now)
@@ -220,14 +220,14 @@ class ScriptedEngine(base.AsyncEngine):
                     self._wake.notify()
 
     def _count(self, now: float) -> None:
-        """Add the time since the last change of the running requests; called before each change."""
+        """Add the time since the last change of the running requests. Call it before each change."""
         running = len(self._running) if self._frozen_at is None else 0
         self.busy_seconds += (now - self._counted_to) * (running > 0)
         self.request_seconds += (now - self._counted_to) * running
         self._counted_to = now
 
     def _deliver(self, results: list[tuple[Future[Sample], Sample | Exception]]) -> None:
-        """Deliver results without the lock; what a callback submits is delivered after it, not within."""
+        """Deliver results without the lock. Results of requests that a callback submits follow after it."""
         if (queue := getattr(self._delivering, "queue", None)) is not None:
             queue += results
             return
@@ -252,7 +252,7 @@ class ScriptedEngine(base.AsyncEngine):
         self._waiting.clear()
 
     def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """See :meth:`WeightTarget.pause`. Requests over ``max_concurrency`` keep waiting; a time-out ends the pause."""
+        """Pause sampling. Requests beyond ``max_concurrency`` keep waiting, and a time-out ends the pause."""
         base.check_in_flight(in_flight)
         with self._now() as now:
             self._check()
@@ -269,10 +269,10 @@ class ScriptedEngine(base.AsyncEngine):
             self._check()
             if not paused:
                 self._paused = False
-                raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s: not paused")
+                raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s; not paused")
 
     def resume(self) -> None:
-        """See :meth:`WeightTarget.resume`. After a failed update frozen requests end as they are, waiting ones fail."""
+        """Continue sampling. After a failed update, frozen requests end as they are and waiting ones fail."""
         with self._now() as now:
             self._check()
             self._thaw(now)
@@ -295,24 +295,25 @@ class ScriptedEngine(base.AsyncEngine):
             self._wake.notify()
 
     def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """See :meth:`WeightTarget.update_weights`. Checksums are compared with transport ``"direct"``, else trusted."""
+        """Do one step of a weight update. Checksums are compared with transport ``"direct"``, otherwise trusted."""
         info = dict(info or {})
         with self._now():
             self._check()
             if self.asleep and step != "abort":
                 raise self._refusal(ready=True)
             self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
-            update = self._update  # the one that this step belongs to
+            update = self._update  # the update that this step belongs to
             if step in ("bucket", "finish"):
                 open_for(update, info)
             if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
                 self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
+        # Take the scripted time without the lock. Another call may abort the update in that time
         try:
             self._play(step, timeout)
             with self._now() as now:
                 self._check()
                 if update is not self._update:
-                    raise StaleStepError(f"{step} is late: its update was aborted")
+                    raise StaleStepError(f"{step} is late; its update was aborted")
                 return [{"rank": 0, **self._take(step, info, now)}]
         except BaseException:
             with self._now():
@@ -324,10 +325,10 @@ class ScriptedEngine(base.AsyncEngine):
         """Wait and fail as scripted."""
         deadline, due = time.monotonic() + timeout, self.clock() + self.update_latency.get(step, 0.0)
         with self._waiters:
-            while (left := due - self.clock()) > 0 and self._refusal() is None:
-                if (patience := deadline - time.monotonic()) <= 0:
+            while (remaining := due - self.clock()) > 0 and self._refusal() is None:
+                if (allowed := deadline - time.monotonic()) <= 0:
                     raise EngineTimeoutError(f"{step} was not done after timeout={timeout} s")
-                self._waiters.wait(min(left, patience))
+                self._waiters.wait(min(remaining, allowed))
         failure = self.fail_updates.get(step)
         if isinstance(failure, list):
             failure = failure.pop(0) if failure else None
@@ -350,17 +351,17 @@ class ScriptedEngine(base.AsyncEngine):
         if step == "connect":
             self._connection = info | {"manifest": read_manifest(info)}
         elif step == "start" and self._connection is None:
-            raise EngineError("no transport is connected: connect before start")
+            raise EngineError("no transport is connected; connect before start")
         elif step == "start":
             self._update = OpenUpdate(self._connection["manifest"], info["version"])
         return {}
 
     def sleep(self) -> None:
-        """See :meth:`Engine.sleep`; refused while requests are running."""
+        """Put the engine to sleep, which is refused while requests are running."""
         with self._now():
             self._check()
             if self._running:
-                raise EngineError(f"{len(self._running)} requests are running: pause before sleep")
+                raise EngineError(f"{len(self._running)} requests are running; call pause() before sleep()")
             self.asleep = True
 
     def wake(self) -> None:
@@ -368,13 +369,13 @@ class ScriptedEngine(base.AsyncEngine):
         self.asleep = False
 
     def kill(self, error: Exception | None = None) -> None:
-        """Kill the engine: all requests and calls raise EngineDeadError, caused by ``error``, until a restart."""
+        """Kill the engine. All requests and calls raise an ``EngineDeadError`` caused by ``error`` until a restart."""
         with self._now():
             self._dead = error or RuntimeError("kill() was called")
             self._fail_all(self._refusal())
 
     def restart(self) -> None:
-        """See :meth:`WeightTarget.restart`; a living engine is killed first. A pause goes on."""
+        """Start the engine again with ``version`` 0, after killing it if it is alive. A pause continues."""
         self.kill()
         with self._now():
             self._dead = self._frozen_at = self._connection = self._update = self.failed_version = None

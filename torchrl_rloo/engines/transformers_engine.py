@@ -1,4 +1,4 @@
-"""TransformersEngine: a Hugging Face model as an engine, with the scorer's distribution and in-place updates."""
+"""Engine around a Hugging Face model, with the scorer's distribution and in-place weight updates."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ from torchrl_rloo.weight_update.transport import Receiver
 
 
 class TransformersEngine(Engine):
-    """Samples with a Hugging Face model in this process, on the model's device.
+    """Engine that samples with a Hugging Face model in this process, on the model's device.
 
-    Requests that share distribution and stops are sampled in one batch; a request's tokens do not depend on the batch.
-    Calls from several threads take turns. :meth:`pause` waits for the running batch for any ``in_flight``, so no turn
-    has two versions.
+    Requests with the same distribution and stops are sampled in one batch. A request's tokens do not depend on its
+    batch. Calls from several threads run one after the other. For any ``in_flight``, :meth:`pause` waits for the
+    running batch, so no turn has two versions.
 
-    Updates require the tensors of the model's ``state_dict``, tied ones under one name at least, and cast them to its
-    dtypes. With ``staged`` nothing is written before the last bucket has arrived.
+    Updates require all tensors of the model's ``state_dict``, tied ones under at least one name, and cast them to its
+    dtypes. With ``staged``, nothing is written before the last bucket has arrived.
 
     Args:
-        model: causal language model. The engine does not change its train/eval mode; call ``model.eval()`` to sample.
-            Updates write into it, so it must be a copy of the training model.
-        tokenizer: decodes for stop strings; not needed without them.
-        request_timeout: seconds that :meth:`generate` waits for its turn, with any pause.
+        model: causal language model. The engine does not change its train/eval mode, so call ``model.eval()`` to
+            sample. Updates write into it, so it must be a copy of the training model.
+        tokenizer: tokenizer that decodes turns for stop strings; required only with them.
+        request_timeout: maximum time in seconds that :meth:`generate` waits for other calls and pauses.
+
+    Raises:
+        ValueError: if ``request_timeout`` is not above 0.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -59,18 +62,24 @@ class TransformersEngine(Engine):
             raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
         self.model, self.tokenizer, self.request_timeout = model, tokenizer, request_timeout
         self.head = find_head(model, warn=False)
-        own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self.stop_ids = tuple(i for i in (own if isinstance(own, list | tuple) else [own]) if i is not None)
+        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        self.stop_ids = tuple(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if i is not None)
         self._turn = Condition()
         self._busy = self._paused = False
-        self._device: torch.device | None = None  # where a sleeping model was
+        self._device: torch.device | None = None  # device of the model before it slept
         self._receiver: Receiver | None = None
         self._abort()
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """See :meth:`Engine.generate`; it waits for the end of a pause, for at most ``request_timeout`` seconds."""
+        """Sample all requests and return one sample each, in their order, after the end of a pause.
+
+        Raises:
+            EngineTimeoutError: if a pause or another call lasts longer than ``request_timeout`` seconds.
+            EngineError: if the engine is closed or asleep, a request is invalid, or the model fails.
+        """
         for number, request in enumerate(requests):
             self._check_request(number, request)
+        # Batch the requests that share distribution and stops
         batches: dict[tuple, list[int]] = {}
         for number, r in enumerate(requests):
             batches.setdefault((r.distribution, frozenset(r.stop_ids), tuple(r.stop_strings)), []).append(number)
@@ -85,20 +94,22 @@ class TransformersEngine(Engine):
         if request.limit < 1:
             raise EngineError(f"limit={request.limit} of request {number} must be at least 1")
         if not request.prompt:
-            raise EngineError(f"the prompt of request {number} is empty; it needs at least one id to continue")
+            raise EngineError(f"the prompt of request {number} is empty; pass at least one id")
+        # On a GPU an invalid id would make CUDA unusable in this process
         vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:  # on a GPU it would end the process's CUDA
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise EngineError(
                 f"the prompt of request {number} has ids from {min(request.prompt)} to {max(request.prompt)}, but the "
-                f"model knows those from 0 to {vocabulary - 1}"
+                f"model has ids from 0 to {vocabulary - 1}"
             )
         if request.stop_strings and self.tokenizer is None:
             raise EngineError(
-                f"stop_strings of request {number} need a tokenizer: TransformersEngine(model, tokenizer)"
+                f"stop_strings of request {number} require a tokenizer; use TransformersEngine(model, tokenizer)"
             )
 
     def _sample(self, requests: Sequence[Request]) -> list[Sample]:
-        """Sample requests of one distribution and the same stops."""
+        """Sample requests that share distribution and stops."""
+        # Draw random numbers from each request's seed, so that tokens do not depend on the batch
         limits = torch.tensor([r.limit for r in requests])
         uniforms = torch.zeros(len(requests), int(limits.max()))
         for row, r in zip(uniforms, requests, strict=True):
@@ -126,10 +137,19 @@ class TransformersEngine(Engine):
         ]
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """See :meth:`WeightTarget.update_weights`; ``timeout`` limits the wait for a running batch.
+        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes.
 
-        ``adapter`` is refused. A failed step aborts its update; a late one has no effect on a newer update. The model
-        then has its old weights, unless ``failed_version`` is set.
+        A failed step aborts its update. A late step has no effect on a newer update. After a failure the model has its
+        old weights, unless ``failed_version`` is set.
+
+        Args:
+            step: name of the step. ``"adapter"`` is refused.
+            info: content of the step.
+            timeout: maximum time in seconds to wait for a running batch.
+
+        Raises:
+            EngineTimeoutError: if the running batch does not end in time.
+            EngineError: if the step fails.
         """
         steps = {
             "connect": self._connect,
@@ -155,31 +175,36 @@ class TransformersEngine(Engine):
 
     def _connect(self, info: Mapping[str, Any]) -> None:
         self._disconnect()
+        # Check that the manifest has the names and shapes of the model
         manifest, staged = read_manifest(info), info["staged"]
-        own = self.model.state_dict(keep_vars=True)  # the parameters themselves: tied ones are one object
+        tensors = self.model.state_dict(keep_vars=True)  # the parameters themselves: tied ones are one object
         for name, _, shape in manifest:
-            if name not in own:
-                raise EngineError(f"the engine's model has no tensor {name}; it has {', '.join(list(own)[:3])}, ...")
-            if shape != tuple(own[name].shape):
+            if name not in tensors:
                 raise EngineError(
-                    f"the engine's {name} has shape {list(own[name].shape)}, but {list(shape)} is to come"
+                    f"the engine's model has no tensor {name}; it has {', '.join(list(tensors)[:3])}, ..."
                 )
-        first_name = {id(own[i.name]): i.name for i in reversed(manifest)}
-        if missing := [name for name, tensor in own.items() if id(tensor) not in first_name]:
+            if shape != tuple(tensors[name].shape):
+                raise EngineError(
+                    f"the engine's {name} has shape {list(tensors[name].shape)}, but {list(shape)} is to come"
+                )
+        # Check that it covers the model. Tied tensors may come under one or several names
+        first_name = {id(tensors[i.name]): i.name for i in reversed(manifest)}
+        if missing := [name for name, tensor in tensors.items() if id(tensor) not in first_name]:
             raise EngineError(
-                f"{len(missing)} of the engine's tensors would keep their old weights, the first is {missing[0]}: send "
+                f"{len(missing)} of the engine's tensors would keep their old weights, the first is {missing[0]}; send "
                 "the whole model"
             )
         if info["transport"] not in RECEIVERS:
             raise EngineError(f"transport={info['transport']!r} must be one of {sorted(RECEIVERS)}")
-        aliases = ((i.name, first_name[id(own[i.name])]) for i in manifest)
+        # Connect, and remember the further names of tied tensors
+        aliases = ((i.name, first_name[id(tensors[i.name])]) for i in manifest)
         self._aliases = {name: first for name, first in aliases if name != first}
         self._receiver = RECEIVERS[info["transport"]](info.get("options", {}), self.model.device, 0)
         self._manifest, self._staged = manifest, staged
 
     def _start(self, info: Mapping[str, Any]) -> None:
         if self._receiver is None:
-            raise EngineError("no transport is connected: connect before start")
+            raise EngineError("no transport is connected; connect before start")
         self._abort()
         self._update = OpenUpdate(self._manifest, info["version"])
 
@@ -204,18 +229,18 @@ class TransformersEngine(Engine):
         return {"version": version, "checksums": update.checksums}
 
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        own = self.model.state_dict()
+        tensors = self.model.state_dict()
         for name, tensor in weights.items():
-            if name in self._aliases:  # its other name arrived before
-                self._check_alias(name, tensor, own[name])
+            if name in self._aliases:  # its first name arrived before
+                self._check_alias(name, tensor, tensors[name])
             else:
-                own[name].copy_(tensor)
+                tensors[name].copy_(tensor)
 
     def _check_alias(self, name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
         if checksum([tensor.to(other)]) != checksum([other]):  # compare bytes, since NaN differs from itself
             raise EngineError(
-                f"{name} and {self._aliases[name]} are one tensor in the engine's model but differ in what was sent: "
-                "untie them in the engine's model, or tie them in the training model"
+                f"{name} and {self._aliases[name]} are one tensor in the engine's model but differ in the update; "
+                "untie them in the engine's model or tie them in the training model"
             )
 
     def _abort(self) -> None:
@@ -229,10 +254,14 @@ class TransformersEngine(Engine):
             self._receiver = None
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Stop sampling once the running batch is done.
+        """Stop sampling once the running batch has ended.
+
+        Args:
+            in_flight: checked, but all values have the same effect.
+            timeout: maximum time in seconds to wait for the running batch.
 
         Raises:
-            EngineTimeoutError: if that takes longer than ``timeout``; sampling goes on.
+            EngineTimeoutError: if the batch does not end in time. Sampling then continues.
         """
         check_in_flight(in_flight)
         with self._turn:
@@ -241,20 +270,23 @@ class TransformersEngine(Engine):
             if not self._turn.wait_for(lambda: not self._busy, timeout):
                 self._paused = False
                 self._turn.notify_all()
-                raise EngineTimeoutError(f"the running batch did not end within timeout={timeout} s: the pause is off")
+                raise EngineTimeoutError(
+                    f"the running batch did not end within timeout={timeout} s; the engine is not paused"
+                )
 
     def resume(self) -> None:
+        """Continue sampling."""
         with self._turn:
             self._paused = False
             self._turn.notify_all()
 
     @contextmanager
     def _exclusive(self, timeout: float, even_paused: bool = False) -> Iterator[None]:
-        """Hold the model exclusively."""
+        """Wait until no other call uses the model, and keep others from using it within the context."""
         with self._turn:
-            waits_for = lambda: not self._busy and (even_paused or not self._paused or self.closed)  # noqa: E731
-            if not self._turn.wait_for(waits_for, timeout):
-                reason = "another call runs" if self._busy else "the engine is paused: call resume()"
+            is_free = lambda: not self._busy and (even_paused or not self._paused or self.closed)  # noqa: E731
+            if not self._turn.wait_for(is_free, timeout):
+                reason = "another call is running" if self._busy else "the engine is paused; call resume()"
                 raise EngineTimeoutError(f"the model was not free within {timeout} s: {reason}")
             self._busy = True
         try:
@@ -265,7 +297,7 @@ class TransformersEngine(Engine):
                 self._turn.notify_all()
 
     def sleep(self) -> None:
-        """Move the model from the GPU into host memory; do nothing on CPU."""
+        """Move a model on the GPU to host memory."""
         with self._exclusive(self.request_timeout, even_paused=True):
             self._check()
             if self.model.device.type == "cuda":
@@ -275,6 +307,7 @@ class TransformersEngine(Engine):
             self.asleep = True
 
     def wake(self) -> None:
+        """Move the model back to its device."""
         with self._exclusive(self.request_timeout, even_paused=True):
             self._check()
             if self._device is not None:
@@ -283,11 +316,11 @@ class TransformersEngine(Engine):
             self.asleep = False
 
     def check_health(self) -> None:
-        """Raise EngineError if the engine is closed; an engine in this process cannot die."""
+        """Raise an ``EngineError`` if the engine is closed. An engine in this process cannot die."""
         self._check()
 
     def close(self) -> None:
-        """Refuse all further calls; the caller keeps the model."""
+        """Refuse all further calls. The caller keeps the model."""
         with self._turn:
             if not self.closed:
                 self.closed = True
@@ -297,6 +330,6 @@ class TransformersEngine(Engine):
 
 def _refuse_adapter(info: Mapping[str, Any]) -> None:
     raise EngineError(
-        "TransformersEngine cannot load adapters: send the merged model with EngineUpdater, or use a vLLM engine with "
+        "TransformersEngine cannot load adapters; send the merged model with EngineUpdater, or use a vLLM engine with "
         "enable_lora=True"
     )

@@ -1,4 +1,4 @@
-"""Settings, requests and outputs of vLLM, and VLLMEngineBase: the one place that knows vLLM's names."""
+"""Settings, requests and outputs of vLLM, and the base of its engines. Only this module knows vLLM's names."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from torchrl_rloo.engines.base import (
 WORKER = "torchrl_rloo.engines.vllm_worker.WeightWorker"
 CHILD_WORKER = "torchrl_rloo.engines.vllm_child.ChildWorker"
 BACKEND = "torchrl_rloo"
-TRAINER_PID = "TORCHRL_RLOO_TRAINER_PID"  # an environment variable for the processes that an engine starts
-UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its name, "uni", it starts one more process on CPU
+TRAINER_PID = "TORCHRL_RLOO_TRAINER_PID"  # environment variable for the processes that an engine starts
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # its short name, "uni", starts one more process on CPU
 SERVER_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
 
-# Warnings of vLLM without meaning here, by logger: of layers that have no weights, at each update; of a thread count
-# that does not change.
+# Warnings of vLLM that mean nothing here, by logger. The first is of layers without weights, at each update. The second
+# is of a thread count that does not change
 NOISE = {
     "vllm.model_executor.model_loader.reload.layerwise": "Failed to load weights",
     "vllm.v1.worker.cpu_worker": "torch.set_num_threads",
 }
 
-MIN_TEMPERATURE = 0.01  # vLLM's, above 0
+MIN_TEMPERATURE = 0.01  # vLLM's minimum above 0
 
 _SET_HERE = {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"}
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "error": "abort"}
 
-# Environment variables that vLLM reads at import and when it starts a process. A user's own values win.
+# Environment variables that vLLM reads at import and when it starts a process. Values that the user set have priority
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -61,8 +61,8 @@ def process_variables(own_process: bool, threads: int | None = None) -> dict[str
     """Return the environment variables that vLLM requires and that are not set.
 
     Args:
-        own_process: whether the engine runs in its own process.
-        threads: OpenMP threads of that process, overriding the current value; None leaves it to torch.
+        own_process: whether the engine runs in a separate process.
+        threads: number of OpenMP threads of that process, which replaces the current value; None leaves it to torch.
     """
     wanted = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     if not torch.cuda.is_available():
@@ -77,14 +77,14 @@ def process_variables(own_process: bool, threads: int | None = None) -> dict[str
 
 @contextmanager
 def vllm_environment(own_process: bool, threads: int | None = None, **more: str) -> Iterator[None]:
-    """Set :func:`process_variables` and ``more`` while vLLM is imported or starts its processes."""
+    """Set :func:`process_variables` and ``more`` within the context, in which vLLM is imported or starts processes."""
     wanted = process_variables(own_process, threads) | more
-    before = {name: os.environ.get(name) for name in wanted}
+    previous = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -101,7 +101,7 @@ def silence_noise() -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch afterwards: vLLM seeds and uses them."""
+    """Restore the random generators of Python, NumPy and torch after the context, since vLLM seeds and uses them."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         try:
@@ -112,29 +112,29 @@ def random_states_kept() -> Iterator[None]:
 
 
 def require_vllm() -> None:
-    """Import vLLM; call it within :func:`vllm_environment`.
+    """Import vLLM. Call it within :func:`vllm_environment`.
 
     Raises:
-        ImportError: with the extra to install.
+        ImportError: if vLLM is not installed.
     """
     try:
         import vllm  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "this engine needs vllm: pip install 'torchrl_rloo[vllm]' for GPUs; the README says how on CPU"
+            "this engine requires vllm; run pip install 'torchrl_rloo[vllm]' for GPUs, or see the README for CPU"
         ) from error
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of a vLLM engine: log-probs of the sampled distribution, and weights from an updater.
+    """Complete the arguments of a vLLM engine, for log-probs of the sampled distribution and weights from an updater.
 
     Raises:
-        ValueError: for an argument that the toolkit sets itself.
+        ValueError: if the toolkit sets an argument itself.
     """
     if clash := sorted(_SET_HERE & set(arguments)):
-        raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}: remove it")
+        raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
     defaults = {
-        "logprobs_mode": "processed_logprobs",  # of the sampled distribution, not of the plain softmax
+        "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, not of the plain softmax
         "worker_extension_cls": WORKER,
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
@@ -145,16 +145,16 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             "enforce_eager": True,
             "block_size": 32,
             "kv_cache_memory_bytes": 256 << 20,
-            "enable_chunked_prefill": False,  # it kills the engine for a seeded request: a CPU generator cannot rewind
+            "enable_chunked_prefill": False,  # a seeded request would kill the engine: a CPU generator cannot rewind
         }
     return defaults | dict(arguments)
 
 
 def engine_arguments(model: str | PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return :func:`plain_arguments` as vLLM's classes take them.
+    """Return :func:`plain_arguments` in the form that vLLM's classes take.
 
     Raises:
-        ValueError: for an argument that the toolkit sets itself.
+        ValueError: if the toolkit sets an argument itself.
     """
     from vllm.config import WeightTransferConfig
 
@@ -172,14 +172,14 @@ def stop_ids_of(model_config: Any) -> tuple[int, ...]:
 
 
 def adapter_request(path: str, new: bool) -> Any:
-    """Return vLLM's name of the engine's LoRA adapter.
+    """Return vLLM's ``LoRARequest`` for the engine's adapter.
 
-    There is one adapter under one name, replaced in place, so that frozen requests go on with the new one. The caller
-    drops everything cached of the old one.
+    There is one adapter under one name. It is replaced in place, so that frozen requests continue with the new one. The
+    caller drops everything cached of the old one.
 
     Args:
         path: directory of the adapter.
-        new: whether to load it now; False to sample with it.
+        new: whether to load the adapter now; False samples with it.
     """
     from vllm.lora.request import LoRARequest
 
@@ -187,18 +187,21 @@ def adapter_request(path: str, new: bool) -> Any:
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
-    """Return a request as arguments of vLLM's ``SamplingParams``, also accepted by its server.
+    """Return a request as arguments of vLLM's ``SamplingParams``, which its server also accepts.
 
     Raises:
-        EngineError: for distributions that vLLM samples differently from the scorer: min-p with top-p, which it applies
-            in the other order, and a temperature below 0.01, which it raises to 0.01.
+        EngineError: if vLLM would sample another distribution than the scorer's. It applies min-p and top-p in the
+            other order, and raises a temperature below 0.01 to 0.01.
     """
     d = request.distribution
     if 0 < d.temperature < MIN_TEMPERATURE:
-        raise EngineError(f"temperature={d.temperature} would be raised to {MIN_TEMPERATURE} by vLLM: set 0 for greedy")
+        raise EngineError(
+            f"temperature={d.temperature} must be 0 or at least {MIN_TEMPERATURE}, to which vLLM would raise it; set 0 "
+            "for greedy sampling"
+        )
     if d.min_p > 0 and d.top_p < 1:
         raise EngineError(
-            f"vLLM truncates by min_p={d.min_p} before top_p={d.top_p}, the scorer after it: set only one of the two"
+            f"vLLM truncates by min_p={d.min_p} before top_p={d.top_p}, the scorer after it; set only one of the two"
         )
     return {
         "max_tokens": request.limit,
@@ -210,16 +213,21 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "repetition_penalty": d.repetition_penalty,
         "stop_token_ids": list(request.stop_ids),
         "stop": list(request.stop_strings),
-        "ignore_eos": True,  # the ids that end a turn are all in stop_token_ids
+        "ignore_eos": True,  # stop_token_ids has all ids that end a turn
         "detokenize": bool(request.stop_strings),
-        "skip_special_tokens": False,  # a stop string may be one
+        "skip_special_tokens": False,  # a stop string may be a special token
         "spaces_between_special_tokens": False,
-        "logprobs": 0,  # of the sampled token only
+        "logprobs": 0,  # return the sampled token's only
     }
 
 
 def sample_of(request: Request, output: Any) -> Sample:
-    """Convert a finished ``CompletionOutput`` of vLLM."""
+    """Convert a finished ``CompletionOutput`` of vLLM to a sample.
+
+    Raises:
+        EngineDeadError: if the engine was restarted, so that its weights have no policy version.
+        EngineError: if vLLM returned different numbers of tokens, log-probs and versions.
+    """
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
     spans = [(s.version, s.start, s.end) for s in output.weight_versions or ()]
@@ -227,7 +235,7 @@ def sample_of(request: Request, output: Any) -> Sample:
 
 
 def sample_of_reply(request: Request, choice: Mapping[str, Any]) -> Sample:
-    """Convert a choice in the reply of vLLM's server."""
+    """Convert a choice in the reply of vLLM's server to a sample, with the errors of :func:`sample_of`."""
     log_probs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
     spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
     return _sample(request, choice["token_ids"] or [], log_probs, choice["finish_reason"], spans)
@@ -237,10 +245,12 @@ def _sample(
     request: Request, tokens: list[int], log_probs: list[float], finish: str, spans: list[tuple[str, int, int]]
 ) -> Sample:
     if request.distribution.temperature == 0:
-        log_probs = [0.0] * len(tokens)  # vLLM's are of the softmax at temperature 1 there
+        log_probs = [0.0] * len(tokens)  # vLLM returns log-probs of the softmax at temperature 1
     unknown = [name for name, _, _ in spans if not name.isdecimal()]
     if unknown:
-        raise EngineDeadError(f"the engine was restarted: its weights are {unknown[0]!r}, not of a policy version")
+        raise EngineDeadError(
+            f"the engine was restarted: its weights are {unknown[0]!r}, not a policy version; call restart()"
+        )
     versions = [int(name) for name, start, end in spans for _ in range(start, end)]
     if not len(tokens) == len(log_probs) == len(versions):
         raise EngineError(
@@ -250,20 +260,23 @@ def _sample(
 
 
 class VLLMEngineBase(Engine):
-    """Common part of vLLM engines: weight updates as calls of their workers."""
+    """Base of vLLM engines, which sends the steps of weight updates to their workers.
+
+    A subclass implements the abstract methods. The engine's ``version`` changes once all workers report it.
+    """
 
     _staged = True
-    _adapter_failed = False  # if failed_version is set: whether only the adapter is in doubt, and the weights are whole
-    _adapter: Any = None  # names the adapter in requests; None samples with the weights only
+    _adapter_failed = False  # True if failed_version is of an adapter only, so that the weights are intact
+    _adapter: Any = None  # name of the adapter in requests; None samples with the weights only
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Number of workers of the engine; each takes part in an update."""
+        """Number of workers of the engine. Each takes part in an update."""
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:
-        """Call a method of every worker, and return the results."""
+        """Call a method of every worker and return the results."""
 
     @abstractmethod
     def _stamp(self, version: int, timeout: float) -> None:
@@ -271,11 +284,13 @@ class VLLMEngineBase(Engine):
 
     @abstractmethod
     def _load_adapter(self, path: str, version: int, timeout: float) -> None:
-        """Load a LoRA adapter, and sample with it from now on."""
+        """Load a LoRA adapter and sample with it from now on."""
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes."""
         info = dict(info or {})
-        if self.asleep and step != "abort":  # writing to freed GPU memory would end the process
+        # Writing to released GPU memory would end the process
+        if self.asleep and step != "abort":
             raise self._refusal(ready=True)
         if step == "connect":
             self._staged = info["staged"]
@@ -291,33 +306,36 @@ class VLLMEngineBase(Engine):
         if step == "adapter":
             self._take_adapter(info, timeout)
             return [{"version": self.version, "checksums": [info["checksum"]]}]
+        # Finish: the weights count as failed until every worker has reported the version
         self.failed_version, self._adapter_failed = info["version"], False
         self._rpc("finish_weight_update", timeout=timeout)
         reports = self._rpc("weight_report", timeout=timeout)
         if wrong := [report for report in reports if report["version"] != info["version"]]:
             raise EngineError(f"a worker was sent version {wrong[0]['version']}, but finish is of {info['version']}")
-        self._adapter = None  # a reload of the weights drops all adapters
+        self._adapter = None  # reloading the weights drops all adapters
         self._stamp(info["version"], timeout)
         self.version, self.failed_version = info["version"], None
         return reports
 
     def _take_adapter(self, info: Mapping[str, Any], timeout: float) -> None:
-        if self.failed_version is not None and not self._adapter_failed:  # an adapter does not repair the weights
+        # An adapter does not repair weights whose update failed
+        if self.failed_version is not None and not self._adapter_failed:
             raise self._refusal(ready=True)
         self._rpc("check_adapter", info["path"], info["checksum"], timeout=timeout)
-        before = self.failed_version
+        # A failed load keeps the old adapter, but a late one may still replace it
+        previous_failure = self.failed_version
         self.failed_version, self._adapter_failed = info["version"], True
         try:
             self._load_adapter(info["path"], info["version"], timeout)
         except EngineError as error:
-            if not isinstance(error, EngineTimeoutError):  # a late one may still replace the old one
-                self.failed_version = before
+            if not isinstance(error, EngineTimeoutError):
+                self.failed_version = previous_failure
             raise
         self._stamp(info["version"], timeout)
         self.version, self.failed_version = info["version"], None
 
     def _reset_to_checkpoint(self) -> None:
-        """Count a restart, and forget everything sent before it."""
+        """Count a restart and reset everything sent before it."""
         self.start_count += 1
         self.version, self.failed_version, self._adapter, self._staged = 0, None, None, True
         self.asleep = False

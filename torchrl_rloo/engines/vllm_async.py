@@ -1,4 +1,4 @@
-"""AsyncVLLMEngine: vLLM in a child process, which samples while the trainer trains."""
+"""Engine around vLLM in a child process, which samples while the trainer trains."""
 
 from __future__ import annotations
 
@@ -39,32 +39,39 @@ from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, Lo
 
 T = TypeVar("T")
 
-_STARTING = Lock()  # a start changes the environment, and identifies the processes that it began
+_START_LOCK = Lock()  # a start changes the environment, and must recognize the processes that it started
 _LOG = "errors.log"
-_LAST_LINES = 12  # of the log, in errors
-_LAST_SECONDS = 10.0  # for a failed process to end, with what it logs last
+_LOG_TAIL_LINES = 12  # lines of the log that an error quotes
+_EXIT_TIMEOUT_S = 10.0  # time for a failed process to write its last log lines and exit
 
 
 class AsyncVLLMEngine(LoopEngine):
-    """Samples with vLLM's ``AsyncLLM``, whose engine core is a child process.
+    """Engine that samples with vLLM's ``AsyncLLM``, whose engine core is a child process.
 
-    The child imports the main module, as in ``multiprocessing``: a script needs ``if __name__ == "__main__":``. It ends
-    with this process, even a killed one, and with the last reference to this object.
+    The child imports the main module, as in ``multiprocessing``, so a script requires ``if __name__ == "__main__":``.
+    The child ends when this process ends, even if it is killed, or when the last reference to the engine is deleted.
 
     Args:
         model: local directory or hub id, in Hugging Face format.
-        threads: OpenMP threads of the child; None leaves it to torch.
-        devices: GPUs of the child, as in ``CUDA_VISIBLE_DEVICES``: ``"1"`` leaves the first to the trainer; None uses
-            those of this process.
-        request_timeout: seconds that a request of :meth:`generate` may take.
-        start_timeout: seconds that the engine may take to start.
-        **arguments: of ``vllm.AsyncEngineArgs``: ``dtype``, ``max_model_len``, ``tensor_parallel_size``,
-            ``enable_lora``, and ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
+        threads: number of OpenMP threads of the child; None leaves it to torch.
+        devices: GPUs of the child, as in ``CUDA_VISIBLE_DEVICES``: ``"1"`` leaves the first GPU to the trainer. None
+            uses the GPUs of this process.
+        request_timeout: maximum duration of a :meth:`generate` call, in seconds.
+        start_timeout: maximum duration of the start, in seconds.
+        **arguments: arguments of ``vllm.AsyncEngineArgs``, e.g. ``dtype``, ``max_model_len``,
+            ``tensor_parallel_size``, ``enable_lora``, and ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
 
     Raises:
         ImportError: if vLLM is not installed.
-        ValueError: for an argument that the toolkit sets itself, or a time of 0 or less.
-        EngineError: if vLLM does not start, with its error; EngineTimeoutError if it takes too long.
+        ValueError: if the toolkit sets an argument itself, or if a time is not above 0.
+        EngineTimeoutError: if vLLM takes too long to start.
+        EngineError: if vLLM does not start, with its error.
+
+    Example::
+
+        with AsyncVLLMEngine("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16", devices="1") as engine:
+            future = engine.submit(Request(prompt=[1, 2, 3], limit=16, seed=0))
+            sample = future.result()  # up to 16 tokens, log_probs and versions
     """
 
     def __init__(
@@ -90,7 +97,7 @@ class AsyncVLLMEngine(LoopEngine):
     def _start(self) -> None:
         self._core = self._start_core()
         self._loop = self._core.loop
-        self._finalizer = weakref.finalize(self, self._core.close, CLOSED)  # also at the exit of the process
+        self._finalizer = weakref.finalize(self, self._core.close, CLOSED)  # also runs at exit
         self.stop_ids = stop_ids_of(self._core.llm.model_config)
         self.context_length = self._core.llm.model_config.max_model_len
         self._stamp(0, timeout=60.0)
@@ -114,7 +121,7 @@ class AsyncVLLMEngine(LoopEngine):
         self._finish_restart()
 
     def _end(self, error: EngineError) -> None:
-        self._finalizer.detach()  # it would keep the dead core
+        self._finalizer.detach()  # otherwise it would keep the dead core
         self._core.close(error)
 
     async def _sample(self, request: Request) -> Sample:
@@ -133,10 +140,10 @@ class AsyncVLLMEngine(LoopEngine):
     async def _name_weights(self, version: int) -> None:
         await self._core.ask(self._core.llm.update_weight_version(str(version)))
         if not await self._core.ask(self._core.llm.reset_prefix_cache(reset_running_requests=True)):
-            raise EngineError("vLLM did not drop its prefix cache, so that samples may be of old weights")
+            raise EngineError("vLLM did not drop its prefix cache, so samples may be of old weights; call restart()")
 
     async def _sleep_engine(self) -> None:
-        if torch.cuda.is_available() and not self.asleep:  # on CPU vLLM can free nothing
+        if torch.cuda.is_available() and not self.asleep:  # vLLM cannot release memory on CPU
             await self._core.ask(self._core.llm.sleep(level=1, mode="wait"))
 
     async def _wake_engine(self) -> None:
@@ -152,7 +159,7 @@ class AsyncVLLMEngine(LoopEngine):
 
 
 class _Core:
-    """Started ``AsyncLLM`` with its loop and its processes."""
+    """A started ``AsyncLLM`` with its loop and its processes."""
 
     def __init__(
         self,
@@ -170,7 +177,7 @@ class _Core:
         self._death: str | None = None
         self._log_read = 0
         try:
-            with _STARTING, vllm_environment(own_process=True, threads=threads, **variables):
+            with _START_LOCK, vllm_environment(own_process=True, threads=threads, **variables):
                 require_vllm()
                 with self._child_logs():
                     self._start(model, dict(arguments), timeout)
@@ -186,16 +193,17 @@ class _Core:
         if not torch.cuda.is_available() and arguments.get("tensor_parallel_size", 1) == 1:
             arguments.setdefault("distributed_executor_backend", UNIPROC)
         settings = engine_arguments(model, arguments) | {"worker_extension_cls": CHILD_WORKER}
-        settings["log_config_file"] = os.environ["VLLM_LOGGING_CONFIG_PATH"]  # vLLM may have read it before
+        settings["log_config_file"] = os.environ["VLLM_LOGGING_CONFIG_PATH"]  # vLLM may have read the variable before
 
-        async def start() -> Any:  # on the loop, which vLLM then uses
+        async def start() -> Any:  # runs on the loop, which vLLM then uses
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
 
-        before = set(multiprocessing.active_children())
+        # Kill the processes of a failed start, which vLLM may leave running
+        earlier_processes = set(multiprocessing.active_children())
         try:
             self.llm = self.loop.call(start(), timeout, "starting vLLM")
         except BaseException as error:
-            for process in set(multiprocessing.active_children()) - before:
+            for process in set(multiprocessing.active_children()) - earlier_processes:
                 if process.name.startswith("EngineCore"):
                     process.kill()
             if isinstance(error, EngineTimeoutError) or not isinstance(error, Exception):
@@ -218,7 +226,7 @@ class _Core:
         return last.outputs[0]
 
     async def ask(self, work: Awaitable[T]) -> T:
-        """Await an answer of vLLM, and raise its errors as ours."""
+        """Await an answer of vLLM, and convert its errors to an ``EngineError``."""
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
         from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -231,43 +239,45 @@ class _Core:
         except Exception as error:
             if self.dead():
                 raise self.death() from error
-            self._log_read = self._log_size()  # later errors do not repeat these lines
+            self._log_read = self._log_size()  # keep later errors from repeating these lines
             cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
             raise EngineError(f"vLLM: {type(cause).__name__}: {cause}") from error
 
     def dead(self) -> bool:
-        """Return whether the engine is gone."""
+        """Return whether vLLM or one of its processes has stopped."""
         return not hasattr(self, "llm") or self.llm.errored or not all(p.is_alive() for p in self._processes)
 
     def death(self) -> EngineDeadError:
         """Return the error of a dead engine."""
-        if self._death is None:  # once: all requests in flight ask
-            until = monotonic() + _LAST_SECONDS
-            while any(process.exitcode is None for process in self._processes) and monotonic() < until:
+        # Describe the death once, since all requests in flight raise it
+        if self._death is None:
+            deadline = monotonic() + _EXIT_TIMEOUT_S
+            while any(process.exitcode is None for process in self._processes) and monotonic() < deadline:
                 sleep(0.01)
             ended = [process for process in self._processes if process.exitcode is not None]
             ends = [f"{p.name} (pid {p.pid}) ended with exit code {p.exitcode}" for p in ended]
-            self._death = f"vLLM is gone: {', '.join(ends) or 'its engine core stopped'}"
-            self._log_read = 0  # an error of the engine's last moments may have had its lines
+            self._death = f"vLLM is dead: {', '.join(ends) or 'its engine core stopped'}"
+            self._log_read = 0  # quote the whole log, of which an earlier error may have quoted the last lines
             self._death += f"; call restart(){self._log()}"
         return EngineDeadError(self._death)
 
     def close(self, error: EngineError) -> None:
-        """End the engine; requests in flight and later ones fail with ``error``. May be called again."""
+        """Stop the engine. Requests in flight and later ones fail with ``error``. It may be called again."""
         self._closing = True
         if hasattr(self, "llm"):
             self.loop.end(error, final=True)
             if (handler := self.llm.output_handler) is not None:
-                self.loop.loop.call_soon_threadsafe(handler.cancel)  # it would log the end as a failure
+                self.loop.loop.call_soon_threadsafe(handler.cancel)  # otherwise it would log the end as a failure
             self.llm.shutdown(timeout=5.0)
-            del self.llm  # its finalizer would fail at Python's exit
+            del self.llm  # otherwise its finalizer would fail at Python's exit
+        # Kill processes that do not end, and remove the shared memory that killed ones leave
         for process in self._processes:
             process.join(timeout=5.0)
             if process.is_alive():
                 process.kill()
                 process.join(timeout=5.0)
         for path in self._shared:
-            Path(path).unlink(missing_ok=True)  # left by killed processes
+            Path(path).unlink(missing_ok=True)
         self.loop.close(error)
         self._folder.cleanup()
 
@@ -278,10 +288,11 @@ class _Core:
 
     @contextmanager
     def _child_logs(self) -> Iterator[None]:
-        """Log errors of the processes to start into a file, since vLLM reports little of them to the parent."""
+        """Log errors of processes started within the context to a file, since vLLM reports few to the parent."""
         if "VLLM_LOGGING_CONFIG_PATH" in os.environ:
             yield
             return
+        # Log to the console as before, and errors also to the file
         folder = Path(self._folder.name)
         level, stream = os.environ["VLLM_LOGGING_LEVEL"], os.environ["VLLM_LOGGING_STREAM"]
         line = "%(levelname)s %(asctime)s [%(processName)s %(filename)s:%(lineno)d] %(message)s"
@@ -300,8 +311,9 @@ class _Core:
         try:
             yield
         finally:
+            # Remove the file's handler from this process, which vLLM also configured
             del os.environ["VLLM_LOGGING_CONFIG_PATH"]
-            logger = logging.getLogger("vllm")  # vLLM also configures this process
+            logger = logging.getLogger("vllm")
             for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
                 if Path(handler.baseFilename).parent == folder:
                     logger.removeHandler(handler)
@@ -315,14 +327,14 @@ class _Core:
         if self._log_size() <= self._log_read:
             return ""
         lines = (Path(self._folder.name) / _LOG).read_bytes()[self._log_read :].decode(errors="replace").splitlines()
-        return "\n".join(["; its log ends with:", *lines[-_LAST_LINES:]])
+        return "\n".join(["; its log ends with:", *lines[-_LOG_TAIL_LINES:]])
 
 
 def _shared_files(pids: list[int]) -> set[str]:
-    """Return named shared memory of processes and their descendants, except semaphores, which Python frees itself."""
+    """Return the named shared memory of processes and their descendants, except semaphores, which Python releases."""
     if not sys.platform.startswith("linux"):
         return set()
-    import psutil  # vLLM needs it too
+    import psutil  # vLLM depends on it
 
     roots = [psutil.Process(pid) for pid in pids]
     processes = roots + [child for root in roots for child in root.children(recursive=True)]

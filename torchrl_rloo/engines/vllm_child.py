@@ -1,4 +1,4 @@
-"""ChildWorker: the weight worker in a child process, which ends with its trainer.
+"""Worker extension for a child process, which ends when the trainer's process ends.
 
 vLLM imports this file by the name of its worker extension, :class:`ChildWorker`.
 """
@@ -14,16 +14,16 @@ from torchrl_rloo.engines.vllm_worker import WeightWorker
 
 
 class ChildWorker(WeightWorker):
-    """:class:`~torchrl_rloo.engines.vllm_worker.WeightWorker` in a process that ends with the trainer's."""
+    """:class:`~torchrl_rloo.engines.vllm_worker.WeightWorker` in a child process that ends with the trainer's."""
 
 
 def _end_with(pid: int) -> None:
-    """End this process once process ``pid`` is gone: vLLM would wait for ever and keep the device's memory."""
+    """End this process once process ``pid`` has ended. Otherwise vLLM would wait forever and keep device memory."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         os._exit(1)
-    except (AttributeError, OSError):  # not on Linux, or an old one
+    except (AttributeError, OSError):  # another system, or an old Linux
         return
     poll = select.poll()
     poll.register(handle, select.POLLIN)

@@ -1,4 +1,4 @@
-"""VLLMEngine: vLLM in the calling process, with weights by reference."""
+"""Engine around vLLM in the calling process, with weights passed by reference."""
 
 from __future__ import annotations
 
@@ -34,35 +34,41 @@ from torchrl_rloo.engines.vllm_api import (
     vllm_environment,
 )
 
-PATIENCE = 600.0  # seconds that generate waits for resume
+PATIENCE = 600.0  # seconds that generate waits for resume()
 
 
 class VLLMEngine(VLLMEngineBase):
-    """Samples with vLLM in this process, e.g. on the GPU that trains, or inside an actor.
+    """Engine that samples with vLLM in this process, e.g. on the GPU that trains, or inside an actor.
 
-    A process can have one live engine: vLLM keeps its parallel state in globals. Calls from several threads take turns,
-    so :meth:`pause` waits for a running :meth:`generate` for any ``in_flight``.
+    A process can have one live engine, because vLLM keeps its parallel state in globals. Calls from several threads run
+    one after the other, so :meth:`pause` waits for a running :meth:`generate` for any ``in_flight``.
 
     Args:
         model: local directory or hub id, in Hugging Face format.
-        **arguments: of ``vllm.LLM``: ``dtype``, ``max_model_len``, ``gpu_memory_utilization``, ``enable_lora``, and
-            ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
+        **arguments: arguments of ``vllm.LLM``, e.g. ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
+            ``enable_lora``, and ``enable_sleep_mode`` for :meth:`sleep` on a GPU.
 
     Raises:
         ImportError: if vLLM is not installed.
-        ValueError: for an argument that the toolkit sets itself.
+        ValueError: if the toolkit sets an argument itself.
         EngineError: if vLLM does not start, with its error.
+
+    Example::
+
+        with VLLMEngine("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16") as engine:
+            (sample,) = engine.generate([Request(prompt=[1, 2, 3], limit=16, seed=0)])
     """
 
     in_process = True
 
     def __init__(self, model: str | PathLike, **arguments: Any):
         self._model, self._arguments = os.fspath(model), arguments
-        self._turn = Condition()  # held while the engine is used
-        self._paused_by: int | None = None  # a thread's ident
+        self._turn = Condition()  # held by the thread that uses the engine
+        self._paused_by: int | None = None  # ident of the thread that paused the engine
         self._start()
 
     def _start(self) -> None:
+        # Restore torch.set_num_threads, which vLLM's CPU worker disables for the whole process
         set_num_threads = torch.set_num_threads
         with vllm_environment(own_process=False):
             require_vllm()
@@ -76,7 +82,7 @@ class VLLMEngine(VLLMEngineBase):
             except Exception as error:
                 raise EngineError(f"vLLM does not start with model={self._model!r}: {_text(error)}") from error
             finally:
-                torch.set_num_threads = set_num_threads  # vLLM's CPU worker disables it for the whole process
+                torch.set_num_threads = set_num_threads
         self._death: str | None = None
         self.stop_ids = stop_ids_of(self.llm.model_config)
         self.context_length = self.llm.model_config.max_model_len
@@ -98,12 +104,13 @@ class VLLMEngine(VLLMEngineBase):
                 with random_states_kept():
                     outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
             except BaseException as error:
-                if self.llm.llm_engine.has_unfinished_requests():  # it stopped between two steps and cannot continue
+                # An engine that stopped between two steps cannot continue
+                if self.llm.llm_engine.has_unfinished_requests():
                     self._death = _text(error)
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
-                kind, what = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
-                raise kind(f"vLLM {what}: {_text(error)}") from error
+                kind, verb = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
+                raise kind(f"vLLM {verb}: {_text(error)}") from error
         return [sample_of(r, o.outputs[0]) for r, o in zip(requests, outputs, strict=True)]
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
@@ -121,7 +128,7 @@ class VLLMEngine(VLLMEngineBase):
     def sleep(self) -> None:
         with self._turn:
             self._check()
-            if torch.cuda.is_available() and not self.asleep:  # on CPU vLLM can free nothing
+            if torch.cuda.is_available() and not self.asleep:  # vLLM cannot release memory on CPU
                 self._try("sleep", self.llm.sleep, level=1)
             self.asleep = True
 
@@ -144,7 +151,7 @@ class VLLMEngine(VLLMEngineBase):
     def restart(self) -> None:
         with self._turn:
             self._end()
-            self._death = "restart() ended it and has not started it yet"
+            self._death = "restart() stopped it and has not started it yet"
             self._start()
             self.closed = False
             self._reset_to_checkpoint()
@@ -153,7 +160,7 @@ class VLLMEngine(VLLMEngineBase):
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
             del self.llm
-            gc.collect()  # vLLM's model is in reference cycles
+            gc.collect()  # vLLM's model is part of reference cycles
 
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:
         with self._taken(timeout, method):
@@ -173,11 +180,11 @@ class VLLMEngine(VLLMEngineBase):
 
     def _reset_cache(self) -> None:
         if not self.llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM did not drop its prefix cache, so that samples may be of old weights")
+            raise EngineError("vLLM did not drop its prefix cache, so samples may be of old weights; call restart()")
 
     def _refusal(self, ready: bool) -> EngineError | None:
         if self._death is not None and not self.closed:
-            return EngineDeadError(f"vLLM is gone: {self._death}; call restart()")
+            return EngineDeadError(f"vLLM is dead: {self._death}; call restart()")
         return super()._refusal(ready)
 
     @contextmanager
@@ -191,9 +198,9 @@ class VLLMEngine(VLLMEngineBase):
 
     def _wait_until_resumed(self) -> None:
         if self._paused_by == get_ident():
-            raise EngineError("this thread paused the engine and would wait for itself: call resume() first")
+            raise EngineError("this thread paused the engine and would wait for itself; call resume() first")
         if not self._turn.wait_for(lambda: self._paused_by is None or self.closed, timeout=PATIENCE):
-            raise EngineTimeoutError(f"the engine has been paused for {PATIENCE} s: call resume()")
+            raise EngineTimeoutError(f"the engine has been paused for {PATIENCE} s; call resume()")
 
     def _try(self, what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""LoopThread and LoopEngine: vLLM engines behind coroutines on one event loop, with pauses."""
+"""Base of vLLM engines that run as coroutines on one event loop, with pauses."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ T = TypeVar("T")
 
 
 CLOSED = EngineError("this engine is closed")
-NOT_RESTARTED = EngineDeadError("restart() ended this engine and has not started it yet")
+NOT_RESTARTED = EngineDeadError("restart() stopped this engine and has not started it yet")
 
 
 class LoopThread:
-    """Event loop on a daemon thread. It keeps no reference to whoever starts work on it.
+    """Event loop on a daemon thread. It keeps no reference to the objects that start work on it.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
         self._work: set[asyncio.Task] = set()
         self._ended: EngineError | None = None
-        self._ending = RLock()  # the garbage collector may call `end` within it
+        self._end_lock = RLock()  # reentrant, since the garbage collector may call end() while it is held
         self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start work on the loop; cancelling the future cancels it."""
+        """Start work on the loop and return its future. Cancelling the future cancels the work."""
         if self._ended is not None:
             work.close()
             failed: Future[T] = Future()
@@ -56,8 +56,13 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run work on the loop and return its result.
 
+        Args:
+            work: coroutine to run.
+            timeout: maximum duration in seconds.
+            what: name of the work in the error.
+
         Raises:
-            EngineTimeoutError: if it takes more than ``timeout`` seconds; the work is then cancelled.
+            EngineTimeoutError: if the work takes longer. It is then cancelled.
         """
         future = self.start(work)
         try:
@@ -67,18 +72,19 @@ class LoopThread:
             raise EngineTimeoutError(f"{what} took longer than timeout={timeout} s") from error
 
     def end(self, error: EngineError, *, final: bool = False) -> None:
-        """Fail pending and later work with ``error``, or with an earlier call's unless this one is final."""
-        with self._ending:
+        """Fail pending and later work with ``error``. An earlier call's error remains unless this one is final."""
+        with self._end_lock:
             first = self._ended is None
             if first or final:
-                self._ended = error  # before the cancellation: cancelled work raises it
+                self._ended = error  # set before the cancellation, since cancelled work raises it
         if first:
             self.loop.call_soon_threadsafe(self._cancel_work)
 
     def close(self, error: EngineError) -> None:
-        """Stop the thread; pending and later work fails with ``error``. May be called again."""
+        """Stop the thread. Pending and later work fails with ``error``. It may be called again."""
         self.end(error, final=True)
-        if self._thread is current_thread():  # called by the garbage collector on this thread
+        # The garbage collector may call it on the loop's thread, which cannot wait for itself
+        if self._thread is current_thread():
             self.loop.stop()
         elif self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._stop(), self.loop)
@@ -91,8 +97,8 @@ class LoopThread:
             task.cancel()
 
     async def _stop(self) -> None:
-        """Stop the loop once all work has ended: its waiters would wait for ever."""
-        await asyncio.sleep(0.1)  # lets other tasks of the loop end
+        """Stop the loop once all work has ended, since callers would wait forever for the rest."""
+        await asyncio.sleep(0.1)  # let other tasks of the loop end
         if self._work:
             await asyncio.wait(self._work, timeout=5.0)
         self.loop.stop()
@@ -100,7 +106,7 @@ class LoopThread:
     async def _until_ended(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         self._work.add(task)
-        if self._ended is not None:  # ended since the start
+        if self._ended is not None:  # the loop ended after the start
             task.cancel()
         try:
             return await work
@@ -113,23 +119,24 @@ class LoopThread:
 
 
 def _copy(error: EngineError) -> EngineError:
-    return type(error)(*error.args)  # one exception raised in many places would collect all their tracebacks
+    return type(error)(*error.args)  # one exception raised in several places would collect all their tracebacks
 
 
 def _gate(is_open: bool) -> asyncio.Event:
-    gate = asyncio.Event()  # bound to the loop that first waits for it, so each loop needs its own
+    gate = asyncio.Event()  # bound to the loop that first waits for it, so each loop needs a new one
     if is_open:
         gate.set()
     return gate
 
 
 class LoopEngine(VLLMEngineBase, AsyncEngine):
-    """Base of vLLM engines that accept requests at any time; requests wait during a pause.
+    """Base of vLLM engines that accept requests at any time. Requests wait during a pause.
 
-    A subclass sets ``_loop`` and implements the abstract coroutines, which raise only EngineError and its subclasses.
+    A subclass sets ``_loop`` and implements the abstract coroutines, which raise only :class:`EngineError` and its
+    subclasses.
 
     Args:
-        request_timeout: seconds that a request of :meth:`generate` may take.
+        request_timeout: maximum duration of a :meth:`generate` call, in seconds.
     """
 
     _loop: LoopThread
@@ -137,15 +144,15 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def __init__(self, request_timeout: float):
         super().__init__(request_timeout)
         self._open = _gate(True)  # closed during a pause
-        self._inside = 0  # requests that the engine has
+        self._in_engine = 0  # number of requests passed to the engine
 
     @abstractmethod
     async def _sample(self, request: Request) -> Sample:
-        """Sample a request."""
+        """Sample one request."""
 
     @abstractmethod
     async def _pause_engine(self, mode: str) -> None:
-        """Pause sampling in one of vLLM's modes, and drop all caches."""
+        """Pause sampling in one of vLLM's modes and drop all caches."""
 
     @abstractmethod
     async def _resume_engine(self) -> None:
@@ -157,25 +164,25 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
 
     @abstractmethod
     async def _name_weights(self, version: int) -> None:
-        """Name the current weights, and drop all caches."""
+        """Name the current weights in further outputs and drop all caches."""
 
     @abstractmethod
     async def _sleep_engine(self) -> None:
-        """Free memory on the device."""
+        """Release memory on the device."""
 
     @abstractmethod
     async def _wake_engine(self) -> None:
-        """Allocate it again."""
+        """Allocate the released memory again."""
 
     def submit(self, request: Request) -> Future[Sample]:
-        return self._loop.start(self._sampled(request))
+        return self._loop.start(self._sample_unless_paused(request))
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         check_in_flight(in_flight)
-        self._loop.call(self._paused(PAUSE_MODES[in_flight]), timeout, f"pause({in_flight!r})")
+        self._loop.call(self._pause(PAUSE_MODES[in_flight]), timeout, f"pause({in_flight!r})")
 
     def resume(self) -> None:
-        self._loop.call(self._resumed(), self.request_timeout, "resume()")
+        self._loop.call(self._resume(), self.request_timeout, "resume()")
 
     def sleep(self) -> None:
         self._loop.call(self._sleep_engine(), self.request_timeout, "sleep()")
@@ -186,9 +193,10 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         self.asleep = False
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
+        # A forward pass while weights are loaded would kill the engine
         loads = step in ("finish", "adapter") or (step == "start" and not self._staged)
-        if loads and self._open.is_set():  # a forward pass during a load would kill the engine
-            raise EngineError(f"{step!r} loads weights: pause the engine before")
+        if loads and self._open.is_set():
+            raise EngineError(f"{step!r} loads weights; pause the engine before")
         return super().update_weights(step, info, timeout=timeout)
 
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:
@@ -198,7 +206,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         self._loop.call(self._name_weights(version), timeout, "naming the weights")
 
     def _finish_restart(self) -> None:
-        """Reset the state after a :meth:`restart`; a pause goes on, since its caller will end it."""
+        """Reset the state after a :meth:`restart`. A pause continues, since its caller will end it."""
         paused = not self._open.is_set()
         self._open = _gate(not paused)
         self._reset_to_checkpoint()
@@ -206,29 +214,29 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         if paused:
             self._loop.call(self._pause_engine("abort"), self.request_timeout, "pause()")
 
-    async def _sampled(self, request: Request) -> Sample:
+    async def _sample_unless_paused(self, request: Request) -> Sample:
         self._check(ready=True)
         await self._open.wait()
-        self._check(ready=True)  # an update may have failed, or the engine fallen asleep
-        self._inside += 1
+        self._check(ready=True)  # an update may have failed during the wait, or the engine may sleep
+        self._in_engine += 1
         try:
             return await self._sample(request)
         finally:
-            self._inside -= 1
+            self._in_engine -= 1
 
-    async def _paused(self, mode: str) -> None:
+    async def _pause(self, mode: str) -> None:
         self._open.clear()
         try:
             await self._pause_engine(mode)
-        except BaseException:  # also CancelledError at a time-out
+        except BaseException:  # including CancelledError at a time-out
             try:
                 await self._resume_engine()
             finally:
                 self._open.set()
             raise
 
-    async def _resumed(self) -> None:
+    async def _resume(self) -> None:
         if self.failed_version is not None:
-            await self._pause_engine("abort")  # frozen requests would go on with mixed weights
+            await self._pause_engine("abort")  # otherwise frozen requests would continue with mixed weights
         await self._resume_engine()
         self._open.set()

@@ -1,4 +1,4 @@
-"""VLLMServer: a running vLLM server over HTTP, and the command that starts one."""
+"""Engine around a running vLLM server over HTTP, and the command that starts one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torchrl_rloo.engines.vllm_api import (
 )
 from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
 
-_POLL = 0.5  # seconds between two looks for a server that is starting
-_MINUS_INFINITY = -9999.0  # in the server's replies
+_POLL_PERIOD_S = 0.5  # time between two attempts to reach a server that is starting
+_MINUS_INFINITY = -9999.0  # minus infinity in the server's replies
 
 
 def server_command(
@@ -41,21 +41,21 @@ def server_command(
     tensor_parallel_size: int = 1,
     **arguments: Any,
 ) -> list[str]:
-    """Return the command that starts a server for :class:`VLLMServer`; run it in :func:`server_environment`.
+    """Return the command that starts a server for :class:`VLLMServer`. Run it in :func:`server_environment`.
 
-    Its control routes have no password: bind it to the loopback or to a private network.
+    The server's control routes have no password, so bind it to the loopback interface or to a private network.
 
     Args:
         model: local directory or hub id, in Hugging Face format.
         host: address to listen at.
         port: port to listen at.
-        dtype: of weights and activations, as in ``"bfloat16"``; ``"auto"`` takes that of the checkpoint.
+        dtype: data type of weights and activations, e.g. ``"bfloat16"``. ``"auto"`` takes the checkpoint's.
         tensor_parallel_size: number of GPUs that share the model.
-        **arguments: further arguments of vLLM's engine: ``max_model_len=4096`` becomes ``--max-model-len 4096``, True
-            and False become ``--flag`` and ``--no-flag``, dicts and lists JSON.
+        **arguments: further arguments of vLLM's engine. ``max_model_len=4096`` becomes ``--max-model-len 4096``, True
+            and False become ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
 
     Raises:
-        ValueError: for an argument that the toolkit sets itself.
+        ValueError: if the toolkit sets an argument itself.
 
     Example:
         >>> command = server_command("my-model", dtype="float32", max_model_len=4096)
@@ -70,7 +70,7 @@ def server_command(
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", os.fspath(model)]
     words += ["--host", host, "--port", str(port)]
     if not flags["disable_log_stats"]:
-        del flags["disable_log_stats"]  # there is no flag for False
+        del flags["disable_log_stats"]  # vLLM has no flag for False
     for name, value in flags.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -81,29 +81,37 @@ def server_command(
 
 
 def server_environment(threads: int | None = 1) -> dict[str, str]:
-    """Return the environment of a server: this process's variables, and those that vLLM requires where unset.
+    """Return the environment of a server: this process's variables, and those that vLLM requires and that are not set.
 
     Args:
-        threads: OpenMP threads of the server; None leaves it to torch.
+        threads: number of OpenMP threads of the server; None leaves it to torch.
     """
     return dict(os.environ) | process_variables(own_process=True, threads=threads) | SERVER_VARIABLES
 
 
 class VLLMServer(LoopEngine):
-    """Samples with a running server of :func:`server_command`, for one trainer at a time.
+    """Engine that samples with a running server of :func:`server_command`, for one trainer at a time.
 
-    Closing it leaves the server running. The server reads LoRA adapters from a directory that both sides must see.
+    Closing the engine leaves the server running. The server reads LoRA adapters from a directory that both processes
+    must be able to access.
 
     Args:
-        url: of the server, as in ``"http://127.0.0.1:8000"``.
-        request_timeout: seconds that a request may take.
-        connect_timeout: seconds to wait for a server that is starting.
-        api_key: sent as a bearer token.
+        url: URL of the server, e.g. ``"http://127.0.0.1:8000"``.
+        request_timeout: maximum duration of a request, in seconds.
+        connect_timeout: maximum time in seconds to wait for a server that is starting.
+        api_key: key that is sent as a bearer token; None sends none.
 
     Raises:
-        ValueError: for an invalid url, or a time of 0 or less.
+        ValueError: if the URL is invalid, or if a time is not above 0.
         EngineDeadError: if no server answers in time.
         EngineError: if the server was started without an option that :func:`server_command` sets.
+
+    Example::
+
+        server = subprocess.Popen(server_command("my-model", port=8000), env=server_environment())
+        with VLLMServer("http://127.0.0.1:8000", connect_timeout=300.0) as engine:
+            (sample,) = engine.generate([Request(prompt=[1, 2, 3], limit=16, seed=0)])
+        server.terminate()
     """
 
     def __init__(
@@ -130,38 +138,40 @@ class VLLMServer(LoopEngine):
             raise
 
     def _disconnect(self, error: EngineError) -> None:
-        """Close the connection; a restart may follow."""
-        self._finalizer.detach()  # it would keep the closed loop
+        """Close the connection. A restart may follow."""
+        self._finalizer.detach()  # otherwise it would keep the closed loop
         _close(self._loop, self._http, error)
 
     async def _greet(self) -> int:
-        """Wait for the server, abort what a previous trainer left open, and check the server's options."""
-        until = monotonic() + self.connect_timeout
+        """Wait for the server, abort an update that a previous trainer left open, and check the server's options."""
+        # Wait for a server that is starting
+        deadline = monotonic() + self.connect_timeout
         while True:
             try:
                 await self._http.get("/health", self.connect_timeout)
                 break
             except EngineDeadError:
-                if monotonic() + _POLL > until:
+                if monotonic() + _POLL_PERIOD_S > deadline:
                     raise
-                await asyncio.sleep(_POLL)
+                await asyncio.sleep(_POLL_PERIOD_S)
+        # Take over the version that a previous trainer sent. vLLM's initial name is not a number
         name = (await self._http.get("/weight_info", self.connect_timeout))["weight_version"]
-        self._lives_on = name.isdecimal()  # vLLM's initial name is no number
-        self.version = int(name) if self._lives_on else 0  # sent by a previous trainer
+        self._has_version = name.isdecimal()
+        self.version = int(name) if self._has_version else 0
         await self._collective("abort_weight_update", (), self.request_timeout)
         await self._name_weights(self.version)
         await self._resume_engine()
         if not await self._returns_processed():
             raise EngineError(
-                f"the server at {self.url} returns log-probs of the plain softmax, not of what it samples: start it "
-                "with --logprobs-mode processed_logprobs, as server_command does"
+                f"the server at {self.url} returns log-probs of the plain softmax, not of the sampled distribution; "
+                "start it with --logprobs-mode processed_logprobs, as server_command does"
             )
         return (await self._http.get("/get_world_size", self.request_timeout))["world_size"]
 
     async def _returns_processed(self) -> bool:
-        """Return whether log-probs are of the truncated softmax: tokens cut off by top-k then have minus infinity.
+        """Return whether log-probs are of the truncated softmax, which gives minus infinity to tokens outside top-k.
 
-        It samples two tokens, since all logits after a lone padding token may be equal.
+        It samples two tokens, since all logits after a single padding token may be equal.
         """
         settings = {"max_tokens": 2, "top_k": 1, "logprobs": 2, "ignore_eos": True, "seed": 0}
         body = {"token_ids": [0], "sampling_params": settings}
@@ -182,12 +192,12 @@ class VLLMServer(LoopEngine):
         self._disconnect(CLOSED)
 
     def restart(self) -> None:
-        """Connect again, to a server that was started again or that still runs with its weights."""
+        """Connect again to a server that was restarted, or that still runs with its weights."""
         self._disconnect(NOT_RESTARTED)
         self._connect()
-        kept = (self.version, self.failed_version, self._adapter) if self._lives_on else (0, None, None)
+        state = (self.version, self.failed_version, self._adapter) if self._has_version else (0, None, None)
         self._finish_restart()
-        self.version, self.failed_version, self._adapter = kept
+        self.version, self.failed_version, self._adapter = state
 
     async def _sample(self, request: Request) -> Sample:
         body = {"token_ids": list(request.prompt), "sampling_params": sampling_arguments(request)}
@@ -210,7 +220,7 @@ class VLLMServer(LoopEngine):
         await self._http.post("/update_weight_version", self.request_timeout, {"new_version": str(version)})
         params = {"reset_running_requests": "true"}
         if not (await self._http.post("/reset_prefix_cache", self.request_timeout, params=params))["success"]:
-            raise EngineError("the server did not drop its prefix cache, so that samples may be of old weights")
+            raise EngineError("the server did not drop its prefix cache, so samples may be of old weights; restart it")
 
     async def _sleep_engine(self) -> None:
         await self._http.post("/sleep", self.request_timeout, params={"level": "1", "mode": "wait"})
@@ -219,10 +229,11 @@ class VLLMServer(LoopEngine):
         await self._http.post("/wake_up", self.request_timeout)
 
     async def _load(self, path: str, name: str, timeout: float) -> None:
-        if self._inside:  # the server cannot replace a loaded adapter in place
+        # The server cannot replace a loaded adapter in place
+        if self._in_engine:
             raise EngineError(
-                f"{self._inside} requests were frozen by pause('continue') and would go on with the previous adapter: "
-                "pause with in_flight='finish' or 'abort'"
+                f"{self._in_engine} requests were frozen by pause('continue') and would continue with the previous "
+                "adapter; pause with in_flight='finish' or 'abort'"
             )
         await self._http.post("/v1/load_lora_adapter", timeout, {"lora_name": name, "lora_path": path})
         if self._adapter is not None:
@@ -235,7 +246,7 @@ class VLLMServer(LoopEngine):
 
 
 class _Http:
-    """HTTP client of one server. aiohttp keeps hundreds of requests open on one thread; datasets depends on it."""
+    """HTTP client of one server. It uses aiohttp, which keeps hundreds of requests open on one thread."""
 
     def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float):
         self.url, self.headers, self.connect_timeout = url, headers, connect_timeout
@@ -256,10 +267,11 @@ class _Http:
     async def _send(self, method: str, path: str, timeout: float | None, **content: Any) -> Any:
         import aiohttp
 
+        # Do not reuse connections: the server may close an idle one at the moment of its next request
         if self.session is None:
-            # not reused: a server may close an idle connection while it is used again
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
+        # Convert time-outs, connection errors and error replies to an EngineError
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self.connect_timeout)
         try:
             async with self.session.request(method, self.url + path, timeout=limits, **content) as reply:
@@ -276,14 +288,16 @@ class _Http:
 
 
 _HINTS = {
-    ("/weight_info", 404): ": start it with VLLM_SERVER_DEV_MODE=1, as server_environment does",
-    ("/inference/v1/generate", 403): ": start it with --enable-scale-out, as server_command does",
-    ("/v1/load_lora_adapter", 404): ": start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as server_environment does",
+    ("/weight_info", 404): "; start the server with VLLM_SERVER_DEV_MODE=1, as server_environment does",
+    ("/inference/v1/generate", 403): "; start the server with --enable-scale-out, as server_command does",
+    ("/v1/load_lora_adapter", 404): (
+        "; start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as server_environment does"
+    ),
 }
 
 
 def _message(text: str) -> str:
-    """Return the server's own message in the body of an error."""
+    """Return the server's message in the body of an error."""
     try:
         body = json.loads(text)
         error = body.get("error", body.get("detail", body))

@@ -1,8 +1,12 @@
-"""WeightWorker: receives, checks and loads buckets in each worker of a vLLM engine.
+"""Worker extension that receives, checks and loads weight buckets in each worker of a vLLM engine.
 
-vLLM imports this file by the name of its worker extension, :class:`WeightWorker`. That registers the weight transfer
-backend, and adds methods to the worker. The backend works around three defects of vLLM 0.32's reload on CPU: a tied
-head keeps its old packed copy, experts are not packed again, and a failed load is repeated by the next one.
+vLLM imports this file by the name of its worker extension, :class:`WeightWorker`. The import registers the weight
+transfer backend, and the extension adds methods to the worker. The backend works around three defects of vLLM 0.32's
+reload on CPU:
+
+- A tied head keeps its old packed copy.
+- Experts are not packed again.
+- The next load repeats a failed one.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ BACKEND = "torchrl_rloo"
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """``connect`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
+    """Content of the step ``connect`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
 
     transport: str
     manifest: list
@@ -42,7 +46,7 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """``bucket`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
+    """Content of the step ``bucket`` of :mod:`~torchrl_rloo.weight_update.protocol`."""
 
     version: int
     bucket: int
@@ -55,8 +59,8 @@ class Bucket(WeightTransferUpdateInfo):
 class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     """Weight transfer backend of vLLM that loads only tensors with the right checksum.
 
-    With ``staged`` it keeps all buckets in host memory and loads them after the last one, so that an update that fails
-    before changes nothing. Otherwise it loads each bucket as it arrives.
+    With ``staged``, it keeps all buckets in host memory and loads them after the last one. An update that fails before
+    then changes nothing. Otherwise it loads each bucket as it arrives.
     """
 
     init_info_cls = Connection
@@ -70,7 +74,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     update: OpenUpdate | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        """Check that the manifest is the whole model, and open the transport."""
+        """Check that the manifest covers the whole model, and open the transport."""
         self.shutdown()
         manifest = read_manifest(vars(init_info))
         self._check_manifest(manifest)
@@ -81,14 +85,14 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     def start_weight_update(self) -> None:
         """Open an update."""
         if self.receiver is None:
-            raise RuntimeError("no transport is connected")
+            raise RuntimeError("no transport is connected; connect before start")
         self.update = OpenUpdate(self.manifest)
         self.staging: dict[str, torch.Tensor] = {}
         if not self.staged:
             self._start_loading()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one bucket; a failure aborts the update."""
+        """Receive one bucket. A failure aborts the update."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -96,9 +100,9 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
             raise
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Receive, check, and stage or load one bucket."""
+        """Receive and check one bucket, then stage or load it."""
         if self.update is None:
-            raise RuntimeError("no update is open: start one first")
+            raise RuntimeError("no update is open; start one first")
         weights = self.update.take(vars(update_info), self.receiver)
         if self.staged:
             self.staging |= {name: tensor.cpu() for name, tensor in weights.items()}
@@ -108,7 +112,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     def finish_weight_update(self) -> None:
         """Activate the new weights."""
         if self.update is None:
-            raise RuntimeError("no update is open: start one first")
+            raise RuntimeError("no update is open; start one first")
         try:
             self.update.complete()
             if self.staged:
@@ -125,7 +129,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
             torch.accelerator.synchronize()
 
     def abort_update(self) -> None:
-        """Cancel an open update; incomplete layers keep their old weights."""
+        """Cancel an open update. Incomplete layers keep their old weights."""
         self.update, self.staging = None, {}
         if self.loading:
             self._restore_layers()
@@ -142,7 +146,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
             for module in self.model.modules():
                 method = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
-                    method.moe_kernel = None  # else the experts would not be packed again
+                    method.moe_kernel = None  # otherwise the experts would not be packed again
         self.loading = True
         layerwise.initialize_layerwise_reload(self.model)
 
@@ -166,13 +170,12 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def _check_manifest(self, manifest: list[TensorInfo]) -> None:
-        """Run the model's own loaders on tensors of the manifest's shapes, without any effect."""
+        """Run the model's loaders on tensors of the manifest's shapes, without any effect on the weights."""
+        # Save the parameters that loaders overwrite at once
         process, layerwise._layerwise_process = layerwise._layerwise_process, lambda layer, info: None
         self.loading = True
         layerwise.initialize_layerwise_reload(self.model)
-        in_use = [
-            (p, p.data.clone()) for p in self.model.parameters() if not p.is_meta
-        ]  # loaders write to these at once
+        in_use = [(p, p.data.clone()) for p in self.model.parameters() if not p.is_meta]
         try:
             for info in manifest:
                 tensor = torch.zeros((), dtype=info.torch_dtype).expand(info.shape)
@@ -193,14 +196,15 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     def _check_complete(self) -> None:
         tied = getattr(self.model_config.hf_config.get_text_config(), "tie_word_embeddings", False)
         for name, layer in self.model.named_modules():
-            wanted = sum(p.numel() for p in layer.parameters(recurse=False) if p.is_meta)  # others are not reloaded
+            expected = sum(p.numel() for p in layer.parameters(recurse=False) if p.is_meta)  # others are not reloaded
             found = layerwise.get_layerwise_info(layer).load_numel or 0
-            if isinstance(layer, VocabParallelEmbedding):  # vocabularies are padded, and a tied head is repacked
-                wanted = 0 if tied and isinstance(layer, ParallelLMHead) else min(wanted, 1)
-            if found < wanted:
+            # Vocabularies are padded, and a tied head is repacked
+            if isinstance(layer, VocabParallelEmbedding):
+                expected = 0 if tied and isinstance(layer, ParallelLMHead) else min(expected, 1)
+            if found < expected:
                 raise ValueError(
-                    f"the tensors sent fill {found} of {wanted} elements of {name}: send the whole model, or that "
-                    "layer would keep its old weights"
+                    f"the update fills {found} of {expected} elements of {name}, whose others would keep their old "
+                    "weights; send the whole model"
                 )
 
 
@@ -211,13 +215,17 @@ class WeightWorker:
     """Methods added to vLLM's worker for weight updaters."""
 
     def weight_report(self) -> dict[str, Any]:
-        """Return the rank, and version and checksums of the last update."""
+        """Return the worker's rank, and the version and checksums of the last update."""
         update = self.weight_transfer_engine.update
         version, checksums = (update.version, update.checksums) if update else (None, [])
         return {"rank": self.rank, "version": version, "checksums": checksums}
 
     def check_adapter(self, path: str, expected: str) -> None:
-        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's."""
+        """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's.
+
+        Raises:
+            RuntimeError: if the checksums differ.
+        """
         tensors = load_file(Path(path) / ADAPTER_FILE)
         if (found := checksum([tensors[name] for name in sorted(tensors)])) != expected:
             raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")
