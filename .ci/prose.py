@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("torchrl_rloo", "sota_implementations", "tutorials", "benchmarks", "docs", ".ci", "setup.py")
+CODE = ("torchrl_rloo", "sota_implementations", "tutorials", "benchmarks", "docs", "setup.py", "test")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks", "tutorials")
 MAX_WORDS = 25
 
@@ -53,6 +53,7 @@ VERBS = frozenset(
     terminate test throw tie time tokenize top trace track train transfer transform translate transpose treat trim
     truncate try turn undo unify unpack update upload use validate verify vote wait wake walk warm warn watch weigh
     weight whiten withdraw withhold wrap write yield zero
+    abandon compose free pickle poll requeue reward shorten unregister
     """.split()
 )
 WEAK = frozenset(
@@ -76,16 +77,19 @@ BANNED = {
     r"has no use": "is ignored",
     r"goes on": "continues",
     r"torn": "failed",
+    r"for want of": "without",
+    r"asked? for": "request",
+    r"nobody|anybody": "no one, (say who)",
     r"thus|hence|thereby|therein|thereof|whereby|wherein|hitherto": "so, (drop)",
-    r"yields? to nothing|for naught": "(drop)",
     r"puts? (in|into) force": "activate",
-    r"at its ease|holds? up nobody|by itself alone": "(say it plainly)",
     r"colou?red by|behaviours?|colours?|favours?|neighbours?|honours?|grey|centre[ds]?|centring": "American spelling",
-    r"(normal|serial|token|regular|initial|optim|minim|maxim|summar|recogn|organ|synchron|penal|real|general|quant|util)is(e|es|ed|ing|ation|er)":
+    r"(normal|serial|token|regular|initial|optim|minim|maxim|summar|recogn|organ|synchron)is(e|es|ed|ing|ation|er)":
         "American spelling: -ize",
-    r"labell(ed|ing)|modell(ed|ing)|travell(ed|ing)|signall(ed|ing)|judgement|artefacts?|whilst|amongst|learnt": "American spelling",
+    r"(penal|real|general|quant|util)is(e|es|ed|ing|ation|er)": "American spelling: -ize",
+    r"(label|model|travel|signal)l(ed|ing)|judgement|artefacts?|whilst|amongst|learnt": "American spelling",
 }  # fmt: skip
 BANNED_PATTERN = re.compile(r"\b(" + "|".join(f"(?:{p})" for p in BANNED) + r")\b", re.IGNORECASE)
+NOT_PROSE = re.compile(r"\s*(\||[=+-]{3,})|.*\S {2,}\S")  # borders, columns of tables and of lists of commands
 TOO = re.compile(r",? too[.;:,)]")
 
 
@@ -193,7 +197,7 @@ def sentences(text: str) -> Iterator[str]:
         in_doctest = line.lstrip().startswith((">>>", "...")) or (in_doctest and bool(line.strip()))
         if indent_of_code is not None and line.strip() and indent <= indent_of_code:
             indent_of_code = None
-        if not line.strip() or in_doctest or indent_of_code is not None or re.match(r"\s*(\||[=+-]{3,})", line):
+        if not line.strip() or in_doctest or indent_of_code is not None or NOT_PROSE.match(line):
             paragraphs.append("")
         elif re.match(r"\s*([\w.*`/, ()\[\]|-]{1,80}: |[-*] |\d+\. |.*:$)", line):  # an argument, an item, a heading
             paragraphs.append(re.sub(r"^\s*[\w.*`/, ()\[\]|-]{1,80}: ", "", line).strip() + " ")
@@ -230,7 +234,7 @@ def check_opening(text: Text) -> Iterator[str]:
     line = text.text.splitlines()[0]
     if first in WEAK:
         yield f"{text.kind} {text.name} opens with {first!r}: {line[:70]}"
-    elif text.kind == "function" and first not in VERBS and not text.name.startswith("__"):
+    elif text.kind == "function" and first not in VERBS and not text.name.startswith(("__", "test_")):
         yield f"{text.name}() opens with {first!r}, not with an imperative verb: {line[:70]}"
 
 
@@ -260,7 +264,7 @@ def count(paths: list[str]) -> None:
             if token.type == tokenize.COMMENT:
                 comments += 1
                 headings += not token.line[: token.start[1]].strip()
-    print(f"lines {lines}, docstrings {docs}, comments {comments}, on lines of their own {headings}")
+    print(f"lines {lines}, docstrings {docs}, comments {comments}, on separate lines {headings}")
 
 
 def findings(paths: list[str] | None = None) -> list[str]:

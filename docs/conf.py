@@ -90,7 +90,7 @@ def visit_block_math(self, node):
 
 
 def resolve_reference(app, env, node, contnode):
-    """Link a name by the package that publishes it; show a name that only the code has as plain text."""
+    """Resolve a name by the package that publishes it; show a name that only the code has as plain text."""
     target = node.get("reftarget", "")
     if not target.startswith("torchrl_rloo."):
         return None

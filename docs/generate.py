@@ -66,8 +66,8 @@ def configuration_pages() -> dict[str, str]:
     entries = "\n".join(RECIPES)
     pages["configuration/index.md"] = (
         "# Configuration\n\nA setting is written `name=value` after a recipe's name: "
-        "`torchrl-rloo run rloo plan.steps=20`. An unknown name, a wrong type or a value out of range is refused in one "
-        "line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.\n\n"
+        "`torchrl-rloo run rloo plan.steps=20`. An unknown name, a wrong type or a value out of range is refused in "
+        "one line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.\n\n"
         "Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command "
         "line. `null` is no value; the column *Meaning* says what takes its place.\n\n"
         f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
@@ -131,7 +131,7 @@ def metrics_page() -> dict[str, str]:
 
     rows = [f"| `{_cell(name)}` | {_cell(_sentence(text))} |" for name, text in DEFINITIONS.items()]
     introduction = (
-        "# Metrics\n\nEach metric has one definition, whatever collector the rows came from. In names, `<a|b>` is one of "
+        "# Metrics\n\nEach metric has one definition, and it is the same in every collector. In names, `<a|b>` is one of "
         "the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"
     )
     return {"metrics.md": introduction + "| Metric | Definition |\n| --- | --- |\n" + "\n".join(rows) + "\n"}

@@ -14,10 +14,10 @@ PICTURES = ROOT / "docs" / "pictures"
 INK, LINE = "#1d2733", "#7a8694"
 BLUE, GREEN, AMBER, ROSE, GRAY = "#d6e6fb", "#d5f0dc", "#fdebc8", "#fadadd", "#e6e9ee"
 
-COLUMNS = {  # where each folder stands from left to right in the module map, in pixels; its height follows from imports
+COLUMNS = {  # horizontal position of each folder in the module map, in pixels; its height follows from imports
     "run": 760, "cli": 160, "diagnostics": 300, "collectors": 300, "envs": 300, "engines": 300, "functional": 400,
-    "weight_update": 220, "data": 520, "rewards": 620, "modules": 520, "objectives": 620, "replay": 620, "training": 720,
-    "embedded": 560,
+    "weight_update": 220, "data": 520, "rewards": 620, "modules": 520, "objectives": 620, "replay": 620,
+    "training": 720, "embedded": 560,
 }  # fmt: skip
 STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, fill
     ("DataLoadingPrimer", "draws a prompt and copies it once for each generation", ("QUERY", "GROUP_ID"), BLUE),
@@ -39,7 +39,7 @@ class Picture:
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" '
             f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="14">',
-            f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
         ]
 

@@ -42,7 +42,7 @@ def test_a_fault_is_found(source: str, problem: str, tmp_path: Path, monkeypatch
 def test_good_prose_has_no_findings(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text(
-        '"""Rows and groups."""\n\n\ndef f(rows):\n    """Return the rows.\n\n    Args:\n        rows: list of N rows.\n'
+        '"""Rows and groups."""\n\n\ndef f(rows):\n    """Return the rows.\n\n    Args:\n        rows: N rows.\n'
         '\n    Example:\n        >>> f([])  # whoever\n        []\n    """\n    return rows  # copied later\n'
     )
     assert prose.findings(["a.py"]) == []

@@ -3,8 +3,8 @@
 Examples:
   rloo_sync.py                                             train the built-in model on the built-in task, on the CPU
   rloo_sync.py --config rloo_tools                         train the built-in model to call a tool
-  rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6
-  rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]
+  rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6   a model from the hub
+  rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]  data and reward of yours
   rloo_sync.py algorithm=grpo inference=vllm               train with another method, sample with vLLM
 """
 

@@ -170,4 +170,4 @@ def test_help_into_a_pipe_that_closes_early_is_silent():
     command = [sys.executable, "-m", "torchrl_rloo.cli.main", "run", "rloo", "--help"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr[-800:]) == (0, "")

@@ -73,7 +73,7 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
     parser.error = lambda message: _fail(SettingError(f"{message}; settings have no dashes: setting=value"), False)
     arguments = parser.parse_args(argv)
-    # Compose the settings, then print what was asked for or check them
+    # Compose the settings, then print what was requested or check them
     text = None
     try:
         cfg = load_config(config, recipe, arguments.overrides, arguments.config)

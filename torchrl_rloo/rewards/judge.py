@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
 class LLMJudge:
     """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
-    The judge is asked for ``{"reason": ..., "score": ...}``, and its reply is parsed leniently. A reply without a score
+    The judge is requested ``{"reason": ..., "score": ...}``, and its reply is parsed leniently. A reply without a score
     on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
     cached rows need none.
 
