@@ -164,7 +164,7 @@ def test_arguments_are_checked(kwargs: dict) -> None:
 
 
 def test_a_prompt_of_another_dataset() -> None:
-    with pytest.raises(ValueError, match="prompt_id=7 is not of the pool's size=3"):
+    with pytest.raises(ValueError, match="prompt_id=7 must be at least 0 and below the pool's size=3"):
         PassRatePool(3).update(outcome((0, 7, [1.0])))
-    with pytest.raises(ValueError, match="pool of 3 prompts, this one has 4"):
+    with pytest.raises(ValueError, match="the saved pool has size=3, this pool has size=4"):
         PassRatePool(4).load_state_dict(PassRatePool(3).state_dict())

@@ -187,7 +187,7 @@ BAD = [
     ("algorithm=dapo kl.coeff=null kl.where=loss", "the method has no KL of its own; set kl.coeff"),
     ("reward.functions=[]", "reward.functions=[] leaves nothing to learn from"),
     ("environment.max_turns=3", "environment.max_turns=3 has no effect: conversations of task addition have one turn"),
-    ("data.chat=false", "chat=False keeps text prompts text"),
+    ("data.chat=false", "chat=False requires text prompts"),
     ("plan.minibatches=3", "4 prompts x 4 completions = 16 rows a step, which minibatches=3 does not divide"),
     ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
     ("loss.correction=tis loss.old_log_probs=proximal", "ratio='sequence'"),
