@@ -85,7 +85,7 @@ def test_a_missing_step_is_an_error_that_lists_what_is_there(tmp_path: Path) -> 
     assert checkpointer.load() is None
     checkpointer.save(3, {})
     checkpointer.save(5, {})
-    with pytest.raises(FileNotFoundError, match=r"step 4 .*\[3, 5\]"):
+    with pytest.raises(FileNotFoundError, match=r"step=4 .*\[3, 5\]"):
         checkpointer.load(4)
 
 
@@ -116,9 +116,9 @@ def test_only_damaged_files_is_an_error_and_not_a_fresh_start(tmp_path: Path) ->
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         Checkpointer(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="step=-1 must be at least 0"):
         Checkpointer(tmp_path).save(-1, {})
 
 
@@ -278,5 +278,5 @@ def test_parts_must_match_by_name() -> None:
     with pytest.raises(KeyError, match=r"\['optimizer'\] missing .*\['buffer'\] in the state"):
         restore_state(state, model=model, optimizer=model)
     assert model.weight.item() == before
-    with pytest.raises(TypeError, match="Part 'sampler' is a list"):
+    with pytest.raises(TypeError, match="part 'sampler' is a list"):
         gather_state(sampler=[])

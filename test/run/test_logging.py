@@ -197,7 +197,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'; known are \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
+    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
         RunLogger(tmp_path, loggers=["tensorbord"])
     with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
         RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})
@@ -210,7 +210,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
             logger.log(1, {"step": 1.0})
         with pytest.raises(ValueError, match="column 'table'"):
             logger.log_table(1, "completions", [{"table": 1}])
-        with pytest.raises(TypeError, match="column x.* holds a object"):
+        with pytest.raises(TypeError, match="column x.* has a object"):
             logger.log_table(1, "completions", [{"x": [object()]}])
     assert logger.history == []
 

@@ -125,7 +125,7 @@ def test_a_setting_that_the_checkpoint_lacks_had_its_default(tmp_path):
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path):
     play(tmp_path)
-    with pytest.raises(ValueError, match="after step 4, but the run ends at 2"):
+    with pytest.raises(ValueError, match="total_steps=2 must be at least step 4"):
         play(tmp_path, 2)
 
 
