@@ -169,7 +169,7 @@ def check_push(rank: int, folder: Path) -> None:
 
 def check_refusal(rank: int, folder: Path) -> None:
     model = FullyShardedDataParallel(build_model(TOKENIZER, 0), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel: shard it with fully_shard"):
+    with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel; shard it with fully_shard"):
         WeightSource(model)
 
 

@@ -141,7 +141,7 @@ def test_it_sends_the_weights_of_the_moment_wherever_they_are():
     model.model.norm.weight = nn.Parameter(torch.full((64,), 5.0))
     assert_same(sent(source), {n: p.detach() for n, p in model.named_parameters()})
     model.model.norm.weight = nn.Parameter(torch.ones(65))
-    with pytest.raises(ValueError, match=r"model.norm.weight gave .*65.* new WeightSource"):
+    with pytest.raises(ValueError, match=r"model.norm.weight must match .* got .*65.* new WeightSource"):
         sent(source)
 
 

@@ -95,7 +95,7 @@ def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_wei
     with_weights(engine)
     version = engine.version + 1
     updater = EngineUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
-    with fails_within(SOON, f"parts of version {version}", "samples nothing"):
+    with fails_within(SOON, f"parts of version {version}", "refuses to sample"):
         updater.push_weights(version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
         engine.generate([Request([5], limit=1, seed=0)])

@@ -281,7 +281,7 @@ def test_auto_is_by_reference_only_within_one_process(watched):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engines": []}, "engines is empty"),
+        ({"engines": []}, r"engines=\[\] must"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"timeout": 0}, "timeout=0"),
         ({"in_flight": "keep"}, "in_flight='keep'"),
