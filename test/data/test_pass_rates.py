@@ -1,4 +1,4 @@
-"""PassRatePool: what it draws, what it knows, and that neither depends on the order of arrival."""
+"""PassRatePool: draws and estimates, which do not depend on the order of arrival."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN = math.nan
 
 
 def outcome(*groups: tuple[int, int, list[float]]) -> TensorDictBase:
-    """Rows of ``(group_id, prompt_id, returns)``."""
+    """Make rows of groups ``(group_id, prompt_id, returns)``."""
     return stack_rows(
         [
             TensorDict(

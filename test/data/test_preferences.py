@@ -66,23 +66,19 @@ PAIRS = [
     ("chat_template.default", {"messages": "2+2?", **TEXTS}, ONE),
     ("user_defined.default", {"prompt": "2+2?", **TEXTS}, ("2+2?", "4", "5")),
 ]
-LABELLED_LAYOUTS = {
+LABELED_LAYOUTS = {
     "argilla": {"instruction": "2+2?", "completion": "4"},
     "argilla_chat": {"chosen": [ASK], "completion": [GOOD]},
     "intel": {"question": "2+2?", "completion": "4"},
     "prompt_pairs": {"prompt": "2+2?", "completion": "4"},
     "ultra": {"prompt": "2+2?", "completion": "4"},
 }
-LABELLED = [
-    *(
-        (f"{m}.{layout}", row, ([ASK], [GOOD]))
-        for m in ("chatml", "llama3")
-        for layout, row in LABELLED_LAYOUTS.items()
-    ),
+LABELED = [
+    *((f"{m}.{layout}", row, ([ASK], [GOOD])) for m in ("chatml", "llama3") for layout, row in LABELED_LAYOUTS.items()),
     ("llama3.argilla_chat", {"completion": [ASK, GOOD]}, ([ASK], [GOOD])),
-    ("chatml.intel", LABELLED_LAYOUTS["intel"] | {"system": "Be brief."}, ([SYSTEM, ASK], [GOOD])),
-    ("chatml", LABELLED_LAYOUTS["ultra"], ([ASK], [GOOD])),
-    ("llama3", LABELLED_LAYOUTS["argilla"], ([ASK], [GOOD])),
+    ("chatml.intel", LABELED_LAYOUTS["intel"] | {"system": "Be brief."}, ([SYSTEM, ASK], [GOOD])),
+    ("chatml", LABELED_LAYOUTS["ultra"], ([ASK], [GOOD])),
+    ("llama3", LABELED_LAYOUTS["argilla"], ([ASK], [GOOD])),
     ("user_defined.default", {"prompt": "2+2?", "completion": "4"}, ("2+2?", "4")),
 ]
 
@@ -93,8 +89,8 @@ def test_pairs_of_every_type(type_, row, expected):
     assert (example["prompt"], example["chosen"], example["rejected"]) == expected
 
 
-@pytest.mark.parametrize(("type_", "row", "expected"), LABELLED)
-def test_labelled_completions_of_every_type(type_, row, expected):
+@pytest.mark.parametrize(("type_", "row", "expected"), LABELED)
+def test_labeled_completions_of_every_type(type_, row, expected):
     rows = [row | {"label": True}, row | {"label": "false"}]
     examples = list(load_preferences(rows, type_, objective="kto"))
     assert [e["label"] for e in examples] == [True, False]
@@ -103,7 +99,7 @@ def test_labelled_completions_of_every_type(type_, row, expected):
 
 def test_no_type_is_untested():
     assert {name for name, *_ in PAIRS} | {"zephyr.nectar"} == set(PAIRED_FORMATS)
-    assert {name for name, *_ in LABELLED} == set(LABELLED_FORMATS)
+    assert {name for name, *_ in LABELED} == set(LABELLED_FORMATS)
 
 
 def test_nectar_pairs_the_best_with_all_that_are_ranked_behind_it():
@@ -229,7 +225,7 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
 @pytest.mark.parametrize("label", [None, "yes", 2])
 def test_a_row_without_a_usable_label_is_refused(label):
     with pytest.raises(ValueError, match="row 0 .*label"):
-        load_preferences([LABELLED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
+        load_preferences([LABELED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
 
 
 def test_bad_rows_can_be_dropped_and_are_listed():
@@ -342,7 +338,7 @@ def test_completions_of_the_same_tokens_are_refused(tokenizer):
         encode_preferences(examples, tokenizer)
 
 
-def test_labelled_rows_and_their_mismatched_pairs(tokenizer):
+def test_labeled_rows_and_their_mismatched_pairs(tokenizer):
     rows = [
         {"question": q, "completion": c, "label": label}
         for q, c, label in (("a?", "b", 1), ("cc?", "dd", 0), ("e?", "f", 1))

@@ -1,4 +1,4 @@
-"""Prompt datasets: every kind of source gives the same rows, and every mistake a message that says what to do."""
+"""Prompt datasets: all kinds of sources give the same rows, and all errors name the fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHATML = (
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and per ChatML mark."""
+    """Tokenizer with one token per byte and per ChatML mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -58,7 +58,7 @@ def raises(message: str, kind: type[Exception] = ValueError):
 
 
 def save(kind: str, folder: Path):
-    """``ROWS`` as the given kind of source."""
+    """Save ``ROWS`` as a kind of source and return it."""
     dataset = datasets.Dataset.from_list(ROWS)
     match kind:
         case "jsonl":
@@ -259,7 +259,7 @@ def test_a_messages_column_with_its_answer_is_refused():
     with raises("row 0: column 'messages' must not end with an assistant message; drop it or set prompt_column"):
         load_prompts(rows)
     assert load_prompts([{"messages": [USER, ASSISTANT, USER]}]).conversational
-    # The remedies of the message:
+    # Both fixes in the message work
     assert load_prompts(rows, column_map={"messages": "prompt"})[0] == {"query": [USER, ASSISTANT]}
     both = [{"messages": [USER, ASSISTANT], "q": "hello"}]
     assert load_prompts(both, prompt_column="q", columns=[])[0] == {"query": "hello"}
@@ -349,7 +349,7 @@ def test_a_column_with_a_reserved_name(name: str):
     rows = [{"prompt": "a", name: 1}]
     with raises(f"columns ['{name}'] have reserved names; set column_map={{'{name}': 'dataset_{name}'}}"):
         load_prompts(rows, prompt_column="prompt")
-    # Both remedies of the message:
+    # Both fixes in the message work
     renamed = load_prompts(rows, column_map={name: f"dataset_{name}"})
     assert renamed.columns == (f"dataset_{name}",)
     assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
@@ -502,7 +502,7 @@ def test_a_dataset_says_what_it_holds():
 
 
 def test_the_fingerprint_is_that_of_the_content():
-    # Written out, because checkpoints of other processes and versions hold it.
+    # A constant, because checkpoints of other processes and versions contain it
     golden = "94352bcfa6d9c22b99e9dc47169182a031a465111ff62d21f5ea9ddeba07f752"
     assert load_prompts(ROWS).fingerprint == golden
     reordered_columns = [dict(reversed(row.items())) for row in ROWS]
@@ -528,7 +528,7 @@ def test_a_split_keeps_every_row_and_no_prompt_twice(texts: list[str], seed: int
     assert len(in_eval) == size
     assert sorted(row["i"] for part in (train, held_out) for row in part) == list(range(len(texts)))
     assert all([row["i"] for row in part] == sorted(row["i"] for row in part) for part in (train, held_out))
-    # Neither another call nor another order of the rows changes what is held out.
+    # The held-out prompts do not depend on the call or on the order of the rows
     assert {row["query"] for row in split_prompts(dataset.select(range(len(texts))[::-1]), size, seed)[1]} == in_eval
 
 

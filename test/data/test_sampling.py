@@ -1,4 +1,4 @@
-"""Mixtures keep to their weights, sources to their epochs, and a restart to the draws that would have come."""
+"""MixtureSampler: weights, epochs of sources, and resumed draws."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_arguments_are_checked(arguments: tuple, message: str) -> None:
         MixtureSampler(*arguments)
 
 
-# in a primer
+# In a primer
 
 
 def numbered(n: int):

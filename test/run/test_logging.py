@@ -1,4 +1,4 @@
-"""The record of a run: files, loggers, display, and going on after a kill."""
+"""Logs of a run: files, loggers, display, and resume after a kill."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_resumed_run_leaves_the_record_of_one_never_stopped(tmp_path: Path, na
         if step == 3:
             Checkpointer(tmp_path / "checkpoints").save(step, {"logger": killed.state_dict()})
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "rew')  # killed while it wrote a line
+        file.write('{"step": 6, "rew')  # killed while writing a line
     for logger in killed._loggers:
         logger.flush()
     if name == "tensorboard":
@@ -157,7 +157,7 @@ def test_off_a_terminal_there_are_about_twenty_plain_lines(tmp_path: Path, capsy
     assert captured.out == "" and "\r" not in captured.err
     assert lines[0] == "step 1/120  reward 0.00833  tokens/s 12,346"
     shown = [int(line.split("/")[0].removeprefix("step")) for line in lines]
-    assert shown == sorted({1, *range(6, 121, 6), 50, 100})  # steps that evaluated have a line of their own
+    assert shown == sorted({1, *range(6, 121, 6), 50, 100})  # steps with an evaluation have an extra line
     assert [step for step, line in zip(shown, lines, strict=True) if "eval/accuracy 0.83" in line] == [50, 100]
     assert "s/step  eta " in lines[10] and lines[-1].endswith("s/step")
 

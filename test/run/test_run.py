@@ -1,4 +1,4 @@
-"""Run: the books of a loop, kept over stops, kills and changed settings."""
+"""Run: resume after stops, kills and changed settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval"
 
 
 class Part:
-    """Counts its steps, and draws a number in each."""
+    """Part that counts its steps and draws a number in each."""
 
     def __init__(self):
         self.state = {"n": 0, "sum": 0.0}
@@ -34,7 +34,7 @@ class Part:
 
 
 def play(directory: Path, steps: int = 4, *, until: int | None = None, seed: int = 0, **kwargs) -> tuple[Run, Part]:
-    """Run the loop; ``until`` asks it to stop in that step."""
+    """Run the loop, with a stop request in step ``until``."""
     torch.manual_seed(seed)
     part = Part()
     run = Run(

@@ -61,12 +61,12 @@ def rows_of(samples: list) -> TensorDict:
 
 @pytest.fixture
 def base_engine(vllm_engine: Engine) -> Engine:
-    """The engine with the base model's weights and no adapter."""
+    """Engine with the base model's weights and no adapter."""
     return vllm_engine
 
 
 def spoil_next(engine: Engine, spoil: Callable[[dict], list[dict] | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call ``spoil`` with what the engine's next adapter update is told; what it returns, the engine reports."""
+    """Call ``spoil`` with the message of the engine's next adapter update, and report its result if it has one."""
     update = engine.update_weights
 
     def spoilt(step, info=None, *, timeout):

@@ -24,7 +24,7 @@ key                           shape        dtype    content
 ``STOP_REASON``               ``[]``       int64    index into :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`
 ``REF_LOG_PROBS``             ``[T]``      float32  log-prob under the frozen reference on action tokens, 0 elsewhere
 ``ADVANTAGE``                 ``[1, 1]``   float32  factor of the policy gradient of every action token of the row;
-                              or ``[T,1]``          one value per token where credit is per turn or per token
+                                                    ``[T, 1]`` where credit is per turn or per token
 ============================  ===========  =======  ==================================================================
 
 Optional entries:
