@@ -80,9 +80,9 @@ class PassRatePool:
         self.success, self.returns = success, returns
         self.counts: Counter[str] = Counter()
         self._groups: dict[int, dict[int, list[int]]] = {}  # prompt: {group_id: [passed, answered]}
-        self._difficulties: dict[int, Difficulty] = {}  # of the prompts that were seen
-        self._drawn: set[int] = set()  # since the last update
-        self._candidates: tuple[list[int], list[int]] | None = None  # preferred and all, ascending
+        self._difficulties: dict[int, Difficulty] = {}  # of each seen prompt
+        self._drawn: set[int] = set()  # prompts drawn since the last update
+        self._candidates: tuple[list[int], list[int]] | None = None  # preferred and drawable prompts, ascending
 
     def draw(self, generator: torch.Generator) -> int:
         """Return the index of the next prompt; consumes two random numbers."""

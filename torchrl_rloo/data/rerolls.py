@@ -78,8 +78,8 @@ class DeferredRerolls:
         self._counts: Counter[str] = Counter()
         self._draws = 0
         self._last = -self.spacing  # draw number of the last re-roll
-        self._queue: dict[int, int] = {}  # prompt: the draw after which it is due
-        self._tries: dict[int, int] = {}  # re-rolls since a prompt's last success
+        self._queue: dict[int, int] = {}  # prompt: draw number after which it is due
+        self._tries: dict[int, int] = {}  # prompt: re-rolls since its last success
 
     @property
     def counts(self) -> Counter[str]:

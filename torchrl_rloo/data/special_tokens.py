@@ -26,7 +26,7 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 class _Specials(NamedTuple):
-    size: int  # of the tokenizer, which grows with every added token
+    size: int  # number of the tokenizer's tokens, which grows with every added token
     texts: tuple[str, ...]
     first_characters: re.Pattern[str]  # matches the first character of each special token in a text
 

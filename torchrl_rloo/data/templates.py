@@ -114,7 +114,7 @@ def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[i
 
 def encode_prompts(tokenizer, queries: Sequence[Messages | str], **template_kwargs) -> list[list[int]]:
     """Return the ids of many prompts in one call of the tokenizer; see :func:`encode_prompt`."""
-    # Encode all texts and all pieces of chats as one batch each, and put them back in order
+    # Encode all texts and all pieces of chats as one batch each, and restore their order
     texts = [query for query in queries if isinstance(query, str)]
     pieces = [_pieces(_render_prompt(tokenizer, q, template_kwargs)) for q in queries if not isinstance(q, str)]
     text_ids = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
@@ -187,6 +187,9 @@ def answer_turn(
         last_token: last sampled id. It is not repeated if it is the template's end of turn.
         shown: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
         **template_kwargs: arguments of the template.
+
+    Returns:
+        The new ids, and True if the template rewrites earlier text.
 
     Raises:
         ValueError: if the template refuses the feedback, or does not show the assistant's content exactly once.

@@ -154,7 +154,7 @@ class EngineUpdaterBase(WeightUpdater):
             raise ValueError(f"max_restarts={max_restarts} must be at least 0; use None for no limit")
         self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
         self.sharded, self.restarts = sharded, 0
-        self._version = 0  # of the last push, successful or not
+        self._version = 0  # version of the last push, successful or not
         self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
 
     def restart(self) -> int:

@@ -102,6 +102,6 @@ def is_dead(target: WeightTarget) -> bool:
         target.check_health()
     except EngineDeadError:
         return True
-    except EngineError:  # closed, for example
+    except EngineError:  # for example, a closed engine
         return False
     return False
