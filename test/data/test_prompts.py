@@ -302,10 +302,10 @@ def test_the_prompt_column_is_found(name: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "in ['question', 'problem', 'answer']; set prompt_column"),
+        ({}, "one candidate in ['question', 'problem', 'answer'], got ['question', 'problem']; set it"),
         (
             {"column_map": {"question": "a", "problem": "b"}},
-            "in ['a', 'b', 'answer']; set prompt_column",
+            "one candidate in ['a', 'b', 'answer'], got []; set it",
         ),
         (
             {"prompt_column": "text"},

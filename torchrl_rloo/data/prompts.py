@@ -44,8 +44,7 @@ class PromptDataset(Sequence):
     Args:
         rows: rows ``{"query": messages or text, **columns}`` of plain Python values.
         too_long: number of rows dropped before, for ``counts``.
-        chat: if True, :meth:`for_tokenizer` turns text prompts into user messages. None decides by the tokenizer's
-            chat template.
+        chat: if True, :meth:`for_tokenizer` makes text prompts user messages. None decides by the chat template.
 
     Attributes:
         rows: the rows; do not change them. ``dataset[i]`` returns a copy.
@@ -54,11 +53,6 @@ class PromptDataset(Sequence):
 
     Raises:
         ValueError: if there are no rows.
-
-    Example:
-        >>> dataset = PromptDataset([{"query": "2+2?", "answer": "4"}])
-        >>> dataset[0], dataset.columns
-        ({'query': '2+2?', 'answer': '4'}, ('answer',))
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]], *, too_long: int = 0, chat: bool | None = None):
@@ -117,14 +111,11 @@ class PromptDataset(Sequence):
         return PromptDataset(rows, too_long=self.counts.too_long)
 
     def encode(self, tokenizer, **template_kwargs: Any) -> list[list[int]]:
-        """Encode all prompts in one batch and cache their ids.
+        """Encode all prompts in one batch, and return and cache their ids, ``[P_i]`` each.
 
         Args:
             tokenizer: Hugging Face tokenizer.
             **template_kwargs: arguments of the chat template.
-
-        Returns:
-            One list of ids per prompt, ``[P_i]`` each.
         """
         if (ids := self.encoded(tokenizer, **template_kwargs)) is None:
             ids = encode_prompts(tokenizer, [row[keys.QUERY] for row in self.rows], **template_kwargs)
@@ -181,29 +172,22 @@ def load_prompts(
     """Read prompts and check every row.
 
     Args:
-        source: one of the following: a hub id; a ``.jsonl``, ``.json``, ``.parquet`` or ``.csv`` file (the values of a
-            ``.csv`` stay text); a directory from ``save_to_disk``; a ``datasets.Dataset`` or ``DatasetDict``; any
-            iterable of mappings.
+        source: hub id, ``.jsonl``, ``.json``, ``.parquet`` or ``.csv`` file (whose values stay text), directory from
+            ``save_to_disk``, ``datasets.Dataset``, ``DatasetDict``, or iterable of mappings.
         split: split of a hub dataset or ``DatasetDict``. None takes the only one.
         name: configuration of a hub dataset.
         row_map: function from a source row to a row, for example to extract an answer from a text, or its dotted path.
-        prompt_column: column of prompts (text or lists of messages), as named after ``column_map``. None takes the
-            only column whose name is in ``PROMPT_COLUMNS``.
+        prompt_column: column of prompts, text or messages, after ``column_map``. None finds one of ``PROMPT_COLUMNS``.
         column_map: new names of columns, ``{name in the source: name in the rows}``.
         columns: other columns to keep, as named after ``column_map``. None keeps all.
-        system_prompt: system message for conversational prompts without one. It makes plain-text prompts
-            conversational.
+        system_prompt: system message for conversations without one. It makes plain-text prompts conversational.
         chat: if True, plain-text prompts become user messages. None decides by the chat template of the policy's
             tokenizer: here if ``tokenizer`` is given, otherwise in :class:`~torchrl_rloo.envs.DatasetChatEnv` with
             :meth:`PromptDataset.for_tokenizer`.
         tokenizer: Hugging Face tokenizer that checks and measures the prompts.
         template_kwargs: arguments of the chat template.
-        max_prompt_length: longest prompt in tokens, template included. Rows with a longer prompt are dropped and
-            counted. None disables it.
+        max_prompt_length: largest number of tokens, template included. Longer prompts are dropped. None disables it.
         limit: number of rows to read from the start. None reads all.
-
-    Returns:
-        A dataset of the rows that were kept.
 
     Raises:
         FileNotFoundError: if ``source`` is neither a local path nor a reachable hub dataset.
@@ -226,7 +210,6 @@ def load_prompts(
         row_map = import_object(row_map, "row_map")
     if row_map is not None and not callable(row_map):
         raise TypeError(f"row_map={row_map!r:.100} must be a function of a row or its dotted path")
-
     # Read rows and turn prompts into messages
     located = islice(read_source(source, split, name), limit)
     located = located if row_map is None else _mapped(located, row_map)
@@ -238,7 +221,6 @@ def load_prompts(
     for row in rows if chat or system_prompt is not None else ():
         row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
     dataset = PromptDataset(rows, chat=chat)
-
     # Drop long prompts; equal prompts mean that the wrong column was chosen
     if tokenizer is not None:
         dataset = _drop_long(dataset.for_tokenizer(tokenizer), tokenizer, template_kwargs or {}, max_prompt_length)
@@ -265,11 +247,6 @@ def split_prompts(dataset: PromptDataset, eval_size: int | float, seed: int) -> 
 
     Raises:
         ValueError: if either part would have no prompt.
-
-    Example:
-        >>> dataset = load_prompts([{"prompt": f"{i}+1?"} for i in range(10)])
-        >>> [len(part) for part in split_prompts(dataset, eval_size=0.2, seed=0)]
-        [8, 2]
     """
     prompts = [_canonical(row[keys.QUERY]) for row in dataset.rows]
     distinct = sorted(set(prompts), key=lambda prompt: hashlib.sha256(f"{seed}\n{prompt}".encode()).digest())
@@ -323,25 +300,20 @@ def _choose_columns(
     available: list[str], prompt_column: str | None, column_map: Mapping[str, str], columns: Sequence[str] | None
 ) -> tuple[str, dict[str, str]]:
     """Return the source's name of the prompt column and ``{source's name: new name}`` of the others to keep."""
-    # Apply column_map
     if unknown := [name for name in column_map if name not in available]:
         raise ValueError(f"unknown columns {unknown} in column_map; columns: {available}")
     source_name = {column_map.get(name, name): name for name in available}
     names = list(source_name)
     if len(names) < len(available):
         raise ValueError(f"column_map={dict(column_map)} must not give two of the columns {available} the same name")
-
     # Find the prompt column
     if prompt_column is None:
         candidates = [name for name in names if name in PROMPT_COLUMNS]
         if len(candidates) != 1:
-            raise ValueError(
-                f"prompt_column=None requires exactly one of {PROMPT_COLUMNS} in {names}; set prompt_column"
-            )
+            raise ValueError(f"prompt_column=None requires one candidate in {names}, got {candidates}; set it")
         prompt_column = candidates[0]
     if prompt_column not in names:
         raise ValueError(f"prompt_column={prompt_column!r} must be one of the columns {names}")
-
     # Choose the other columns: their names must not hide the toolkit's entries
     others = [name for name in names if name != prompt_column]
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
@@ -349,9 +321,7 @@ def _choose_columns(
     kept = others if columns is None else list(columns)
     if reserved := [name for name in kept if name in keys.RESERVED]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
-        raise ValueError(
-            f"columns {reserved} have reserved names; set column_map={renamed}, or exclude them in columns"
-        )
+        raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed}, or exclude them")
     return source_name[prompt_column], {source_name[name]: name for name in kept}
 
 
