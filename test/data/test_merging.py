@@ -1,4 +1,4 @@
-"""Rows that a loss cannot tell apart become one, and the loss's gradient stays what it was."""
+"""Merging of identical rows, which does not change a loss's gradient."""
 
 from __future__ import annotations
 

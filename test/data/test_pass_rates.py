@@ -1,4 +1,4 @@
-"""PassRatePool: what it draws, what it knows, and that neither depends on the order of arrival."""
+"""PassRatePool: draws and estimates, which do not depend on the order of arrival."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN = math.nan
 
 
 def outcome(*groups: tuple[int, int, list[float]]) -> TensorDictBase:
-    """Rows of ``(group_id, prompt_id, returns)``."""
+    """Make rows of groups ``(group_id, prompt_id, returns)``."""
     return stack_rows(
         [
             TensorDict(
@@ -164,7 +164,7 @@ def test_arguments_are_checked(kwargs: dict) -> None:
 
 
 def test_a_prompt_of_another_dataset() -> None:
-    with pytest.raises(ValueError, match="prompt_id=7 is not of the pool's size=3"):
+    with pytest.raises(ValueError, match="prompt_id=7 must be at least 0 and below the pool's size=3"):
         PassRatePool(3).update(outcome((0, 7, [1.0])))
-    with pytest.raises(ValueError, match="pool of 3 prompts, this one has 4"):
+    with pytest.raises(ValueError, match="the saved pool has size=3, this pool has size=4"):
         PassRatePool(4).load_state_dict(PassRatePool(3).state_dict())

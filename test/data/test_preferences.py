@@ -66,23 +66,19 @@ PAIRS = [
     ("chat_template.default", {"messages": "2+2?", **TEXTS}, ONE),
     ("user_defined.default", {"prompt": "2+2?", **TEXTS}, ("2+2?", "4", "5")),
 ]
-LABELLED_LAYOUTS = {
+LABELED_LAYOUTS = {
     "argilla": {"instruction": "2+2?", "completion": "4"},
     "argilla_chat": {"chosen": [ASK], "completion": [GOOD]},
     "intel": {"question": "2+2?", "completion": "4"},
     "prompt_pairs": {"prompt": "2+2?", "completion": "4"},
     "ultra": {"prompt": "2+2?", "completion": "4"},
 }
-LABELLED = [
-    *(
-        (f"{m}.{layout}", row, ([ASK], [GOOD]))
-        for m in ("chatml", "llama3")
-        for layout, row in LABELLED_LAYOUTS.items()
-    ),
+LABELED = [
+    *((f"{m}.{layout}", row, ([ASK], [GOOD])) for m in ("chatml", "llama3") for layout, row in LABELED_LAYOUTS.items()),
     ("llama3.argilla_chat", {"completion": [ASK, GOOD]}, ([ASK], [GOOD])),
-    ("chatml.intel", LABELLED_LAYOUTS["intel"] | {"system": "Be brief."}, ([SYSTEM, ASK], [GOOD])),
-    ("chatml", LABELLED_LAYOUTS["ultra"], ([ASK], [GOOD])),
-    ("llama3", LABELLED_LAYOUTS["argilla"], ([ASK], [GOOD])),
+    ("chatml.intel", LABELED_LAYOUTS["intel"] | {"system": "Be brief."}, ([SYSTEM, ASK], [GOOD])),
+    ("chatml", LABELED_LAYOUTS["ultra"], ([ASK], [GOOD])),
+    ("llama3", LABELED_LAYOUTS["argilla"], ([ASK], [GOOD])),
     ("user_defined.default", {"prompt": "2+2?", "completion": "4"}, ("2+2?", "4")),
 ]
 
@@ -93,8 +89,8 @@ def test_pairs_of_every_type(type_, row, expected):
     assert (example["prompt"], example["chosen"], example["rejected"]) == expected
 
 
-@pytest.mark.parametrize(("type_", "row", "expected"), LABELLED)
-def test_labelled_completions_of_every_type(type_, row, expected):
+@pytest.mark.parametrize(("type_", "row", "expected"), LABELED)
+def test_labeled_completions_of_every_type(type_, row, expected):
     rows = [row | {"label": True}, row | {"label": "false"}]
     examples = list(load_preferences(rows, type_, objective="kto"))
     assert [e["label"] for e in examples] == [True, False]
@@ -103,7 +99,7 @@ def test_labelled_completions_of_every_type(type_, row, expected):
 
 def test_no_type_is_untested():
     assert {name for name, *_ in PAIRS} | {"zephyr.nectar"} == set(PAIRED_FORMATS)
-    assert {name for name, *_ in LABELLED} == set(LABELLED_FORMATS)
+    assert {name for name, *_ in LABELED} == set(LABELLED_FORMATS)
 
 
 def test_nectar_pairs_the_best_with_all_that_are_ranked_behind_it():
@@ -154,22 +150,30 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
 @pytest.mark.parametrize(
     ("type_", "row", "fault"),
     [
-        (INTEL, {"prompt": "2+2?", **TEXTS}, "no column 'question' but .*'chosen', 'prompt', 'rejected'.*rename"),
-        (INTEL, {"question": " ", **TEXTS}, "column 'question' must hold text that is not blank.*remove the row"),
-        (INTEL, {"question": "2+2?", "chosen": "4", "rejected": "4"}, "'chosen' and 'rejected' hold the same answer"),
+        (
+            INTEL,
+            {"prompt": "2+2?", **TEXTS},
+            "must have a column 'question', got .*'chosen', 'prompt', 'rejected'.*rename",
+        ),
+        (INTEL, {"question": " ", **TEXTS}, "column 'question' must contain non-blank text.*remove the row"),
+        (INTEL, {"question": "2+2?", "chosen": "4", "rejected": "4"}, "'chosen' and 'rejected' have the same answer"),
         (
             INTEL,
             {"question": "2+2?", "chosen": "\n", "rejected": "4"},
-            "column 'chosen' must hold text that is not blank",
+            "column 'chosen' must contain non-blank text",
         ),
         (
             INTEL,
             {"question": "2+2?", "chosen": 4, "rejected": "4"},
-            "column 'chosen' must hold text or a list of messages",
+            "column 'chosen' must contain text or a list of messages",
         ),
-        (CHAT, {"chosen": [ASK, ASK], "rejected": [ASK, BAD]}, "column 'chosen' ends with .* role 'user'.*assistant"),
-        (CHAT, {"chosen": [GOOD], "rejected": [BAD]}, "column 'chosen' holds an answer without a prompt"),
-        (CHAT, {"chosen": [ASK, GOOD], "rejected": [said("user", "1+1?"), BAD]}, "answer different prompts"),
+        (
+            CHAT,
+            {"chosen": [ASK, ASK], "rejected": [ASK, BAD]},
+            "column 'chosen' must end with role 'assistant', got role 'user'",
+        ),
+        (CHAT, {"chosen": [GOOD], "rejected": [BAD]}, "column 'chosen' has an answer without a prompt"),
+        (CHAT, {"chosen": [ASK, GOOD], "rejected": [said("user", "1+1?"), BAD]}, "must answer the same prompt"),
         (CHAT, {"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "message 0 has role 'assistant' after 'nothing'"),
         (
             CHAT,
@@ -189,19 +193,19 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
         (
             "chatml.ultra",
             LISTS | {"prompt": "1+1?"},
-            "column 'prompt' is not what column 'chosen' answers.*argilla_chat",
+            "column 'prompt' must be the prompt in column 'chosen'.*argilla_chat",
         ),
-        ("chatml", {"text": "2+2?", **TEXTS}, "0 of the columns .* are there: name the layout"),
-        ("chatml", {"prompt": "2+2?", "input": "", **TEXTS}, "2 of the columns"),
-        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4"}]}, "column 'answers' must be a list"),
-        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}]}, "nothing to prefer"),
+        ("chatml", {"text": "2+2?", **TEXTS}, "one of the columns .* but has 0; name the layout"),
+        ("chatml", {"prompt": "2+2?", "input": "", **TEXTS}, "one of the columns .* but has 2"),
+        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4"}]}, "column 'answers' must contain a list"),
+        ("zephyr.nectar", {"prompt": "2+2?", "answers": [{"answer": "4", "rank": 1}]}, "at least two different ranks"),
         (
             DEFAULT,
             {"messages": THEIRS, **TEXTS},
-            "message 0 of column 'messages' lacks fields: set message_property_map",
+            "message 0 of column 'messages' must have the fields of message_property_map",
         ),
-        (DEFAULT, {"messages": [said("human", "2+2?")], **TEXTS}, "role 'human', not among .*add it to roles"),
-        (USER, {"prompt": "2+2?", "system": "x", **TEXTS}, "no place in prompt_format='{prompt}'.*field_system=None"),
+        (DEFAULT, {"messages": [said("human", "2+2?")], **TEXTS}, "unknown role 'human'; valid: .*add it to roles"),
+        (USER, {"prompt": "2+2?", "system": "x", **TEXTS}, "prompt_format='{prompt}' must contain .*field_system=None"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column_and_a_remedy(type_, row, fault):
@@ -221,28 +225,28 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
 @pytest.mark.parametrize("label", [None, "yes", 2])
 def test_a_row_without_a_usable_label_is_refused(label):
     with pytest.raises(ValueError, match="row 0 .*label"):
-        load_preferences([LABELLED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
+        load_preferences([LABELED_LAYOUTS["intel"] | {"label": label}], INTEL, objective="kto")
 
 
 def test_bad_rows_can_be_dropped_and_are_listed():
     rows = [PAIR_LAYOUTS["intel"], PAIR_LAYOUTS["intel"] | {"chosen": "5"}]
     dataset = load_preferences(rows, INTEL, drop_bad_rows=True)
     assert len(dataset) == 1 and len(dataset.dropped) == 1 and "row 1: " in dataset.dropped[0]
-    with pytest.raises(ValueError, match="no usable row; the first fault: row 0.*same answer"):
+    with pytest.raises(ValueError, match="no valid row; the first fault: row 0.*same answer"):
         load_preferences(rows[1:], INTEL, drop_bad_rows=True)
 
 
 @pytest.mark.parametrize(
     ("type_", "options", "fault"),
     [
-        ("chatml.oasst", {}, "type='chatml.oasst' is none that objective='dpo' has.*chatml.intel"),
-        ("chatml.icr", {"objective": "kto"}, "type='chatml.icr' is none that objective='kto' has"),
+        ("chatml.oasst", {}, "type='chatml.oasst' must be one of .*chatml.intel.* for objective='dpo'"),
+        ("chatml.icr", {"objective": "kto"}, "type='chatml.icr' must be one of .* for objective='kto'"),
         ("chatml.intel", {"objective": "ppo"}, "objective='ppo' must be one of"),
-        ("chatml.intel", {"field_chosen": "good"}, r"has no options \['field_chosen'\]"),
-        ("chat_template.argilla_chat", {"field_messages": "m"}, r"has no options \['field_messages'\]"),
+        ("chatml.intel", {"field_chosen": "good"}, r"unknown options \['field_chosen'\]"),
+        ("chat_template.argilla_chat", {"field_messages": "m"}, r"unknown options \['field_messages'\]"),
         ("chatml.intel", {"markup": "vicuna"}, "markup='vicuna' must be one of"),
-        ("user_defined.default", {"prompt_format": "Q:"}, "leaves the column out"),
-        ("user_defined.default", {"chosen_format": "{chosen}{}"}, "write other braces twice"),
+        ("user_defined.default", {"prompt_format": "Q:"}, "prompt_format='Q:' must contain"),
+        ("user_defined.default", {"chosen_format": "{chosen}{}"}, "double other braces"),
     ],
 )
 def test_unknown_choices_are_refused(type_, options, fault):
@@ -304,7 +308,7 @@ def test_a_types_markup_is_literal(markup):
     dataset = load_preferences([PAIR_LAYOUTS["intel"] | {"system": "Be brief."}], INTEL, markup=markup)
     tokenizer = build_tokenizer()
     if missing := [t for t in MARKUPS[markup].tokens if t not in tokenizer.get_vocab()]:
-        with pytest.raises(ValueError, match=r"has no token .*markup='tokenizer'"):
+        with pytest.raises(ValueError, match=r"requires the tokens .*markup='tokenizer'"):
             encode_preferences(dataset, tokenizer)
         tokenizer.add_tokens(missing, special_tokens=True)
     if markup == "llama3":  # a tokenizer that begins every text with BOS
@@ -334,7 +338,7 @@ def test_completions_of_the_same_tokens_are_refused(tokenizer):
         encode_preferences(examples, tokenizer)
 
 
-def test_labelled_rows_and_their_mismatched_pairs(tokenizer):
+def test_labeled_rows_and_their_mismatched_pairs(tokenizer):
     rows = [
         {"question": q, "completion": c, "label": label}
         for q, c, label in (("a?", "b", 1), ("cc?", "dd", 0), ("e?", "f", 1))
@@ -362,7 +366,7 @@ def test_margins_come_from_a_column():
     assert load_preferences(rows, "chatml.intel", margin_column="gap")[0]["margin"] == 2.0
     assert "margin" not in load_preferences(rows, "chatml.intel")[0]
     for bad in (None, "2", True, float("nan")):
-        with pytest.raises(ValueError, match="row 0 .*margin_column='gap' must hold a finite number"):
+        with pytest.raises(ValueError, match="row 0 .*margin_column='gap' must contain a finite number"):
             load_preferences([{**rows[0], "gap": bad}], "chatml.intel", margin_column="gap")
 
 
@@ -382,8 +386,8 @@ def test_a_source_of_its_own_is_held_out():
     train, held_out = load_preference_splits(rows("x"), "chatml.intel", eval_source=rows("abcd"), eval_size=40, limit=9)
     assert len(train) == 9 and len(held_out) == 40
     assert {e["prompt"][0]["content"][0] for e in held_out} == set("abcd")  # not only the first
-    with pytest.raises(ValueError, match="3 of the 4 pairs of eval_source have prompts of training pairs"):
+    with pytest.raises(ValueError, match="3 of 4 examples of eval_source have prompts of training examples"):
         shared = [*rows("x")[:3], *rows("y")[:1]]
         load_preference_splits(rows("x"), "chatml.intel", eval_source=shared)
-    with pytest.raises(ValueError, match="eval_size=0 of 50 pairs leaves 50 to train on and 0 held out"):
+    with pytest.raises(ValueError, match="eval_size=0 of 50 examples leaves 50 to train on and 0 held out"):
         load_preference_splits(rows("x"), "chatml.intel", eval_size=0)

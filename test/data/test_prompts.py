@@ -1,4 +1,4 @@
-"""Prompt datasets: every kind of source gives the same rows, and every mistake a message that says what to do."""
+"""Prompt datasets: all kinds of sources give the same rows, and all errors name the fix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHATML = (
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and per ChatML mark."""
+    """Tokenizer with one token per byte and per ChatML mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -58,7 +58,7 @@ def raises(message: str, kind: type[Exception] = ValueError):
 
 
 def save(kind: str, folder: Path):
-    """``ROWS`` as the given kind of source."""
+    """Save ``ROWS`` as a kind of source and return it."""
     dataset = datasets.Dataset.from_list(ROWS)
     match kind:
         case "jsonl":
@@ -116,12 +116,12 @@ def test_a_split_is_picked(tmp_path: Path):
 def test_split_and_name_are_refused_where_they_mean_nothing(tmp_path: Path):
     splits = save("splits", tmp_path)
     for split in (None, "validation"):
-        with raises(f"split={split!r} is not in source of type DatasetDict: set split to one of ['test', 'train']"):
+        with raises(f"split={split!r} of source of type DatasetDict must be one of ['test', 'train']"):
             load_prompts(splits, split=split)
     path = save("jsonl", tmp_path)
-    with raises(f"split='test' of source '{path}', which has no splits: leave split out"):
+    with raises(f"split='test' requires a source with splits, got source='{path}'; remove split"):
         load_prompts(path, split="test")
-    with raises(f"name='main' chooses a configuration of a hub dataset, which source '{path}' is not: leave it out"):
+    with raises(f"name='main' requires a hub dataset, got source='{path}'; remove name"):
         load_prompts(path, name="main")
 
 
@@ -148,34 +148,34 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
     with raises(message, FileNotFoundError) as caught:
         load_prompts("nobody/nothing")
     assert isinstance(caught.value.__cause__, ConnectionError)
-    assert "nor a hub id that can be reached: Couldn't reach 'nobody/nothing'" in str(caught.value)
+    assert "nor a reachable hub id: Couldn't reach 'nobody/nothing'" in str(caught.value)
 
 
 def test_a_directory_that_is_no_dataset(tmp_path: Path):
-    with raises("is a directory that no save_to_disk wrote: give a file in it", FileNotFoundError) as caught:
+    with raises("is a directory but not from save_to_disk; give a .jsonl", FileNotFoundError) as caught:
         load_prompts(tmp_path)
     assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
 def test_an_unsupported_suffix(tmp_path: Path):
     path = write(tmp_path / "a.txt", "What is 1+1?")
-    with raises(f"source '{path}' has suffix '.txt', which is unsupported: convert it to .jsonl or .json or .parquet"):
+    with raises(f"source='{path}' has unknown suffix '.txt'; convert it to .jsonl or .json or .parquet"):
         load_prompts(path)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_an_empty_file(suffix: str, tmp_path: Path):
     path = write(tmp_path / f"a.{suffix}", "")
-    with raises(f"source '{path}' is empty: give at least one row"):
+    with raises(f"source='{path}' is empty; give at least one row"):
         load_prompts(path)
 
 
 def test_an_empty_source(tmp_path: Path):
-    with raises("source of type list is empty: give at least one row"):
+    with raises("source of type list is empty; give at least one row"):
         load_prompts([])
-    with raises("is empty: give at least one row"):
+    with raises("is empty; give at least one row"):
         load_prompts(write(tmp_path / "a.csv", "prompt,answer\n"))
-    with raises("a prompt dataset needs at least one row"):
+    with raises("rows=[] must have at least one row"):
         load_prompts(ROWS).select([])
     with raises("source must be a path, a hub id, a datasets.Dataset or an iterable of mappings", TypeError):
         load_prompts(3)
@@ -184,16 +184,16 @@ def test_an_empty_source(tmp_path: Path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 is not one JSON object (Expecting ',' delimiter)"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}', "line 2 is not one JSON object ('utf-8' codec can't"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 must be one JSON object (Expecting ',' delimiter)"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}', "line 2 must be one JSON object ('utf-8' codec can't"),
         ("a.json", '[{"prompt": "a"},\n{"prompt": "b"}\n{}]', "Expecting ',' delimiter: line 3 column 1"),
-        ("a.json", '{\n"prompt": "a"}', "line 1 is not one JSON object"),
+        ("a.json", '{\n"prompt": "a"}', "line 1 must be one JSON object"),
         (
             "a.csv",
             "prompt,answer\na,1\nb,2,3\n",
-            "line 3 has more or fewer values than the header's ['prompt', 'answer']",
+            "line 3 must have one value for each of the columns ['prompt', 'answer']",
         ),
-        ("a.csv", "prompt,answer\na\n", "line 2 has more or fewer values"),
+        ("a.csv", "prompt,answer\na\n", "line 2 must have one value"),
         ("a.csv", 'prompt,answer\n"a,1\n', "unexpected end of data"),
         ("a.csv", b"prompt\n\xe9\n", "'utf-8' codec can't decode"),
         ("a.parquet", b"", "Parquet file size is 0 bytes"),
@@ -216,24 +216,24 @@ def test_a_malformed_file(file: str, content: str | bytes, message: str, tmp_pat
     [
         ("What?", "row 1 must be a mapping from column names to values, got 'What?'"),
         ({1: "a"}, "row 1 must be a mapping from column names to values"),
-        ({"prompt": None}, "row 1: prompt column 'prompt' must hold text or messages, got None"),
-        ({"prompt": 3}, "row 1: prompt column 'prompt' must hold text or messages, got 3"),
-        ({"prompt": USER}, "row 1: prompt column 'prompt' must hold text or messages"),
-        ({"prompt": ""}, "row 1: prompt column 'prompt' must hold text or messages, got ''"),
-        ({"prompt": []}, "row 1: prompt column 'prompt' must hold text or messages, got []"),
-        ({"prompt": " \n"}, "row 1: prompt column 'prompt' is blank, ' \\n': fill it or remove the row"),
-        ({"prompt": [{"role": "user", "content": " "}]}, "row 1: prompt column 'prompt' is blank"),
-        ({"prompt": [{"role": "system", "content": "Be brief."}]}, "row 1: prompt column 'prompt' is blank"),
+        ({"prompt": None}, "row 1: prompt column 'prompt' must contain text or messages, got None"),
+        ({"prompt": 3}, "row 1: prompt column 'prompt' must contain text or messages, got 3"),
+        ({"prompt": USER}, "row 1: prompt column 'prompt' must contain text or messages"),
+        ({"prompt": ""}, "row 1: prompt column 'prompt' must contain text or messages, got ''"),
+        ({"prompt": []}, "row 1: prompt column 'prompt' must contain text or messages, got []"),
+        ({"prompt": " \n"}, "row 1: prompt column 'prompt' must not be blank, got ' \\n'; remove the row"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "row 1: prompt column 'prompt' must not be blank"),
+        ({"prompt": [{"role": "system", "content": "Be brief."}]}, "row 1: prompt column 'prompt' must not be blank"),
         (
             {"prompt": [USER, "hi"]},
-            "row 1: message 1 of prompt column 'prompt' must have text under 'role' and 'content'",
+            "row 1: message 1 of prompt column 'prompt' must have text as 'role' and 'content'",
         ),
-        ({"prompt": [{"content": "hi"}]}, "must have text under 'role' and 'content', got {'content': 'hi'}"),
-        ({"prompt": [{"role": "user"}]}, "must have text under 'role' and 'content', got {'role': 'user'}"),
-        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "must have text under 'role' and 'content'"),
-        ({"prompt": [USER]}, "one of row 0 and row 1 is plain text, the other chat messages: use one kind for all"),
-        ({}, "row 1 and row 0 differ in the columns ['prompt']: give all rows the same columns"),
-        ({"prompt": "b", "hint": 1}, "row 1 and row 0 differ in the columns ['hint']: give all rows the same columns"),
+        ({"prompt": [{"content": "hi"}]}, "must have text as 'role' and 'content', got {'content': 'hi'}"),
+        ({"prompt": [{"role": "user"}]}, "must have text as 'role' and 'content', got {'role': 'user'}"),
+        ({"prompt": [{"role": "user", "content": ["hi"]}]}, "must have text as 'role' and 'content'"),
+        ({"prompt": [USER]}, "row 0 and row 1 mix plain text and chat messages; use one kind for all prompts"),
+        ({}, "row 1 and row 0 differ in columns ['prompt']; give all rows the same columns"),
+        ({"prompt": "b", "hint": 1}, "row 1 and row 0 differ in columns ['hint']; give all rows the same columns"),
     ],
 )
 def test_a_malformed_row(row, message: str):
@@ -243,23 +243,23 @@ def test_a_malformed_row(row, message: str):
 
 def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", '{"prompt": "a"}\n\n{"prompt": null}\n')
-    with raises(f"{path}, line 3: prompt column 'prompt' must hold text"):
+    with raises(f"{path}, line 3: prompt column 'prompt' must contain text"):
         load_prompts(path)
 
 
 def test_columns_to_keep_may_be_fewer_than_the_rows_have():
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2, "hint": 3}]
     assert load_prompts(rows, columns=["answer"]).rows == [{"query": "a", "answer": 1}, {"query": "b", "answer": 2}]
-    with raises("row 1 and row 0 differ in the columns ['hint']"):
+    with raises("row 1 and row 0 differ in columns ['hint']"):
         load_prompts(rows[::-1], columns=["hint"])
 
 
 def test_a_messages_column_with_its_answer_is_refused():
     rows = [{"messages": [USER, ASSISTANT]}]
-    with raises("row 0: column 'messages' ends with an assistant message, the answer: drop it or set prompt_column"):
+    with raises("row 0: column 'messages' must not end with an assistant message; drop it or set prompt_column"):
         load_prompts(rows)
     assert load_prompts([{"messages": [USER, ASSISTANT, USER]}]).conversational
-    # The remedies of the message:
+    # Both fixes in the message work
     assert load_prompts(rows, column_map={"messages": "prompt"})[0] == {"query": [USER, ASSISTANT]}
     both = [{"messages": [USER, ASSISTANT], "q": "hello"}]
     assert load_prompts(both, prompt_column="q", columns=[])[0] == {"query": "hello"}
@@ -276,15 +276,15 @@ def test_values_become_plain_python():
     loaded = load_prompts([row])[0]
     assert loaded == {"query": "a", "x": 0.5, "y": [1, 2], "z": [{"k": [0, 1]}]}
     assert type(loaded["query"]) is str and type(loaded["x"]) is float
-    with raises("row 0: column 'image' holds a value of type object, not plain text-keyed data: convert it"):
+    with raises("row 0: column 'image' has a value of type object, but requires plain values with text keys; convert"):
         load_prompts([{"prompt": "a", "image": object()}])
-    with raises("row 0: column 'x' holds keys [1]"):
+    with raises("row 0: column 'x' has keys [1]"):
         load_prompts([{"prompt": "a", "x": [{1: 2}]}])
 
 
 def test_prompts_that_are_all_the_same():
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "a", "answer": 2}]
-    with raises("all 2 prompts of source of type list are the same, 'a': check prompt_column, or give that row once"):
+    with raises("all 2 prompts of source of type list are equal, 'a'; check prompt_column, or give one row"):
         load_prompts(rows)
     assert len(load_prompts(rows[:1])) == 1
     assert load_prompts([*rows, {"prompt": "b", "answer": 3}]).counts == PromptCounts(3, 0, duplicates=1, kept=3)
@@ -302,20 +302,23 @@ def test_the_prompt_column_is_found(name: str):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "set prompt_column: of the columns ['question', 'problem', 'answer'], ['question', 'problem'] look like"),
+        ({}, "one candidate in ['question', 'problem', 'answer'], got ['question', 'problem']; set it"),
         (
             {"column_map": {"question": "a", "problem": "b"}},
-            "of the columns ['a', 'b', 'answer'], none look like prompts",
+            "one candidate in ['a', 'b', 'answer'], got []; set it",
         ),
-        ({"prompt_column": "text"}, "prompt_column='text' is not among the columns ['question', 'problem', 'answer']"),
+        (
+            {"prompt_column": "text"},
+            "prompt_column='text' must be one of the columns ['question', 'problem', 'answer']",
+        ),
         (
             {"column_map": {"solution": "a"}},
-            "column_map renames ['solution'], but the columns are ['question', 'problem',",
+            "unknown columns ['solution'] in column_map; columns: ['question', 'problem',",
         ),
-        ({"column_map": {"answer": "problem"}}, "column_map={'answer': 'problem'} gives two of the columns"),
+        ({"column_map": {"answer": "problem"}}, "column_map={'answer': 'problem'} must not give two of the columns"),
         (
             {"prompt_column": "problem", "columns": ["solution"]},
-            "columns=['solution'] must be a list of names among the columns besides the prompt, ['question', 'answer']",
+            "columns=['solution'] must be a list of names from ['question', 'answer']",
         ),
         ({"prompt_column": "problem", "columns": "answer"}, "columns='answer' must be a list of names"),
     ],
@@ -344,9 +347,9 @@ RESERVED = (
 def test_a_column_with_a_reserved_name(name: str):
     assert name in keys.RESERVED
     rows = [{"prompt": "a", name: 1}]
-    with raises(f"names ['{name}'] are reserved: set column_map={{'{name}': 'dataset_{name}'}}, say"):
+    with raises(f"columns ['{name}'] have reserved names; set column_map={{'{name}': 'dataset_{name}'}}"):
         load_prompts(rows, prompt_column="prompt")
-    # Both remedies of the message:
+    # Both fixes in the message work
     renamed = load_prompts(rows, column_map={name: f"dataset_{name}"})
     assert renamed.columns == (f"dataset_{name}",)
     assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
@@ -361,7 +364,7 @@ def test_a_row_map_by_its_path():
     assert load_prompts(ROWS, row_map=shouted)[0]["query"] == "WHAT IS 1+1?"
     with raises(f"row_map '{__name__}.shoute': module '{__name__}' has no 'shoute' (did you mean 'shouted'"):
         load_prompts(ROWS, row_map=f"{__name__}.shoute")
-    with raises("row_map=3 must be a function of a row, or its dotted path", TypeError):
+    with raises("row_map=3 must be a function of a row or its dotted path", TypeError):
         load_prompts(ROWS, row_map=3)
 
 
@@ -387,7 +390,9 @@ def test_the_system_prompt_goes_where_there_is_none():
     assert [row["query"] for row in loaded] == [[system, USER], rows[1]["prompt"]]
     assert load_prompts(ROWS, system_prompt="Be brief.", chat=True)[0]["query"][0] == system
     assert load_prompts(ROWS, system_prompt="Be brief.")[0]["query"][0] == system, "a system prompt asks for messages"
-    with raises("system_prompt='Be brief.' has no place in plain-text prompts: set chat=True, or pass a tokenizer"):
+    with raises(
+        "system_prompt='Be brief.' cannot be combined with plain-text prompts; set chat=True, or pass a tokenizer"
+    ):
         load_prompts(ROWS, system_prompt="Be brief.", chat=False)
 
 
@@ -438,10 +443,10 @@ def test_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast
     )
     assert thinking.rows == dataset.rows
     with raises(
-        f"all 5 prompts exceed max_prompt_length=2: the shortest has {overhead + 3} tokens, the longest {overhead + 9}"
+        f"max_prompt_length=2 drops all 5 prompts: the shortest has {overhead + 3} tokens, the longest {overhead + 9}"
     ):
         load_prompts(rows, tokenizer=tokenizer, max_prompt_length=2)
-    with raises("max_prompt_length=2 needs the policy's tokenizer: pass it as tokenizer="):
+    with raises("max_prompt_length=2 requires the policy's tokenizer; pass tokenizer="):
         load_prompts(rows, max_prompt_length=2)
 
 
@@ -457,9 +462,9 @@ def test_limit_reads_no_further():
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_sizes_are_positive_integers(value, tokenizer: PreTrainedTokenizerFast):
-    with raises(f"limit must be a positive integer or None, got {value!r}"):
+    with raises(f"limit={value!r} must be a positive integer or None"):
         load_prompts(ROWS, limit=value)
-    with raises(f"max_prompt_length must be a positive integer or None, got {value!r}"):
+    with raises(f"max_prompt_length={value!r} must be a positive integer or None"):
         load_prompts(ROWS, tokenizer=tokenizer, max_prompt_length=value)
 
 
@@ -497,7 +502,7 @@ def test_a_dataset_says_what_it_holds():
 
 
 def test_the_fingerprint_is_that_of_the_content():
-    # Written out, because checkpoints of other processes and versions hold it.
+    # A constant, because checkpoints of other processes and versions contain it
     golden = "94352bcfa6d9c22b99e9dc47169182a031a465111ff62d21f5ea9ddeba07f752"
     assert load_prompts(ROWS).fingerprint == golden
     reordered_columns = [dict(reversed(row.items())) for row in ROWS]
@@ -523,7 +528,7 @@ def test_a_split_keeps_every_row_and_no_prompt_twice(texts: list[str], seed: int
     assert len(in_eval) == size
     assert sorted(row["i"] for part in (train, held_out) for row in part) == list(range(len(texts)))
     assert all([row["i"] for row in part] == sorted(row["i"] for row in part) for part in (train, held_out))
-    # Neither another call nor another order of the rows changes what is held out.
+    # The held-out prompts do not depend on the call or on the order of the rows
     assert {row["query"] for row in split_prompts(dataset.select(range(len(texts))[::-1]), size, seed)[1]} == in_eval
 
 
@@ -538,14 +543,14 @@ def test_a_split_depends_on_its_seed_and_size():
 @pytest.mark.parametrize(
     ("eval_size", "message"),
     [
-        (2, "eval_size=2 of 2 distinct prompts leaves no train prompt: lower it or add prompts"),
-        (0.9, "eval_size=0.9 of 2 distinct prompts leaves no train prompt: lower it or add prompts"),
-        (0.1, "eval_size=0.1 of 2 distinct prompts leaves no eval prompt: raise it or add prompts"),
-        (0, "eval_size must be a positive integer or a fraction between 0 and 1, got 0"),
-        (1.0, "eval_size must be a positive integer or a fraction between 0 and 1, got 1.0"),
-        (-0.5, "eval_size must be a positive integer or a fraction between 0 and 1, got -0.5"),
-        (float("nan"), "eval_size must be a positive integer or a fraction between 0 and 1, got nan"),
-        (True, "eval_size must be a positive integer or a fraction between 0 and 1, got True"),
+        (2, "eval_size=2 of 2 distinct prompts leaves no train prompt; lower it or add prompts"),
+        (0.9, "eval_size=0.9 of 2 distinct prompts leaves no train prompt; lower it or add prompts"),
+        (0.1, "eval_size=0.1 of 2 distinct prompts leaves no eval prompt; raise it or add prompts"),
+        (0, "eval_size=0 must be a positive integer or a fraction between 0 and 1"),
+        (1.0, "eval_size=1.0 must be a positive integer or a fraction between 0 and 1"),
+        (-0.5, "eval_size=-0.5 must be a positive integer or a fraction between 0 and 1"),
+        (float("nan"), "eval_size=nan must be a positive integer or a fraction between 0 and 1"),
+        (True, "eval_size=True must be a positive integer or a fraction between 0 and 1"),
     ],
 )
 def test_a_split_that_leaves_a_part_empty(eval_size, message: str):

@@ -1,4 +1,4 @@
-"""DeferredRerolls: when a failed prompt comes again, how often, and how many at a time."""
+"""DeferredRerolls: delay, number and share of re-rolls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 
 
 def outcome(*groups: tuple[int, int, Sequence[float]]) -> TensorDictBase:
-    """Rows of ``(group_id, prompt_id, returns)``."""
+    """Make rows of groups ``(group_id, prompt_id, returns)``."""
     return stack_rows(
         [
             TensorDict(
@@ -34,7 +34,7 @@ def outcome(*groups: tuple[int, int, Sequence[float]]) -> TensorDictBase:
 
 
 class Counting:
-    """Draws 100, 101, 102, ...: any draw below 100 is a re-roll."""
+    """Sampler that draws 100, 101, 102, ..., so that any draw below 100 is a re-roll."""
 
     def __init__(self):
         self.n = 99

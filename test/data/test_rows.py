@@ -1,4 +1,4 @@
-"""Ragged rows: padding and its inverse, action tokens and what is spread over them."""
+"""Ragged rows: padding and its inverse, action tokens and their values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def numbers(n: int) -> torch.Tensor:
 
 
 def make_rows(action_masks: list[list[bool]]) -> LazyStackedTensorDict:
-    """Rows whose token ids are all different over the batch."""
+    """Make rows whose token ids are all different."""
     rows, start = [], 1
     for mask in action_masks:
         data = {keys.TOKENS: torch.arange(start, start + len(mask)), keys.ACTION_MASK: torch.tensor(mask)}
@@ -98,7 +98,7 @@ def test_action_tokens(action_masks: list[list[bool]]) -> None:
 @few
 @given(masks)
 def test_gather_place_and_spread(action_masks: list[list[bool]]) -> None:
-    """Gathering takes the values at actions, to the left; spreading puts them back, with 0 on all other tokens."""
+    """Gathering left-aligns the values at action tokens, and spreading restores them with 0 on all other tokens."""
     rows = make_rows(action_masks)
     actions = action_tokens(rows)
     values = [row[keys.TOKENS].float() for row in rows.unbind(0)]
@@ -123,7 +123,7 @@ def test_place_has_a_gradient() -> None:
 
 
 def test_padding_never_leaks_from_a_nan() -> None:
-    """What stands on context tokens and padding does not matter, NaN included."""
+    """Values on context tokens and padding are ignored, even NaN."""
     actions = action_tokens(make_rows([[False, True], [False, False, True, True]]))
     values = [torch.tensor([torch.nan, 1.0]), torch.tensor([torch.nan, torch.nan, 2.0, 3.0])]
     assert gather_actions(values, actions).tolist() == [[1.0, 0.0], [2.0, 3.0]]
@@ -179,7 +179,7 @@ def test_as_lazy() -> None:
 
 @pytest.mark.parametrize("cls", [Tokens, Masks, LogProbs])
 def test_collection_is_the_class_itself(cls: type) -> None:
-    """The quick way to build TorchRL's classes gives what their constructors give."""
+    """The fast construction of TorchRL's classes equals their constructors."""
     field = {Tokens: "full", Masks: "all_assistant_mask", LogProbs: "full"}[cls]
     made, expected = collection(cls, **{field: torch.ones(3)}), cls(**{field: torch.ones(3)})
     assert type(made) is cls and made.batch_size == expected.batch_size == torch.Size([])
@@ -198,7 +198,7 @@ def test_rows_with_equal_prompts_are_grouped() -> None:
 
 
 def grouped_rows(groups: list[list[int]], prompt: int) -> LazyStackedTensorDict:
-    """Rows of ``group`` ``g`` begin with ``prompt`` times the id ``g``; ``groups`` has their lengths after that."""
+    """Make rows of each group ``g``: ``prompt`` times the id ``g``, then as many tokens as ``groups`` says."""
     rows = []
     for g, lengths in enumerate(groups):
         for n in lengths:

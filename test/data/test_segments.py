@@ -1,4 +1,4 @@
-"""Rows of several samples: put by, carried through buffers and checkpoints, and made rows of their own."""
+"""Rows of several samples: stashed, kept in buffers and checkpoints, and split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKS = ([0, 0, 1, 1, 0, 1], [0, 1, 1], [0, 0, 0, 1])
 
 
 def context(row: TensorDictBase, sample: int, versions: bool, support: bool) -> TensorDictBase:
-    """The state of a row of which the given sample is the present one."""
+    """Set a sample as the current one of a row."""
     mask = torch.tensor(MASKS[sample], dtype=torch.bool)
     actions = int(mask.sum())
     row.set("tokens", collection(Tokens, prompt=torch.arange(len(mask)) + 10 * sample))
@@ -39,7 +39,7 @@ def context(row: TensorDictBase, sample: int, versions: bool, support: bool) -> 
 
 
 def make_row(samples: int = 3, versions: bool = True, support: bool = True, group: int = 0) -> TensorDictBase:
-    """A finished trajectory of so many samples."""
+    """Make a finished trajectory of several samples."""
     row = context(TensorDict({}, []), 0, versions, support)
     for sample in range(1, samples):
         stash_segment(row)
@@ -54,7 +54,7 @@ def make_row(samples: int = 3, versions: bool = True, support: bool = True, grou
 
 
 def check(rows: TensorDictBase, samples: list[int], versions: bool = True, support: bool = True) -> None:
-    """Rows are these samples in order."""
+    """Check that rows are these samples in order."""
     for row, sample in zip(rows.unbind(0), samples, strict=True):
         expected = context(TensorDict({}, []), sample, versions, support)
         tokens, mask = expected[keys.PROMPT_TOKENS], expected[keys.ACTION_MASK]
@@ -105,7 +105,7 @@ def test_a_sample_that_was_given_up_before_its_turn_is_no_row() -> None:
 
 
 def test_samples_survive_buffers_and_checkpoints() -> None:
-    """Groups are whole until the advantages are known; then rows that a loss reads."""
+    """Groups stay whole until advantages are known, and are then split for the loss."""
     rows = [make_row(n, group=group) for n, group in ((3, 0), (2, 0), (1, 1), (1, 1))]
     plain = [from_plain(to_plain(row)) for row in tensor_rows(stack_rows(rows)).unbind(0)]
     buffer = ReplayBuffer(
@@ -125,7 +125,7 @@ def test_rows_with_and_without_samples_are_not_the_same() -> None:
 
 
 def test_what_the_aggregation_makes_of_samples(tokenizer, model) -> None:
-    """As the file says: nothing for a mean of tokens, a scale for sums, ``K`` times the weight for means of rows."""
+    """Splitting keeps a token mean, scales sums, and gives ``K`` samples ``K`` times the weight in a row mean."""
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4})
     scorer = policy.get_new_version(generate=False)
     rows = stack_rows([make_row(3, support=False), make_row(1, support=False)])

@@ -521,14 +521,14 @@ def reshape(steps: list) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (corrupt, "bucket 1 of version 5, with c to c, is corrupt"),
-        (reorder, "bucket 1 of version 5 came, expected bucket 0"),
-        (forget, "brought 2 of 3 tensors: c is the first that is missing"),
+        (corrupt, r"bucket 1 of version 5 \(c to c\) is corrupt"),
+        (reorder, "bucket 1 of version 5 arrived, expected bucket 0"),
+        (forget, "has 2 of 3 tensors; c is the first missing one"),
         (mix_versions, r"no update to version 6 is open \(one to version 5 is\)"),
         (finish_another, r"no update to version 6 is open \(one to version 5 is\)"),
         (not_started, "no update to version 5 is open"),
-        (overlap, "brings tensors 1 to 2, expected tensor 2 of 3 next"),
-        (reshape, r"brought a as float32 \[3, 2\], announced as float32 \[2, 3\]"),
+        (overlap, "has tensors 1 to 2, expected tensor 2 of 3 next"),
+        (reshape, r"has a as float32 \[3, 2\], but float32 \[2, 3\] was announced"),
     ],
 )
 def test_faulty_updates_are_refused_and_a_good_one_follows(play, fault: Callable, message: str) -> None:

@@ -372,9 +372,9 @@ def change_version(steps: list) -> None:
 
 FAULTS = {
     corrupt: "is corrupt: its checksum is",
-    swap: "bucket 1 of version 1 came, expected bucket 0",
-    lose: "tensors: .* is the first that is missing",
-    cut: "brought .* tensors, not the .* announced",
+    swap: "bucket 1 of version 1 arrived, expected bucket 0",
+    lose: "tensors; .* is the first missing one",
+    cut: "has .* tensors, but .* were announced",
     lose_payload: "bucket of an update failed: KeyError: 'payload'",
     change_version: r"no update to version 9 is open \(one to version 1 is\)",
 }

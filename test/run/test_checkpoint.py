@@ -1,4 +1,4 @@
-"""Checkpoints: what may go in, what comes out, and what is left after a kill or damage."""
+"""Checkpoints: valid contents, round trips, and recovery after a kill or damage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Pair = namedtuple("Pair", "a b")
     ("value", "kind"),
     [
         (torch.nn.Linear(1, 1), "Linear"),
-        (np.float64(1.0), "float64"),  # a float by isinstance, yet not loadable
+        (np.float64(1.0), "float64"),  # a subclass of float, but not loadable
         (np.zeros(2), "ndarray"),
         (Pair(1, 2), "Pair"),
         ({1, 2}, "set"),
@@ -72,7 +72,7 @@ def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_going_back_removes_the_abandoned_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With ``keep=1`` counting by step alone would delete the checkpoint just written and keep the abandoned one."""
+    """An older step replaces a later one: counting only by step, ``keep=1`` would keep the abandoned checkpoint."""
     Checkpointer(tmp_path).save(40, {"step": 40})
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(30, {"step": 30})
@@ -85,7 +85,7 @@ def test_a_missing_step_is_an_error_that_lists_what_is_there(tmp_path: Path) -> 
     assert checkpointer.load() is None
     checkpointer.save(3, {})
     checkpointer.save(5, {})
-    with pytest.raises(FileNotFoundError, match=r"step 4 .*\[3, 5\]"):
+    with pytest.raises(FileNotFoundError, match=r"step=4 .*\[3, 5\]"):
         checkpointer.load(4)
 
 
@@ -116,14 +116,14 @@ def test_only_damaged_files_is_an_error_and_not_a_fresh_start(tmp_path: Path) ->
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         Checkpointer(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step must be 0 or more, got -1"):
+    with pytest.raises(ValueError, match="step=-1 must be at least 0"):
         Checkpointer(tmp_path).save(-1, {})
 
 
-# A process forks one that saves and stops inside a phase of the save, kills it there, and reports what can be loaded.
-# Every value of the tensor is the step, so a mixture would show.
+# A process forks a child that stops in a phase of a save, kills it there, and reports the loadable checkpoints.
+# Every value of the tensor is the step, so that a mixture of checkpoints is detected.
 _KILLED_SAVES = """
 import io, json, os, pathlib, signal, sys
 import torch
@@ -188,11 +188,11 @@ def test_a_kill_in_any_phase_of_a_save_loses_nothing(tmp_path: Path, fork_server
     after = {"advanced": True, "whole": True, "leftovers": 0, "kept": 3}
     behind = after | {"kept": 4}  # as after the kill before it, and its own
     assert reports == {"write": before, "flush": before, "rename": before, "sync": after, "rotate": behind}
-    assert "Cannot read" not in done.stderr  # the newest name always was a whole file
+    assert "cannot read" not in done.stderr  # the newest file was always complete
 
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(10**6, {"step": 10**6})
-    assert len(list(tmp_path.iterdir())) == 2  # no leftovers beside the newest two
+    assert len(list(tmp_path.iterdir())) == 2  # no leftovers next to the newest two
 
 
 def test_a_failing_save_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_failing_save_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as a full disk: writing fails halfway
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # like a full disk, writing fails halfway
     try:
         with pytest.raises((OSError, RuntimeError)):
             checkpointer.save(2, {"weights": torch.zeros(1_000_000)})
@@ -278,5 +278,5 @@ def test_parts_must_match_by_name() -> None:
     with pytest.raises(KeyError, match=r"\['optimizer'\] missing .*\['buffer'\] in the state"):
         restore_state(state, model=model, optimizer=model)
     assert model.weight.item() == before
-    with pytest.raises(TypeError, match="Part 'sampler' is a list"):
+    with pytest.raises(TypeError, match="part 'sampler' is a list"):
         gather_state(sampler=[])

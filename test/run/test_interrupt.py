@@ -1,4 +1,4 @@
-"""Stopping a run by signal."""
+"""Stop signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of a run: files, loggers, display, and going on after a kill."""
+"""Logs of a run: files, loggers, display, and resume after a kill."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_resumed_run_leaves_the_record_of_one_never_stopped(tmp_path: Path, na
         if step == 3:
             Checkpointer(tmp_path / "checkpoints").save(step, {"logger": killed.state_dict()})
     with open(tmp_path / "resumed" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "rew')  # killed while it wrote a line
+        file.write('{"step": 6, "rew')  # killed while writing a line
     for logger in killed._loggers:
         logger.flush()
     if name == "tensorboard":
@@ -157,7 +157,7 @@ def test_off_a_terminal_there_are_about_twenty_plain_lines(tmp_path: Path, capsy
     assert captured.out == "" and "\r" not in captured.err
     assert lines[0] == "step 1/120  reward 0.00833  tokens/s 12,346"
     shown = [int(line.split("/")[0].removeprefix("step")) for line in lines]
-    assert shown == sorted({1, *range(6, 121, 6), 50, 100})  # steps that evaluated have a line of their own
+    assert shown == sorted({1, *range(6, 121, 6), 50, 100})  # steps with an evaluation have an extra line
     assert [step for step, line in zip(shown, lines, strict=True) if "eval/accuracy 0.83" in line] == [50, 100]
     assert "s/step  eta " in lines[10] and lines[-1].endswith("s/step")
 
@@ -197,7 +197,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'; known are \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
+    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
         RunLogger(tmp_path, loggers=["tensorbord"])
     with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
         RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})
@@ -210,7 +210,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
             logger.log(1, {"step": 1.0})
         with pytest.raises(ValueError, match="column 'table'"):
             logger.log_table(1, "completions", [{"table": 1}])
-        with pytest.raises(TypeError, match="column x.* holds a object"):
+        with pytest.raises(TypeError, match="column x.* has a object"):
             logger.log_table(1, "completions", [{"x": [object()]}])
     assert logger.history == []
 

@@ -1,4 +1,4 @@
-"""Run: the books of a loop, kept over stops, kills and changed settings."""
+"""Run: resume after stops, kills and changed settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval"
 
 
 class Part:
-    """Counts its steps, and draws a number in each."""
+    """Part that counts its steps and draws a number in each."""
 
     def __init__(self):
         self.state = {"n": 0, "sum": 0.0}
@@ -34,7 +34,7 @@ class Part:
 
 
 def play(directory: Path, steps: int = 4, *, until: int | None = None, seed: int = 0, **kwargs) -> tuple[Run, Part]:
-    """Run the loop; ``until`` asks it to stop in that step."""
+    """Run the loop, with a stop request in step ``until``."""
     torch.manual_seed(seed)
     part = Part()
     run = Run(
@@ -125,7 +125,7 @@ def test_a_setting_that_the_checkpoint_lacks_had_its_default(tmp_path):
 
 def test_fewer_steps_than_are_done_are_refused(tmp_path):
     play(tmp_path)
-    with pytest.raises(ValueError, match="after step 4, but the run ends at 2"):
+    with pytest.raises(ValueError, match="total_steps=2 must be at least step 4"):
         play(tmp_path, 2)
 
 

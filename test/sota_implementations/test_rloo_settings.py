@@ -190,7 +190,7 @@ BAD = [
         "environment.max_turns=3",
         "environment.max_turns=3 is ignored by task=addition, whose conversations have one turn",
     ),
-    ("data.chat=false", "chat=False keeps text prompts text"),
+    ("data.chat=false", "chat=False requires text prompts"),
     ("plan.minibatches=3", "minibatches=3 must divide the rows per step, 4 prompts x 4 completions = 16"),
     ("plan.num_generations=1", "estimator='rloo' compares the rows of a group"),
     ("loss.correction=tis loss.old_log_probs=proximal", "ratio='sequence'"),

@@ -1,4 +1,4 @@
-"""What the tests of weight updates measure: how far an engine's log-probs are from the training model's."""
+"""Fixtures that change a model's weights and compare an engine with the training model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = tuple(range(5, 85))  # two and a half blocks of vLLM's prefix cache
 
 @pytest.fixture(scope="session")
 def change() -> Callable[[nn.Module, int], None]:
-    """``change(model, seed)``: other weights, of which samples tell at once."""
+    """Change a model's weights enough to change its samples: ``change(model, seed)``."""
 
     def change(model: nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -25,7 +25,7 @@ def change() -> Callable[[nn.Module, int], None]:
                 noise = torch.randn(parameter.shape, generator=generator)
                 if parameter.dim() == 1:  # norms and biases
                     parameter.add_(0.02 * noise)
-                else:  # of the same size in the mean, however often
+                else:  # keep the mean size over repeated changes
                     parameter.mul_(0.95).add_(0.31 * parameter.float().std() * noise)
 
     return change
@@ -33,7 +33,7 @@ def change() -> Callable[[nn.Module, int], None]:
 
 @pytest.fixture(scope="session")
 def log_prob_error() -> Callable[..., float]:
-    """``log_prob_error(engine, model)``: largest difference of log-probs (nats) of tokens that the engine samples."""
+    """Return the largest difference of log-probs (nats) of sampled tokens: ``log_prob_error(engine, model)``."""
 
     def error(engine: Engine, model: nn.Module, prompt: tuple[int, ...] = PROMPT) -> float:
         requests = [Request(prompt=prompt, limit=12, seed=seed) for seed in range(2)]
@@ -49,7 +49,7 @@ def log_prob_error() -> Callable[..., float]:
 
 @pytest.fixture(scope="session")
 def assert_greedy_tokens_equal() -> Callable[..., None]:
-    """``assert_greedy_tokens_equal(engine, model)``: the engine's greedy tokens are the model's likeliest."""
+    """Check that the engine's greedy tokens are the model's: ``assert_greedy_tokens_equal(engine, model)``."""
 
     def check(engine: Engine, model: nn.Module) -> None:
         greedy = Request(prompt=PROMPT, limit=12, seed=0, distribution=SamplingDistribution(temperature=0))
@@ -60,6 +60,6 @@ def assert_greedy_tokens_equal() -> Callable[..., None]:
 
 
 def _log_probs(model: nn.Module, ids: list[int]) -> torch.Tensor:
-    """Log-probs ``[12, V]`` at the last 12 ids."""
+    """Return the log-probs at the last 12 ids, ``[12, V]``."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, -13:-1].float().log_softmax(-1)

@@ -16,7 +16,7 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater, WeightUpdater
 
 
 def make_module(seed: int, width: int = 4) -> nn.Module:
-    """Parameters, float and integer buffers."""
+    """Make a module with parameters and with float and integer buffers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = nn.Sequential(nn.Linear(width, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, bias=False))
@@ -109,7 +109,7 @@ def test_modules_that_differ_are_refused(source, target, message):
 
 
 class FailingUpdater(WeightUpdater):
-    """Fails until told otherwise, and remembers the versions it was asked for."""
+    """Updater that fails while ``fails`` is set, and records the requested versions."""
 
     def __init__(self):
         self.fails, self.versions = True, []

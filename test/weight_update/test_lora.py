@@ -61,12 +61,12 @@ def rows_of(samples: list) -> TensorDict:
 
 @pytest.fixture
 def base_engine(vllm_engine: Engine) -> Engine:
-    """The engine with the base model's weights and no adapter."""
+    """Engine with the base model's weights and no adapter."""
     return vllm_engine
 
 
 def spoil_next(engine: Engine, spoil: Callable[[dict], list[dict] | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call ``spoil`` with what the engine's next adapter update is told; what it returns, the engine reports."""
+    """Call ``spoil`` with the message of the engine's next adapter update, and report its result if it has one."""
     update = engine.update_weights
 
     def spoilt(step, info=None, *, timeout):
@@ -257,13 +257,13 @@ def with_two_active() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "error", "reason"),
     [
-        (lambda: build_model(TOKENIZER, 0), TypeError, "Qwen2ForCausalLM, not a peft PeftModel"),
+        (lambda: build_model(TOKENIZER, 0), TypeError, "Qwen2ForCausalLM, but must be a peft PeftModel"),
         (lambda: adapted(use_dora=True), ValueError, "use_dora"),
         (lambda: adapted(modules_to_save=["norm"]), ValueError, "modules_to_save"),
         (lambda: adapted(target_modules=["q_proj"], lora_bias=True), ValueError, "lora_bias"),
-        (lambda: adapted(init_lora_weights="pissa"), ValueError, "'pissa', which changes the base weights too"),
-        (with_unfrozen_norm, ValueError, "norm.weight is trained but not part of the adapter"),
-        (with_two_active, ValueError, r"active adapters are \['default', 'second'\]"),
+        (lambda: adapted(init_lora_weights="pissa"), ValueError, "'pissa', which also changes the base weights"),
+        (with_unfrozen_norm, ValueError, "norm.weight is trained but is not part of the adapter"),
+        (with_two_active, ValueError, r"one active adapter, got \['default', 'second'\]"),
     ],
     ids=["base", "dora", "modules_to_save", "lora_bias", "pissa", "unfrozen", "two"],
 )
@@ -278,7 +278,7 @@ def test_arguments_out_of_range_are_refused():
     for arguments, reason in [({"timeout": 0}, "timeout=0"), ({"in_flight": "drop"}, "in_flight='drop'")]:
         with pytest.raises(ValueError, match=reason):
             LoRAUpdater(adapted(), engine, **arguments)
-    with pytest.raises(ValueError, match="engines is empty"):
+    with pytest.raises(ValueError, match=r"engines=\[\] must"):
         LoRAUpdater(adapted(), [])
     assert LoRAUpdater(torch.compile(adapted()), engine).adapter == "default"
 

@@ -1,6 +1,6 @@
-"""A model sharded over two ranks with ``fully_shard``: both gather, one sends, and what is sent is the whole model.
+"""Models sharded over two ranks with ``fully_shard``: both gather, and rank 0 sends the whole model.
 
-Run as a script this file is one rank: ``test_sharded_source.py RANK FOLDER``.
+As a script, this file runs one rank: ``test_sharded_source.py RANK FOLDER``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IDS = torch.arange(5, 29)[None]
 
 
 def sharded(model: nn.Module, **settings) -> nn.Module:
-    """Shards a model in place: each layer, and what is left at the root."""
+    """Shard a model in place: each layer, and the rest at the root."""
     mesh = init_device_mesh("cpu", (2,))
     decoder = model.get_base_model().model if isinstance(model, peft.PeftModel) else model.model
     for layer in decoder.layers:
@@ -59,7 +59,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 
 
 def train(model: nn.Module) -> None:
-    """One step, and a forward pass, which leaves the root's parameters gathered."""
+    """Train one step, and run a forward pass, which leaves the root's parameters gathered."""
     model(input_ids=IDS, labels=IDS).loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
     model.zero_grad()
@@ -81,11 +81,11 @@ def check_tensors(rank: int, folder: Path) -> None:
     assert all(not torch.equal(found[n], first[n]) for n in found)
     halved = sent(WeightSource(model, dtype=torch.bfloat16))
     assert_same(halved, {n: t.bfloat16() for n, t in found.items()})
-    train(model)  # goes on
+    train(model)  # training continues
 
 
 def check_master_weights(rank: int, folder: Path) -> None:
-    """Those that are trained are sent, not the rounded ones that a forward pass leaves behind."""
+    """Check that the trained weights are sent, not the rounded ones that a forward pass leaves gathered."""
     whole = build_model(TOKENIZER, 0)
     model = sharded(build_model(TOKENIZER, 0), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     source = WeightSource(model)
@@ -132,7 +132,7 @@ def check_adapter(rank: int, folder: Path) -> None:
 
 
 def check_push(rank: int, folder: Path) -> None:
-    """Into an engine of rank 0, with an error that both ranks get, and one that neither gets."""
+    """Push to an engine of rank 0, with an error on both ranks and one on neither."""
 
     class Failing(TransformersEngine):
         fails = True
@@ -169,7 +169,7 @@ def check_push(rank: int, folder: Path) -> None:
 
 def check_refusal(rank: int, folder: Path) -> None:
     model = FullyShardedDataParallel(build_model(TOKENIZER, 0), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel: shard it with fully_shard"):
+    with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel; shard it with fully_shard"):
         WeightSource(model)
 
 
@@ -187,7 +187,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[Path, str]:
-    """Where two ranks left a file for each check that they passed, and what they wrote."""
+    """Folder with a file for each check that a rank passed, and the output of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks = [fork_server.start(Path(__file__), [str(rank), str(folder)]) for rank in range(2)]
     try:
@@ -207,4 +207,4 @@ def test_two_ranks(ran: tuple[Path, str], check):
 
 if __name__ == "__main__":
     run_rank(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # on the ordinary way out a gloo thread of the sharded model's may abort the process
+    os._exit(0)  # at a normal exit a gloo thread of the sharded model may abort the process

@@ -46,7 +46,7 @@ def untied(seed: int = 0) -> nn.Module:
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Fills what is trained, fresh adapters being zero."""
+    """Add noise to trained parameters, because new adapters are zero."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         if p.requires_grad:
@@ -60,7 +60,7 @@ def with_lora(model: nn.Module, **settings) -> nn.Module:
 
 
 def merged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What peft's own merge of a copy gives, tied tensors once."""
+    """Return the tensors of a copy that peft merged, tied ones once."""
     state, seen = copy.deepcopy(model).merge_and_unload().state_dict(), set()
     return {n: t for n, t in state.items() if t.data_ptr() not in seen and not seen.add(t.data_ptr())}
 
@@ -141,7 +141,7 @@ def test_it_sends_the_weights_of_the_moment_wherever_they_are():
     model.model.norm.weight = nn.Parameter(torch.full((64,), 5.0))
     assert_same(sent(source), {n: p.detach() for n, p in model.named_parameters()})
     model.model.norm.weight = nn.Parameter(torch.ones(65))
-    with pytest.raises(ValueError, match=r"model.norm.weight gave .*65.* new WeightSource"):
+    with pytest.raises(ValueError, match=r"model.norm.weight must match .* got .*65.* new WeightSource"):
         sent(source)
 
 
@@ -151,14 +151,14 @@ def test_rank_0_sends(rank: int | None, sends: bool):
 
 
 def gpt2() -> nn.Module:
-    """Its layers keep their weights transposed."""
+    """Build a model whose layers keep their weights transposed."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32))
 
 
 def qwen3_moe() -> nn.Module:
-    """Its experts are one parameter of three dimensions."""
+    """Build a model whose experts are one parameter of three dimensions."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 64}
@@ -231,7 +231,7 @@ def test_an_adapter_that_is_off_is_not_merged():
     source = WeightSource(model)
     with model.disable_adapter():
         assert_same(sent(source), wanted)
-    model.merge_adapter()  # peft's own, in place: the adapter is not to be added once more
+    model.merge_adapter()  # peft merges in place: the source must not add the adapter again
     assert_same(sent(source), merged(model), tolerance=1e-6)
 
 
@@ -268,15 +268,15 @@ def test_a_name_given_twice_is_refused():
         WeightSource(build_model(TOKENIZER, 0), convert=lambda name, tensor: [("same", tensor)])
 
 
-# With a real engine.
+# With a real engine
 
 
 class Third(nn.Module):
-    """One of the three outputs of a projection that belongs to somebody else."""
+    """One of the three outputs of another module's projection."""
 
     def __init__(self, fused: nn.Linear, number: int):
         super().__init__()
-        self.fused, self.number = (fused,), number  # in a tuple, so that it is no child
+        self.fused, self.number = (fused,), number  # in a tuple, so that it is not a child
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused[0](x).chunk(3, -1)[self.number]

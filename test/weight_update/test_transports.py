@@ -1,4 +1,4 @@
-"""Transports: buckets come to all workers bit for bit, and nothing is left behind; a lost worker hangs nobody."""
+"""Transports: exact buckets for all workers, no leftover files, and time-outs for lost workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def connect(transport: Transport, workers: list[int] = WORKERS, nbytes: int = 40
 
 
 def deliver(transport: Transport, receivers: list[Receiver], version: int = 1) -> None:
-    """Sends all buckets, each while the workers take the one before, as an updater does."""
+    """Send all buckets, each while the workers take the previous one, as an updater does."""
     taking: list[Future] = []
     with ThreadPoolExecutor() as pool:
         for number, tensors in enumerate(make_buckets(version)):

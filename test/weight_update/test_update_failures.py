@@ -1,4 +1,4 @@
-"""Updates that fail: an error that says what, where and why, in time; old weights or none; and the next push works."""
+"""Failed updates: precise errors in time, old weights or no sampling, and a working next push."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def own_process(async_engine: Engine) -> Engine:
 
 
 def child_of(engine: Engine) -> int:
-    """The process that the engine's model is in."""
+    """Return the process id of the engine's model."""
     return engine._core._processes[0].pid
 
 
@@ -55,7 +55,7 @@ def trained(tokenizer) -> nn.Module:
 
 @pytest.fixture
 def with_weights(tokenizer, change) -> Callable[[Engine], nn.Module]:
-    """``with_weights(engine)``: a model of the weights that the engine now has."""
+    """Push new weights to an engine and return their model: ``with_weights(engine)``."""
 
     def make(engine: Engine) -> nn.Module:
         model = build_model(tokenizer, seed=engine.version + 10).eval()
@@ -67,7 +67,7 @@ def with_weights(tokenizer, change) -> Callable[[Engine], nn.Module]:
 
 @contextmanager
 def fails_within(seconds: float, *words: str) -> Iterator[None]:
-    """A WeightSyncError within that time, which says all of these."""
+    """Expect a WeightSyncError with these words within some seconds."""
     began = time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
         yield
@@ -95,7 +95,7 @@ def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_wei
     with_weights(engine)
     version = engine.version + 1
     updater = EngineUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
-    with fails_within(SOON, f"parts of version {version}", "samples nothing"):
+    with fails_within(SOON, f"parts of version {version}", "refuses to sample"):
         updater.push_weights(version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
         engine.generate([Request([5], limit=1, seed=0)])
@@ -141,7 +141,7 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
     old, version = with_weights(own_process), own_process.version
 
     class Stopping(make_transport):
-        """Stops the worker's process before bucket 1, and has no patience from then on."""
+        """Transport that stops the worker's process before bucket 1 and then lowers the time-out."""
 
         stops = True
 
@@ -167,7 +167,7 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
 
 
 class Fallible(ScriptedEngine):
-    """Takes updates in this process, and counts resumes."""
+    """Engine that takes updates in this process and counts resumes."""
 
     def __init__(self, latency: float = 0.0):
         super().__init__(lambda request, index: ScriptedTurn([7], latency=latency))
@@ -191,7 +191,7 @@ def pair() -> Iterator[tuple[Fallible, Fallible]]:
 
 def test_an_engine_that_dies_in_a_push_is_restarted_with_the_present_weights(pair, tmp_path):
     class Killing(SharedMemory):
-        """Kills the second engine before bucket 1, once."""
+        """Transport that kills the second engine before bucket 1, once."""
 
         def send(self, version, bucket, infos, tensors):
             if bucket == 1 and not pair[1].start_count:
@@ -243,7 +243,7 @@ def test_an_engine_whose_load_failed_says_so(pair):
 
 
 class Hasty(SharedMemory):
-    """Lets its updater wait for 1 s from the first bucket on."""
+    """Transport that lowers its updater's time-out to 1 s at the first bucket."""
 
     def send(self, version, bucket, infos, tensors):
         self.updater.timeout = 1
@@ -269,7 +269,7 @@ def test_a_step_that_hangs_is_an_error_in_time(pair):
 
 def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_update():
     class Deaf(Fallible):
-        """Hears of a bucket only when it is told to."""
+        """Engine that takes the bucket of version 1 only during the second update."""
 
         hears, left = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""EngineUpdater: what the engine samples with is what the training model has, for every transport and kind of model.
+"""EngineUpdater with vLLM: engines sample with the training model's weights, for all transports and kinds of models.
 
 Run as a script this file is one of two ranks: ``test_vllm_updater.py RANK FOLDER``.
 """
@@ -48,7 +48,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def make_trained(tokenizer) -> Callable[[str], nn.Module]:
-    """``make_trained(kind)``: a tiny model of one of the kinds that vLLM loads in its own way each."""
+    """Build a tiny model of a kind that vLLM loads in a special way: ``make_trained(kind)``."""
 
     def make(kind: str) -> nn.Module:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def make_trained(tokenizer) -> Callable[[str], nn.Module]:
 
 @pytest.fixture
 def own_process(async_engine: Engine) -> Engine:
-    """An engine in a process of its own, of the embedded model."""
+    """Engine of the embedded model in a separate process."""
     return async_engine
 
 
@@ -81,7 +81,7 @@ def make_transport(tmp_path) -> Callable[[str], Transport]:
 
 
 def per_expert(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """The names that checkpoints have: transformers keeps the experts of a layer in one tensor."""
+    """Yield the checkpoint's names: transformers keeps the experts of a layer in one tensor."""
     prefix, fused, kind = name.partition("experts.")
     if not fused:
         yield name, tensor
@@ -134,14 +134,14 @@ def test_updates_by_reference(kind, make_vllm_engine, make_trained, change, log_
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """The weights as vLLM has them."""
+    """Return a copy of vLLM's weights."""
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
     model = executor.driver_worker.worker.model_runner.model
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def test_an_engine_in_bfloat16_is_as_if_started_with_the_new_weights(make_vllm_engine, make_trained, change):
-    """Bit for bit, whether the engine or the source casts; a kernel may round otherwise for other addresses."""
+    """Weights are bit-identical whether the engine or the source casts; a kernel may round by memory address."""
     first, other = make_trained("tied"), make_trained("tied")
     change(other, 1)
     requests = [Request(prompt=range(5, 50), limit=12, seed=seed) for seed in range(3)]
@@ -171,7 +171,7 @@ def test_nothing_cached_of_old_weights_is_used(vllm_engine, make_trained, change
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda **_: True)
     change(trained, 2)
     updater.push_weights(2)
-    assert log_prob_error(engine, trained) > 0.01  # so the above would have told
+    assert log_prob_error(engine, trained) > 0.01  # so the check above would fail with stale weights
 
 
 def test_several_engines_at_once(vllm_engine, make_trained, change, log_prob_error):
@@ -187,7 +187,7 @@ def test_several_engines_at_once(vllm_engine, make_trained, change, log_prob_err
 
 
 class Watched(ScriptedEngine):
-    """Counts pauses and resumes."""
+    """Engine that counts pauses and resumes."""
 
     def __init__(self):
         super().__init__(lambda request, index: ScriptedTurn(tokens=[7]))
@@ -203,7 +203,7 @@ class Watched(ScriptedEngine):
         super().resume()
 
     def steps(self) -> list[str]:
-        """Of the updates that came since the last call."""
+        """Return the steps of the updates since the last call."""
         steps = [record.step for record in self.updates]
         self.updates.clear()
         return steps
@@ -281,7 +281,7 @@ def test_auto_is_by_reference_only_within_one_process(watched):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engines": []}, "engines is empty"),
+        ({"engines": []}, r"engines=\[\] must"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"timeout": 0}, "timeout=0"),
         ({"in_flight": "keep"}, "in_flight='keep'"),
@@ -294,7 +294,7 @@ def test_arguments_out_of_range_are_refused(watched, arguments, message):
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """One of two ranks that a model is sharded over; the engine is rank 0's."""
+    """Run one of two ranks of a sharded model, with the engine on rank 0."""
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
@@ -329,4 +329,4 @@ def test_all_ranks_of_a_sharded_model_push_together(tmp_path, fork_server):
 
 if __name__ == "__main__":
     run_rank(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # on the ordinary way out a gloo thread of the sharded model's may abort the process
+    os._exit(0)  # at a normal exit a gloo thread of the sharded model may abort the process

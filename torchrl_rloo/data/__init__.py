@@ -1,4 +1,4 @@
-"""Rows and what they are made of: keys, prompt datasets, chat templates, ragged batches."""
+"""Rows of trajectories and their parts: keys, prompt datasets, chat templates, ragged batches."""
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype

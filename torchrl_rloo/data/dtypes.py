@@ -1,4 +1,4 @@
-"""Number formats by name, as configurations give them."""
+"""Torch dtypes by name, as configurations give them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import torch
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name such as ``"bfloat16"``.
+    """Return the torch dtype of a name such as ``"bfloat16"``.
 
     Raises:
         ValueError: if torch has no dtype of that name.
+
+    Example:
+        >>> parse_dtype("bfloat16")
+        torch.bfloat16
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

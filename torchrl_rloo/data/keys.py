@@ -1,12 +1,13 @@
-"""The names of everything a row carries; no other file spells a key out.
+"""Names of all entries of a row; no other file spells out a key.
 
-A row is one finished trajectory. Keys are TorchRL's wherever TorchRL has one. ``T`` is the row's own length in tokens
-and ``P`` the length of its prompt; rows are ragged and are padded only where a model needs it.
+A row is one finished trajectory. Keys are TorchRL's wherever TorchRL has one. ``T`` is the row's length in tokens,
+``P`` the length of its prompt and ``A`` its number of action tokens. Rows are ragged and are padded only where a
+model needs it.
 
 ============================  ===========  =======  ==================================================================
 key                           shape        dtype    content
 ============================  ===========  =======  ==================================================================
-``QUERY``                     non-tensor   -        the prompt: chat messages or plain text
+``QUERY``                     non-tensor   -        prompt as chat messages or plain text
 ``GROUP_ID``                  ``[]``       int64    one value per draw of a prompt, unique within a buffer
 ``GROUP_SIZE``                ``[]``       int64    number of members of the row's group
 ``POLICY_VERSION``            ``[]``       int64    oldest policy version that sampled a token of the row
@@ -14,37 +15,38 @@ key                           shape        dtype    content
 ``PROMPT_TOKENS``             ``[P]``      int64    ids before the first action
 ``ATTENTION_MASK``            ``[T]``      bool     True on real tokens
 ``ACTION_MASK``               ``[T]``      bool     True exactly on action tokens
-``LOG_PROBS``                 ``[T]``      float32  behaviour log-prob (nats) on action tokens, 0 elsewhere
+``LOG_PROBS``                 ``[T]``      float32  behavior log-prob (nats) on action tokens, 0 elsewhere
 ``REWARD``                    ``[1, 1]``   float32  the trajectory's return; NaN if every reward function abstained
-``REWARDS``                   ``[F]``      float32  what each of ``F`` reward functions gave; NaN where it abstained
-``DONE``, ``TERMINATED``,     ``[1]``      bool     ``TRUNCATED``: a token, turn or time limit ended the trajectory
-``TRUNCATED``
-``STOP_REASON``               ``[]``       int64    place in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`
+``REWARDS``                   ``[F]``      float32  score of each of ``F`` reward functions; NaN where it abstained
+``DONE``                      ``[1]``      bool     True if the trajectory ended
+``TERMINATED``                ``[1]``      bool     True if the policy or the environment ended the trajectory
+``TRUNCATED``                 ``[1]``      bool     True if a limit, a failure or a cancellation ended the trajectory
+``STOP_REASON``               ``[]``       int64    index into :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`
 ``REF_LOG_PROBS``             ``[T]``      float32  log-prob under the frozen reference on action tokens, 0 elsewhere
-``ADVANTAGE``                 ``[1, 1]``   float32  multiplies the policy gradient of every action token of the row;
-                              or ``[T,1]``          one value for each token where credit is per turn or per token
+``ADVANTAGE``                 ``[1, 1]``   float32  factor of the policy gradient of every action token of the row;
+                                                    ``[T, 1]`` where credit is per turn or per token
 ============================  ===========  =======  ==================================================================
 
-Optional entries, each written by the part that has a use for it:
+Optional entries:
 
 ============================  ===========  =======  ==================================================================
-``PROMPT_ID``                 ``[]``       int64    which prompt of the dataset was drawn, the same in every epoch
-``TASK``                      non-tensor   -        name of the task that the prompt is from, in a mixture of several
+``PROMPT_ID``                 ``[]``       int64    index of the prompt in the dataset, the same in every epoch
+``TASK``                      non-tensor   -        name of the prompt's task in a mixture of tasks
 ``RAW_REWARDS``               ``[F]``      float32  ``REWARDS`` before shaping
-``LOG_EXTRA``                 non-tensor   -        values by column that reward functions want beside the completion
+``LOG_EXTRA``                 non-tensor   -        values by column that reward functions log next to the completion
 ``TOKEN_REWARDS``             ``[T]``      float32  reward credited at each token; a turn's reward at its last action
 ``PROXIMAL_LOG_PROBS``        ``[T]``      float32  log-prob under the training model before the first update of a batch
-``PROXIMAL_ENTROPY``          ``[T]``      float32  entropy (nats) of the distribution sampled from, in the same pass; 0
-                                                    except on action tokens
-``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation left, of all action tokens
-``SUPPORT_SIZES``             ``[A]``      int32    how many of those each action token has; ``K`` is their sum
+``PROXIMAL_ENTROPY``          ``[T]``      float32  entropy (nats) of the sampled distribution, from the same pass, on
+                                                    action tokens, 0 elsewhere
+``SUPPORT_IDS``               ``[K]``      int32    ids that the sampler's truncation kept, for all action tokens
+``SUPPORT_SIZES``             ``[A]``      int32    number of those ids of each action token; ``K`` is their sum
 ``ACTION_VERSIONS``           ``[A]``      int64    policy version that sampled each action token
 ``STATE_VALUE``               ``[T, 1]``   float32  value estimate before each action token, 0 elsewhere
-``VALUE_TARGET``              ``[T, 1]``   float32  the return that the value estimate should have had
-``SAMPLE_WEIGHT``             ``[]``       float32  multiplies the row's loss
-``MULTIPLICITY``              ``[]``       int64    how many identical rows this one stands for
+``VALUE_TARGET``              ``[T, 1]``   float32  regression target of the value estimate
+``SAMPLE_WEIGHT``             ``[]``       float32  factor of the row's loss
+``MULTIPLICITY``              ``[]``       int64    number of identical rows that this row represents
 ``NUM_TOOL_CALLS``            ``[]``       int64    tool calls of the trajectory so far
-``TOOLS``                     non-tensor   -        schemas of the tools, which the chat template shows the policy
+``TOOLS``                     non-tensor   -        schemas of the tools that the chat template shows the policy
 ``PREVIOUS_SEGMENTS``         TensorDict   -        samples of the trajectory before the one in ``TOKENS``, where the
                                                     template rewrote the past (:mod:`torchrl_rloo.data.segments`)
 ============================  ===========  =======  ==================================================================
@@ -56,7 +58,7 @@ GROUP_ID = "group_id"
 GROUP_SIZE = "group_size"
 POLICY_VERSION = "policy_version"
 NUM_TURNS = "num_turns"  # int64 []: policy turns taken so far
-TRAJECTORY_ID = "trajectory_id"  # int64 []: of a conversation, unique within an environment of this process
+TRAJECTORY_ID = "trajectory_id"  # int64 []: id of a conversation, unique within an environment of this process
 
 TOKENS = ("tokens", "full")
 PROMPT_TOKENS = ("tokens", "prompt")
@@ -93,12 +95,13 @@ NUM_TOOL_CALLS = "num_tool_calls"
 TOOLS = "tools"
 PREVIOUS_SEGMENTS = "earlier"
 TOOLS_SEEN = "tools_seen"  # non-tensor: the schemas that the policy saw at its last turn
-OWN_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: what MAX_NEW_TOKENS was when the row came to its environment
+OWN_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: MAX_NEW_TOKENS at the reset of the row's environment
 STARTED = "started"  # optional, float64 []: seconds of time.monotonic() at which the conversation began
-MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's own limit on the tokens of this turn
+MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's limit on the tokens of this turn
 
-INPUT_MODES = ("tokens", "text", "history")  # what a policy reads: ids alone, or the text or messages beside them
+INPUT_MODES = ("tokens", "text", "history")  # policy inputs: ids only, or ids with text or messages
 
+# Names that a dataset's columns cannot have.
 RESERVED = frozenset(
     {QUERY, COMPLETION, GROUP_ID, GROUP_SIZE, POLICY_VERSION, NUM_TURNS, RESPONSE_TRUNCATED, SEED, MAX_NEW_TOKENS}
     | {
@@ -123,4 +126,4 @@ RESERVED = frozenset(
     | {"tokens", "masks", "log_probs", "text", "history", "next", "advantage", "reward", "rewards", "ref_log_probs"}
     | {"done", "terminated", "truncated", "_reset", "prompts", "completions", "completion_ids", "raw_rewards"}
     | {"trainer_state", "log_extra", "log_metric"}
-)  # names that a dataset's own columns cannot have
+)

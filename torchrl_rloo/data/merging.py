@@ -1,4 +1,4 @@
-"""Rows that a loss cannot tell apart, made one: a small model often samples the same completion many times."""
+"""Merging of identical rows: a small model often samples the same completion many times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensordict import NestedKey, TensorDictBase, is_non_tensor
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
 
-# Where a row comes from, which no loss reads. Everything else is compared, entries of the user's own included.
+# Entries that no loss reads. All others are compared, also those that a user adds.
 BOOKKEEPING: frozenset[NestedKey] = frozenset(
     {keys.GROUP_ID, keys.GROUP_SIZE, keys.PROMPT_ID, keys.SEED, keys.MAX_NEW_TOKENS}
     | {keys.POLICY_VERSION, keys.ACTION_VERSIONS}
@@ -16,31 +16,39 @@ BOOKKEEPING: frozenset[NestedKey] = frozenset(
 
 
 def merge_identical(rows: TensorDictBase) -> TensorDictBase:
-    """Rows whose tensors are all equal become one, with ``MULTIPLICITY`` the number of rows that it stands for.
+    """Merge rows whose tensors are all equal and count them in ``MULTIPLICITY``.
 
-    A loss that multiplies a row's terms by its multiplicity, and divides by the sum of multiplicities where it divided
-    by the number of rows, has the gradient that it had before. Rows are equal if they have the same entries with the
-    same bits (NaN equals NaN). Which group, seed or policy version they come from, and their text, is not compared; a
-    merged row has those of the first.
+    The gradient stays the same if the loss multiplies a row's terms by its multiplicity. Where it divided by the number
+    of rows, it must divide by the sum of multiplicities.
+
+    Two rows are equal if they have the same entries with the same bits (NaN equals NaN). Group, prompt, seed, token
+    limit, policy versions and text are not compared. A merged row keeps those of its first row.
 
     Args:
-        rows: batch size ``[B]``, ragged, with token ids; not changed. Multiplicities that they have are added up.
+        rows: ragged batch of size ``[B]`` with token ids; not changed. Existing multiplicities are summed.
 
     Returns:
-        At most ``B`` rows in order of first appearance, sharing the tensors of ``rows``; each has ``MULTIPLICITY``
-        (int64).
+        At most ``B`` rows in order of first appearance. They share the tensors of ``rows`` and have ``MULTIPLICITY``
+        (int64, ``[]``).
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> row = TensorDict({("tokens", "full"): torch.tensor([1, 2])})
+        >>> merge_identical(stack_rows([row, row]))["multiplicity"]
+        tensor([2])
     """
     if not len(rows):
         return rows
-    own = rows.get(keys.MULTIPLICITY, None)
-    counts = [1] * len(rows) if own is None else own.reshape(-1).tolist()
+    multiplicity = rows.get(keys.MULTIPLICITY, None)
+    counts = [1] * len(rows) if multiplicity is None else multiplicity.reshape(-1).tolist()
+    # Compare token ids first: most rows differ there, so their other entries need not be read
     same_tokens: dict[bytes, list[int]] = {}
     for i, tokens in enumerate(ragged(rows, keys.TOKENS)):
         same_tokens.setdefault(_bits(tokens), []).append(i)
     items, total = rows.unbind(0), {}
     for candidates in same_tokens.values():
         firsts: dict[frozenset, int] = {}
-        for i in candidates:  # most rows are alone, and their other entries need not be looked at
+        for i in candidates:
             first = i if len(candidates) == 1 else firsts.setdefault(_content(items[i]), i)
             total[first] = total.get(first, 0) + counts[i]
     merged = []
@@ -52,7 +60,7 @@ def merge_identical(rows: TensorDictBase) -> TensorDictBase:
 
 
 def _content(row: TensorDictBase) -> frozenset:
-    """All that makes a row what it is, hashable."""
+    """Return the compared entries of a row in hashable form."""
     return frozenset(
         (key, value.dtype, value.shape, _bits(value))
         for key, value in row.items(True, True)

@@ -1,4 +1,4 @@
-"""Messages that a user should see once: through logging, at the level that Python shows without any set-up."""
+"""Log messages that appear once per process, at the level that Python shows without any set-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SHOWN: set[str] = set()
 
 
 def notify_once(message: str) -> None:
-    """Log a warning the first time that this process has this message."""
+    """Log ``message`` as a warning unless this process has logged it before."""
     if message not in _SHOWN:
         _SHOWN.add(message)
         _LOGGER.warning(message)

@@ -1,7 +1,7 @@
-"""What a trajectory earned, as filters, curricula and caches see it, and rows by group.
+"""Returns of trajectories for filters, curricula and caches, and rows by group.
 
-``returns`` arguments are functions of a batch of rows that give ``[B]``, or ``[B, F]`` where several rewards are judged
-each on its own; NaN where a row abstains.
+A ``returns`` argument is a function of a batch of rows. It returns ``[B]``, or ``[B, F]`` to judge ``F`` rewards
+separately; NaN where a row abstains.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ Returns = Callable[[TensorDictBase], torch.Tensor]
 
 
 def final_return(rows: TensorDictBase) -> torch.Tensor:
-    """``("next", "reward")`` as it stands, ``[B]``: after shaping and any KL, which makes every return unlike another.
+    """Return ``("next", "reward")`` of each row, ``[B]``, after shaping and any KL term.
 
-    Where there is a KL in the reward, take :class:`WeightedScores`.
+    A KL term makes all returns differ; use :class:`WeightedScores` if the reward has one.
     """
     return torch.stack([reward.reshape(()) for reward in ragged(rows, keys.REWARD)])
 
 
 @dataclass(frozen=True)
 class WeightedScores:
-    """The weighted sum of the reward functions' scores, ``[B]``: the return before any KL.
+    """Weighted sum of the reward functions' scores, ``[B]``: the return before any KL term.
 
     Attributes:
-        weights: one for each of the ``F`` functions; 0 leaves a function out.
-        clip_range: bounds of the sum, or None.
-        raw: whether to take the scores before shaping, where there was any.
+        weights: ``F`` weights, one per reward function; 0 leaves a function out.
+        clip_range: bounds of the sum; None disables clipping.
+        raw: if True, use the scores before shaping.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = stack_rows([TensorDict({("next", "rewards"): torch.tensor([1.0, 0.5])})])
+        >>> WeightedScores([1.0, 2.0])(rows)
+        tensor([2.])
     """
 
     weights: Sequence[float]
@@ -42,26 +48,26 @@ class WeightedScores:
     raw: bool = False
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """``[B]``; NaN for a row on which all functions that have a weight abstained."""
+        """Return the sums, ``[B]``; NaN for a row on which all functions with a nonzero weight abstained."""
         scores = _scores(rows, self.raw)
         if scores.shape[-1] != len(self.weights):
-            raise ValueError(f"{len(self.weights)} weights {self.weights} for rows with {scores.shape[-1]} scores")
+            raise ValueError(f"weights={self.weights} must have one weight for each of the {scores.shape[-1]} scores")
         counted = [k for k, weight in enumerate(self.weights) if weight]
         return combine_rewards(scores[:, counted], [self.weights[k] for k in counted], self.clip_range)
 
 
 @dataclass(frozen=True)
 class EachScore:
-    """Every reward function's scores on their own, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO).
+    """Separate scores of each reward function, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO).
 
     Attributes:
-        raw: whether to take the scores before shaping, where there was any.
+        raw: if True, use the scores before shaping.
     """
 
     raw: bool = False
 
     def __call__(self, rows: TensorDictBase) -> torch.Tensor:
-        """``[B, F]``."""
+        """Return the scores, ``[B, F]``; NaN where a function abstained."""
         return _scores(rows, self.raw)
 
 
@@ -71,7 +77,7 @@ def _scores(rows: TensorDictBase, raw: bool) -> torch.Tensor:
 
 
 def by_group(rows: TensorDictBase) -> dict[int, TensorDictBase]:
-    """The rows of each group, by ascending ``"group_id"``: the order does not depend on how they arrived."""
+    """Return the rows of each group, sorted by ``"group_id"`` so that their order of arrival does not matter."""
     members: dict[int, list[TensorDictBase]] = {}
     for row in rows.unbind(0):
         members.setdefault(int(row[keys.GROUP_ID]), []).append(row)

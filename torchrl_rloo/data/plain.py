@@ -1,4 +1,4 @@
-"""Rows as nested dicts of tensors and plain values, which a checkpoint can hold, and back again."""
+"""Conversion of rows to nested dicts of tensors and plain values, as checkpoints need them, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES = {cls.__name__: cls for cls in (Tokens, Masks, LogProbs)}
 
 
 def to_plain(row: TensorDictBase) -> dict[str, Any]:
-    """A row as nested dicts; text, other values and tensorclasses are marked as such."""
+    """Convert a row to nested dicts that mark non-tensor values and tensorclasses."""
 
     def plain(value):
         if is_non_tensor(value):
@@ -27,7 +27,7 @@ def to_plain(row: TensorDictBase) -> dict[str, Any]:
 
 
 def from_plain(row: dict[str, Any]) -> TensorDictBase:
-    """The row again, with the tensorclasses it had."""
+    """Convert nested dicts from :func:`to_plain` to a row, tensorclasses included."""
 
     def entry(value):
         if isinstance(value, dict):

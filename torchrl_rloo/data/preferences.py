@@ -1,4 +1,4 @@
-"""Preference datasets: pairs of a better and a worse completion, or single completions with a label, as rows."""
+"""Preference datasets: pairs of a chosen and a rejected completion, or labeled completions, as rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchrl_rloo.data.sources import read_source, shown
 from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
-CHOSEN, REJECTED = "chosen", "rejected"  # the sub-rows of a pair
-MARGIN = "margin"  # optional, float []: how far apart the rewards of a pair should be at least
-LABEL = "label"  # bool []: whether the completion of a labelled row is desirable
+CHOSEN, REJECTED = "chosen", "rejected"  # sub-rows of a pair
+MARGIN = "margin"  # optional, float []: smallest desired difference between the rewards of a pair
+LABEL = "label"  # bool []: True if the completion of a labeled row is desirable
 
 
 class Markup(NamedTuple):
-    """How a chat format writes a turn: ``before role after content end between``."""
+    """Strings around the parts of a turn in a chat format: ``before role after content end between``."""
 
     before: str
     after: str
@@ -37,7 +37,7 @@ class Markup(NamedTuple):
 
     @property
     def template(self) -> str:
-        """The chat template; the assistant's span is its content and the end of turn."""
+        """Chat template that marks the assistant's content and its end of turn as generation."""
         before, after, end, between = map(repr, self[:4])
         return (
             f"{{% for m in messages %}}{{{{ {before} + m['role'] + {after} }}}}"
@@ -63,12 +63,12 @@ OWN_MARKUP = "tokenizer"
 
 
 class PreferenceDataset(Sequence):
-    """An immutable sequence of checked examples, made by :func:`load_preferences`.
+    """Immutable sequence of checked examples from :func:`load_preferences`.
 
     Attributes:
-        markup: what :func:`encode_preferences` puts the messages into: a name in ``MARKUPS``, or ``"tokenizer"`` for
-            the tokenizer's own chat template.
-        dropped: what was wrong with each row that was left out.
+        markup: chat format for :func:`encode_preferences`: a name in ``MARKUPS``, or ``"tokenizer"`` for the
+            tokenizer's chat template.
+        dropped: fault of each dropped row.
     """
 
     def __init__(self, examples: Iterable[Example], *, markup: str = OWN_MARKUP, dropped: Sequence[str] = ()):
@@ -99,52 +99,59 @@ def load_preferences(
     margin_column: str | None = None,
     **options: Any,
 ) -> PreferenceDataset:
-    """Reads preferences in any of the layouts of ``preference_formats`` and checks every row.
+    """Load preferences in any layout of ``preference_formats`` and check every row.
 
-    >>> load_preferences([{"question": "2+2?", "chosen": "4", "rejected": "5"}], "chatml.intel")[0]["chosen"]
-    [{'role': 'assistant', 'content': '4'}]
+    A type is ``<markup>.<layout>``. The markup is the chat format of the messages: ``chatml``, ``llama3``, ``zephyr``,
+    or ``chat_template`` for the tokenizer's chat template. The types ``chatml`` and ``llama3`` find the layout by the
+    prompt's column. The layouts follow these rules:
 
-    A type is ``<markup>.<layout>``. The markup (``chatml``, ``llama3``, ``zephyr``) is the chat format that the
-    messages are put into, literally; ``chat_template`` means the tokenizer's own. ``chatml`` and ``llama3`` alone find
-    the layout by the prompt's column. What the layouts mean where there is a choice:
-
-    - Messages before the answer, wherever they stand, are the prompt, earlier answers included: only the last answer is
-      learned from. A ``system`` column goes in front of a prompt that has no system message.
-    - ``zephyr.nectar``: rank 1 is best. The best answer is paired with every answer ranked behind it.
-    - ``chat_template.argilla``: a ``prompt`` stands for the user's message in lists of one exchange. In all other
-      layouts a prompt that differs from what the lists begin with is an error.
-    - KTO: every layout needs a column ``label``, true for desirable completions.
-    - ``user_defined.default``: plain text; only the tokenizer's own BOS, if any, and a final EOS are added.
+    - Messages before the last answer are the prompt, earlier answers included: only the last answer is trained on. A
+      ``system`` column precedes a prompt without a system message.
+    - ``zephyr.nectar``: rank 1 is best. The best answer is paired with every answer of a higher rank number.
+    - ``chat_template.argilla``: a ``prompt`` column replaces the user message in lists of one exchange. In all other
+      layouts the prompt must equal the beginning of the lists.
+    - KTO: every layout requires a column ``label``, true for desirable completions.
+    - ``user_defined.default``: plain text. Only the tokenizer's BOS, if any, and a final EOS are added.
 
     Args:
-        source: as of :func:`~torchrl_rloo.data.load_prompts`.
-        type: ``"chatml.intel"``, ``"chat_template.default"``, ...
-        objective: what the examples are for: ``"kto"`` reads labelled completions, all others read pairs.
-        split: as of :func:`~torchrl_rloo.data.load_prompts`.
-        name: as of :func:`~torchrl_rloo.data.load_prompts`.
-        limit: read only the first so many rows.
-        markup: a name in ``MARKUPS`` or ``"tokenizer"``, in place of the type's.
-        drop_bad_rows: leave out rows with a fault and list the faults in ``dropped``, rather than raise the first.
-        margin_column: the column of a pair's margin, a number: how far apart rewards should be at least.
-        **options: of the type: ``chat_template.default`` has ``field_messages``, ``field_chosen``, ``field_rejected``,
-            ``message_property_mappings`` and ``roles``, ``chat_template.argilla_chat`` the last four,
-            ``user_defined.default`` has ``field_*`` and ``*_format``.
+        source: see :func:`~torchrl_rloo.data.load_prompts`.
+        type: name of the format, such as ``"chatml.intel"`` or ``"chat_template.default"``.
+        objective: preference objective. ``"kto"`` reads labeled completions, all others read pairs.
+        split: see :func:`~torchrl_rloo.data.load_prompts`.
+        name: see :func:`~torchrl_rloo.data.load_prompts`.
+        limit: number of rows to read from the start. None reads all.
+        markup: name in ``MARKUPS`` or ``"tokenizer"``. None takes the type's.
+        drop_bad_rows: if True, drop invalid rows and list their faults in ``dropped``. By default the first raises.
+        margin_column: column of a pair's margin, a number: the smallest desired difference of rewards.
+        **options: options of the type. ``chat_template.default`` has ``field_messages``, ``field_chosen``,
+            ``field_rejected``, ``message_property_mappings`` and ``roles``. ``chat_template.argilla_chat`` has the
+            last four. ``user_defined.default`` has ``field_*`` and ``*_format``.
+
+    Returns:
+        A dataset of at least one example.
 
     Raises:
-        ValueError: for an unknown argument, or a row that is not as its type says: with the row, column and remedy.
+        ValueError: if an argument is unknown or a row is invalid. The message names the row, the column and the fix.
+
+    Example:
+        >>> load_preferences([{"question": "2+2?", "chosen": "4", "rejected": "5"}], "chatml.intel")[0]["chosen"]
+        [{'role': 'assistant', 'content': '4'}]
     """
+    # Resolve the type and its options
     if objective not in PREFERENCE_OBJECTIVES:
         raise ValueError(f"objective={objective!r} must be one of {list(PREFERENCE_OBJECTIVES)}")
     formats = PAIRED_FORMATS if PREFERENCE_OBJECTIVES[objective].paired else LABELLED_FORMATS
     if type not in formats:
-        raise ValueError(f"type={type!r} is none that objective={objective!r} has: set one of {sorted(formats)}")
+        raise ValueError(f"type={type!r} must be one of {sorted(formats)} for objective={objective!r}")
     known = sorted(inspect.getfullargspec(formats[type]).kwonlyargs)
     if unknown := sorted(set(options) - set(known)):
-        raise ValueError(f"type={type!r} has no options {unknown}; it has {known}")
+        raise ValueError(f"unknown options {unknown} of type={type!r}; valid: {known}")
     prefix = type.split(".")[0]
     markup = markup or (prefix if prefix in MARKUPS else OWN_MARKUP)
     if markup not in (*MARKUPS, OWN_MARKUP):
         raise ValueError(f"markup={markup!r} must be one of {[*MARKUPS, OWN_MARKUP]}")
+
+    # Read rows; a row may hold several examples
     examples, faults = [], []
     for where, row in islice(read_source(source, split, name), limit):
         try:
@@ -158,7 +165,7 @@ def load_preferences(
                 raise ValueError(f"{where} as {type!r}: {error}") from error
             faults.append(f"{where}: {error}")
     if not examples:
-        raise ValueError(f"{shown(source)} has no usable row" + (f"; the first fault: {faults[0]}" if faults else ""))
+        raise ValueError(f"{shown(source)} has no valid row" + (f"; the first fault: {faults[0]}" if faults else ""))
     return PreferenceDataset(examples, markup=markup, dropped=faults)
 
 
@@ -175,16 +182,20 @@ def load_preference_splits(
     """Load training and held-out preferences that share no prompt.
 
     Args:
-        source: as of :func:`load_preferences`.
-        type: layout of both sources.
-        eval_source: held-out examples. Default: some of ``source``, whole prompts at a time.
-        eval_split: split of ``eval_source``. Default: the same as of ``source``.
-        eval_size: held-out examples, at most: a random choice, as sources may be in order of subject.
-        seed: of the split of ``source``.
-        **options: see :func:`load_preferences`.
+        source: see :func:`load_preferences`.
+        type: format of both sources.
+        eval_source: source of held-out examples. None takes them from ``source``, whole prompts at a time.
+        eval_split: split of ``eval_source``. None takes that of ``source``.
+        eval_size: largest number of held-out examples. They are chosen at random because sources may be sorted by
+            subject.
+        seed: seed of the split of ``source``.
+        **options: arguments of :func:`load_preferences`.
+
+    Returns:
+        Training examples and held-out examples.
 
     Raises:
-        ValueError: if no example is left for one of the two, or ``eval_source`` has prompts of ``source``.
+        ValueError: if either list would be empty, or if ``eval_source`` and ``source`` share prompts.
 
     Example:
         >>> rows = [{"question": f"{i}+1?", "chosen": str(i + 1), "rejected": "0"} for i in range(9)]
@@ -192,6 +203,7 @@ def load_preference_splits(
         >>> len(train), len(held_out)
         (7, 2)
     """
+    # With a separate source, check that it shares no prompt with the training examples
     examples = list(load_preferences(source, type, **options))
     if eval_source is not None:
         options |= {"limit": None} | ({"split": eval_split} if eval_split else {})
@@ -201,9 +213,11 @@ def load_preference_splits(
         seen = {str(example["prompt"]) for example in examples}
         if shared := sum(str(example["prompt"]) in seen for example in held_out):
             raise ValueError(
-                f"{shared} of the {len(held_out)} pairs of eval_source have prompts of training pairs: remove them"
+                f"{shared} of {len(held_out)} examples of eval_source have prompts of training examples; remove them"
             )
         return examples, held_out
+
+    # Otherwise hold out whole prompts of the training source
     groups: dict[str, list[Example]] = {}
     for example in examples:
         groups.setdefault(str(example["prompt"]), []).append(example)
@@ -212,66 +226,77 @@ def load_preference_splits(
         (held_out if len(held_out) + len(group) <= eval_size else train).extend(group)
     if not held_out or not train:
         raise ValueError(
-            f"eval_size={eval_size} of {len(examples)} pairs leaves {len(train)} to train on and {len(held_out)} held "
-            "out: choose a size in between, or give an eval_source"
+            f"eval_size={eval_size} of {len(examples)} examples leaves {len(train)} to train on and {len(held_out)} "
+            "held out; choose a size in between, or set eval_source"
         )
     return train, held_out
 
 
 def encode_preferences(examples: PreferenceDataset | Iterable[Example], tokenizer) -> TensorDictBase:
-    """Examples as rows for :class:`~torchrl_rloo.objectives.preference.PreferenceLoss`.
+    """Encode examples as rows for :class:`~torchrl_rloo.objectives.preference.PreferenceLoss`.
 
-    A pair becomes a row with sub-rows ``"chosen"`` and ``"rejected"``; a labelled completion a row with ``"label"``.
-    Each has ``("tokens", "full")`` and ``("masks", "all_assistant_mask")``, True on the completion alone: the last
-    assistant message and its end of turn, or the completion's text and an EOS (unless it ends with a special token).
+    A pair becomes a row with sub-rows ``"chosen"`` and ``"rejected"``. A labeled completion becomes a row with
+    ``"label"`` (bool, ``[]``). Each row or sub-row has ``("tokens", "full")`` (``[T]``) and
+    ``("masks", "all_assistant_mask")`` (``[T]``), True only on the completion. A completion is the last assistant
+    message and its end of turn, or plain text and an EOS unless it ends with a special token.
 
     Args:
-        examples: of :func:`load_preferences`, or of the same form, which are put into the tokenizer's own template.
-        tokenizer: a Hugging Face tokenizer.
+        examples: dataset from :func:`load_preferences`, or examples of the same form, which are rendered with the
+            tokenizer's template.
+        tokenizer: Hugging Face tokenizer.
 
     Returns:
-        Ragged rows, batch size ``[P]``.
+        Ragged rows, batch size ``[P]``, where ``P`` is the number of examples.
 
     Raises:
-        ValueError: if the tokenizer lacks tokens that the dataset's markup is made of, or two completions have the same
-            tokens.
+        ValueError: if the tokenizer lacks tokens of the dataset's markup, or if the completions of a pair have the
+            same tokens.
     """
     tokenizer = _with_markup(tokenizer, getattr(examples, "markup", OWN_MARKUP))
     rows = []
     for i, example in enumerate(examples):
         if LABEL in example:
-            row = _encoded(tokenizer, example["prompt"], example["completion"])
+            row = _encode_example(tokenizer, example["prompt"], example["completion"])
             row.set(LABEL, torch.tensor(example["label"]))
         else:
-            parts = {part: _encoded(tokenizer, example["prompt"], example[part]) for part in (CHOSEN, REJECTED)}
+            parts = {part: _encode_example(tokenizer, example["prompt"], example[part]) for part in (CHOSEN, REJECTED)}
             if torch.equal(*(part[keys.TOKENS] for part in parts.values())):
-                raise ValueError(
-                    f"example {i}: chosen and rejected have the same tokens, so there is nothing to prefer"
-                )
+                raise ValueError(f"example {i}: chosen and rejected have the same tokens; remove the example")
             row = TensorDict(parts, [])
         rows.append(row)
     return stack_rows(rows)
 
 
 def encode_demonstrations(conversations: Iterable[Messages], tokenizer) -> TensorDictBase:
-    """Conversations as rows for :class:`~torchrl_rloo.objectives.sft.SFTLoss`; all assistant turns are learned."""
+    """Encode conversations as rows for :class:`~torchrl_rloo.objectives.sft.SFTLoss`.
+
+    Args:
+        conversations: chat messages of ``B`` conversations.
+        tokenizer: Hugging Face tokenizer with a chat template.
+
+    Returns:
+        Ragged rows, batch size ``[B]``. The action mask is True on all assistant turns.
+    """
     return stack_rows([_row(*encode_conversation(tokenizer, messages)) for messages in conversations])
 
 
 def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
-    """Each row's prompt with the completion of the next row, the last one's with that of the first.
+    """Combine each row's prompt with the completion of the next row, cyclically.
 
-    KTO's estimate of the divergence needs completions that do not belong to their prompts. A prompt is what comes
-    before the first action token.
+    KTO's estimate of the KL divergence needs completions of other prompts. A prompt is the tokens before the first
+    action token.
 
     Args:
-        rows: batch size ``[B]``, with token ids and action masks.
+        rows: batch of size ``[B]`` with token ids and action masks.
+
+    Returns:
+        Ragged rows, batch size ``[B]``, with token ids and action masks.
 
     Raises:
-        ValueError: for a single row, which has no other's completion to take.
+        ValueError: if there are fewer than 2 rows.
     """
     if len(rows) < 2:
-        raise ValueError(f"the KL reference point needs at least 2 rows to exchange completions, got {len(rows)}")
+        raise ValueError(f"the KL reference point requires at least 2 rows, got {len(rows)}; use larger batches")
     tokens, masks = ragged(rows, keys.TOKENS), ragged(rows, keys.ACTION_MASK)
     starts = [int(mask.int().argmax()) for mask in masks]
     result = []
@@ -286,27 +311,27 @@ def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
 def _margin(row: Mapping[str, Any], column: str) -> float:
     margin = row.get(column)
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        raise ValueError(f"margin_column={column!r} must hold a finite number, got {margin!r}")
+        raise ValueError(f"margin_column={column!r} must contain a finite number, got {margin!r}")
     return float(margin)
 
 
 def _with_markup(tokenizer, markup: str):
-    """The tokenizer with the markup's template in place of its own."""
+    """Return a copy of the tokenizer with the markup's chat template."""
     if markup == OWN_MARKUP:
         return tokenizer
     tokens = MARKUPS[markup].tokens
     if missing := [token for token in tokens if len(encode(tokenizer, token)) != 1]:
         raise ValueError(
-            f"the dataset's type asks for {markup} markup, but the tokenizer has no token {missing}: load the dataset "
-            f"with markup={OWN_MARKUP!r} for the tokenizer's own chat template, or add the tokens"
+            f"markup={markup!r} requires the tokens {missing}, which the tokenizer lacks; set markup={OWN_MARKUP!r} "
+            "for the tokenizer's chat template, or add the tokens"
         )
-    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]  # some have a BOS that they never put
+    adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]  # some tokenizers never add their BOS
     tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + MARKUPS[markup].template
+    tokenizer.chat_template = ("{{ bos_token }}" if adds_bos else "") + MARKUPS[markup].template
     return tokenizer
 
 
-def _encoded(tokenizer, prompt: Messages | str, completion: Messages | str) -> TensorDictBase:
+def _encode_example(tokenizer, prompt: Messages | str, completion: Messages | str) -> TensorDictBase:
     if isinstance(prompt, str):
         before, after = encode_prompt(tokenizer, prompt), encode(tokenizer, completion)
         if after[-1] not in tokenizer.all_special_ids:

@@ -1,4 +1,4 @@
-"""DeferredRerolls: prompts that nobody of a group solved come again later, when the policy may be able to."""
+"""DeferredRerolls: a sampler that draws a prompt again later if no member of its group solved it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from torchrl_rloo.data.sampling import PromptSampler
 
 
 class DeferredRerolls:
-    """A :class:`~torchrl_rloo.data.sampling.PromptSampler` around another, which slips failed prompts in again.
+    """Prompt sampler that wraps another one and draws failed prompts again.
 
-    A prompt of whose group no member earned more than ``threshold`` is queued, and drawn again once ``delay`` further
-    draws have passed; if it fails again, after ``growth`` times as many, up to ``max_tries`` times. After that it comes
-    only as the inner sampler has it, and is queued again only after a success. Give every collected batch to
-    :meth:`update`, and to the inner sampler's own, if it has one.
+    A prompt fails if no member of its group has a return above ``threshold``. It is then queued and drawn again after
+    ``delay`` further draws. After each further failure the delay is ``growth`` times longer, for at most ``max_tries``
+    re-rolls. From then on only the inner sampler draws the prompt, until a success lets it be queued again.
 
-    Between two re-rolls there are at least ``ceil(1 / max_share) - 1`` other draws, so they are at most ``max_share``
-    of any batch, rounded up to whole prompts. Queue and draws do not depend on the order of a batch's rows.
+    Between two re-rolls there are at least ``ceil(1 / max_share) - 1`` other draws. Re-rolls are therefore at most
+    ``max_share`` of any batch, rounded up to whole prompts. Queue and draws do not depend on the order of a batch's
+    rows.
+
+    It follows the protocol :class:`~torchrl_rloo.data.sampling.PromptSampler`. Pass every collected batch to
+    :meth:`update`, which also updates the inner sampler.
 
     Args:
-        sampler: draws everything else.
-        delay: draws until the first re-roll, e.g. ``prompts_per_batch`` times 10 for ten batches later.
-        growth: what the delay is multiplied by each time.
-        max_share: of the draws, at most 0.5; rounded down to 1 over a whole number.
-        max_tries: re-rolls of a prompt that goes on failing.
-        threshold: the largest return that is a failure.
+        sampler: inner sampler of all other draws.
+        delay: number of draws before the first re-roll, such as ``prompts_per_batch`` times 10 for ten batches.
+        growth: factor of the delay after each failed re-roll.
+        max_share: largest share of re-rolls in the draws, at most 0.5. It is rounded down to ``1 / n`` for an integer
+            ``n``.
+        max_tries: largest number of re-rolls of a prompt that keeps failing.
+        threshold: largest return of a failure.
         returns: see :mod:`torchrl_rloo.data.outcomes`, ``[B]``.
 
     Attributes:
-        counts: ``"rerolls/queued"``, ``"rerolls/drawn"``, ``"rerolls/solved"`` (a re-rolled prompt of which a member
-            succeeded) and ``"rerolls/given_up"`` (failed at the last try), in prompts; and the inner sampler's.
+        counts: numbers of prompts, with the counters of the inner sampler: ``"rerolls/queued"``, ``"rerolls/drawn"``,
+            ``"rerolls/solved"`` (solved after a re-roll) and ``"rerolls/given_up"`` (failed at the last try).
 
     Raises:
-        ValueError: for a setting out of range.
+        ValueError: if a setting is out of range.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -73,13 +77,13 @@ class DeferredRerolls:
         self.threshold, self.returns = threshold, returns
         self._counts: Counter[str] = Counter()
         self._draws = 0
-        self._last = -self.spacing  # the draw that was a re-roll last
-        self._queue: dict[int, int] = {}  # prompt: the draw after which it is due
-        self._tries: dict[int, int] = {}  # re-rolls since a prompt's last success
+        self._last = -self.spacing  # draw number of the last re-roll
+        self._queue: dict[int, int] = {}  # prompt: draw number after which it is due
+        self._tries: dict[int, int] = {}  # prompt: re-rolls since its last success
 
     @property
     def counts(self) -> Counter[str]:
-        """Counters of re-rolls, with those of the inner sampler."""
+        """Counters of re-rolls and of the inner sampler."""
         return Counter(self._counts | dict(getattr(self.sampler, "counts", {})))
 
     def metrics(self) -> dict[str, float]:
@@ -87,11 +91,11 @@ class DeferredRerolls:
         return self.sampler.metrics() if hasattr(self.sampler, "metrics") else {}
 
     def __len__(self) -> int:
-        """Prompts that are queued."""
+        """Return the number of queued prompts."""
         return len(self._queue)
 
     def draw(self, generator: torch.Generator) -> int:
-        """The prompt that has been due the longest, or what the inner sampler draws."""
+        """Return the prompt that has been due the longest, or else a draw of the inner sampler."""
         self._draws += 1
         if self._queue and self._draws - self._last >= self.spacing:
             due, prompt = min((due, prompt) for prompt, due in self._queue.items())
@@ -104,10 +108,10 @@ class DeferredRerolls:
         return self.sampler.draw(generator)
 
     def update(self, rows: TensorDictBase) -> None:
-        """Take in the outcome of finished groups, also for the inner sampler; pass over groups that abstained.
+        """Update the queue and the inner sampler with finished groups; the queue ignores groups that abstained.
 
         Args:
-            rows: batch size ``[B]``, whole groups, with ``"prompt_id"``.
+            rows: batch of whole groups, size ``[B]``, with ``"prompt_id"`` and ``"group_id"``.
         """
         if hasattr(self.sampler, "update"):
             self.sampler.update(rows)
@@ -127,14 +131,14 @@ class DeferredRerolls:
         if prompt in self._queue or tries > self.max_tries:
             return
         if tries == self.max_tries:
-            self._tries[prompt] = tries + 1  # so that it is given up, and counted, once
+            self._tries[prompt] = tries + 1  # count the last failure once
             self._counts["rerolls/given_up"] += 1
             return
         self._queue[prompt] = self._draws + math.ceil(self.delay * self.growth**tries)
         self._counts["rerolls/queued"] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Queue, tries, counters and the inner sampler's state: plain values."""
+        """Return queue, tries, counters and the inner sampler's state as plain values."""
         return {
             "draws": self._draws,
             "last": self._last,
@@ -145,7 +149,7 @@ class DeferredRerolls:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores all of it, the counters in place."""
+        """Restore queue, tries and the inner sampler, and the counters in place."""
         self._draws, self._last = state["draws"], state["last"]
         self._queue, self._tries = dict(state["queue"]), dict(state["tries"])
         self._counts.clear()

@@ -1,17 +1,21 @@
-"""Trajectories of several samples: what becomes of a row when the chat template rewrites what the policy saw.
+"""Trajectories of several samples, which arise when the chat template rewrites the conversation.
 
-``ChatEnv(on_rewrite="split")`` continues from the conversation as the template renders it again, so later turns have
-another past than those of earlier ones. The trajectory stays one row, with one reward in one group: ``TOKENS`` and
-all other entries of tokens are the last sample's; those of earlier ones wait in ``PREVIOUS_SEGMENTS``, end to end. Once
-the row has its advantage, :func:`split_segments` makes a row of each sample for the loss::
+``ChatEnv(on_rewrite="split")`` continues from the conversation as the template renders it again. Later turns then have
+a different context from earlier ones. The trajectory stays one row with one reward in one group. ``TOKENS`` and all
+other token entries belong to the last sample, and ``PREVIOUS_SEGMENTS`` concatenates those of the earlier samples.
+Once the row has an advantage, :func:`split_segments` makes one row per sample for the loss::
 
     buffer.extend(tensor_rows(rows))  # MCAdvantage sees whole groups
     loss = loss_module(split_segments(buffer.sample()))
 
-What a trajectory of ``K`` samples then weighs depends on the loss's aggregation. With ``"token_mean"`` nothing changes:
-each token counts once. With ``"sequence_sum"`` and ``"constant"`` trajectories weigh against each other what they did,
-and the whole is smaller by the number of trajectories over that of rows. With ``"sequence_mean"`` a trajectory weighs
-``K`` times as much as one of a single sample. Ratios of whole sequences are of each sample, not of their product.
+The weight of a trajectory of ``K`` samples depends on the loss's aggregation:
+
+- ``"token_mean"``: each token still counts once.
+- ``"sequence_sum"`` and ``"constant"``: the relative weights of trajectories stay the same. The loss is multiplied by
+  the number of trajectories over the number of rows.
+- ``"sequence_mean"``: the trajectory has ``K`` times the weight of a trajectory of one sample.
+
+A sequence-level ratio is that of one sample, not the product over all samples.
 """
 
 from __future__ import annotations
@@ -24,39 +28,45 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import collection_like, stack_rows
 
-_OF_TOKENS = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
-_OF_ACTIONS = {"versions": keys.ACTION_VERSIONS, "support_sizes": keys.SUPPORT_SIZES, "support_ids": keys.SUPPORT_IDS}
-_OF_WHOLE_ROWS: tuple[NestedKey, ...] = (
+_TOKEN_ENTRIES = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
+_ACTION_ENTRIES = {
+    "versions": keys.ACTION_VERSIONS,
+    "support_sizes": keys.SUPPORT_SIZES,
+    "support_ids": keys.SUPPORT_IDS,
+}
+_WHOLE_ROW_ENTRIES: tuple[NestedKey, ...] = (
     keys.TOKEN_REWARDS,
     keys.REF_LOG_PROBS,
     keys.PROXIMAL_LOG_PROBS,
     keys.PROXIMAL_ENTROPY,
     keys.STATE_VALUE,
     keys.VALUE_TARGET,
-)  # entries of a value a token, which earlier samples do not have
+)  # entries of one value per token, which earlier samples do not have
 
 
 def stash_segment(row: TensorDictBase) -> None:
-    """Moves a row's present sample to its earlier ones, in place; whoever calls then sets the next one's context.
+    """Append a row's current sample to its previous ones, in place; the caller then sets the next context.
+
+    ``PREVIOUS_SEGMENTS`` concatenates over the previous samples: ``tokens``, ``mask`` and ``log_probs`` (``[E]``),
+    ``sizes`` (int64, tokens of each sample) and, if the row has them, ``versions``, ``support_sizes`` (``[A]``) and
+    ``support_ids`` (``[K]``).
 
     Args:
-        row: one row of the ``"next"`` entry of a step. Its ``PREVIOUS_SEGMENTS`` gets, each end to end over the earlier
-            samples: ``tokens``, ``mask`` and ``log_probs`` ``[E]``, ``sizes`` (int64, tokens of each sample) and,
-            where the row has them, ``versions``, ``support_sizes`` ``[A]`` and ``support_ids``.
+        row: one row of the ``"next"`` entry of a step.
     """
-    earlier = row.get(keys.PREVIOUS_SEGMENTS, None)
-    present = {name: row[key] for name, key in _OF_TOKENS.items()}
-    present["sizes"] = torch.tensor([len(present["tokens"])])
-    for name, key in _OF_ACTIONS.items():
+    previous = row.get(keys.PREVIOUS_SEGMENTS, None)
+    current = {name: row[key] for name, key in _TOKEN_ENTRIES.items()}
+    current["sizes"] = torch.tensor([len(current["tokens"])])
+    for name, key in _ACTION_ENTRIES.items():
         if (value := row.get(key, None)) is not None:
-            present[name] = value
-    if earlier is not None:
-        present = {name: torch.cat([earlier[name], value]) for name, value in present.items()}
-    forget_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(present, batch_size=[]))
+            current[name] = value
+    if previous is not None:
+        current = {name: torch.cat([previous[name], value]) for name, value in current.items()}
+    forget_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(current, batch_size=[]))
 
 
 def forget_samples(row: TensorDictBase) -> TensorDictBase:
-    """Takes from a row, in place, its earlier samples and what the policy wrote for each action of the present one."""
+    """Drop a row's previous samples and the per-action entries of the current one, in place."""
     row.pop(keys.PREVIOUS_SEGMENTS, None)
     if keys.ACTION_VERSIONS in row.keys():
         row.set(keys.ACTION_VERSIONS, row[keys.ACTION_VERSIONS][:0])
@@ -66,20 +76,21 @@ def forget_samples(row: TensorDictBase) -> TensorDictBase:
 
 
 def split_segments(rows: TensorDictBase) -> TensorDictBase:
-    """One row per sample, in order, each with what its trajectory earned; see the top of this file for the weights.
+    """Split trajectories into one row per sample, in order, each with the advantage of its trajectory.
 
-    Samples in which the policy said nothing are left out, unless a trajectory has no others.
+    Samples without action tokens are dropped, unless a trajectory has no others. The module docstring describes the
+    weights of the samples.
 
     Args:
-        rows: batch size ``[B]``, with their advantages; not changed.
+        rows: batch of size ``[B]`` with advantages; not changed.
 
     Returns:
-        At least ``B`` rows, without ``PREVIOUS_SEGMENTS``; ``rows`` themselves if none has one. ``POLICY_VERSION``
-        is the oldest of a sample's own, where each token's is known; all entries that are not of tokens are the
-        trajectory's.
+        At least ``B`` rows without ``PREVIOUS_SEGMENTS``, or ``rows`` itself if no row has it. ``POLICY_VERSION`` is
+        the oldest version of the sample's action tokens if these are known. All other entries that are not per token
+        are those of the trajectory.
 
     Raises:
-        ValueError: if a row of several samples has an entry with a value for each token, which the earlier ones lack.
+        ValueError: if a row of several samples has an entry with one value per token, which earlier samples lack.
     """
     if not any(keys.PREVIOUS_SEGMENTS in row.keys() for row in rows.unbind(0)):
         return rows
@@ -87,40 +98,46 @@ def split_segments(rows: TensorDictBase) -> TensorDictBase:
 
 
 def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
-    """``[A]`` int64: policy versions of all action tokens of a trajectory, in all its samples; None if unknown.
+    """Return the policy versions of all action tokens of a trajectory, over all its samples.
 
     Args:
         row: a row, or one row of the ``"next"`` entry of a step.
+
+    Returns:
+        ``[A]`` int64, or None if the versions are unknown.
     """
-    versions, earlier = row.get(keys.ACTION_VERSIONS, None), row.get(keys.PREVIOUS_SEGMENTS, None)
-    return versions if versions is None or earlier is None else torch.cat([earlier["versions"], versions])
+    versions, previous = row.get(keys.ACTION_VERSIONS, None), row.get(keys.PREVIOUS_SEGMENTS, None)
+    return versions if versions is None or previous is None else torch.cat([previous["versions"], versions])
 
 
 def sampled_ids(row: TensorDictBase) -> torch.Tensor:
-    """``[A]`` int64: all action tokens of a trajectory, in all its samples.
+    """Return the action tokens of a trajectory, over all its samples.
 
     Args:
         row: one row of the ``"next"`` entry of a step.
+
+    Returns:
+        ``[A]`` int64.
     """
-    ids, earlier = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.PREVIOUS_SEGMENTS, None)
-    return ids if earlier is None else torch.cat([earlier["tokens"][earlier["mask"]], ids])
+    ids, previous = row[keys.PROMPT_TOKENS][row[keys.ACTION_MASK]], row.get(keys.PREVIOUS_SEGMENTS, None)
+    return ids if previous is None else torch.cat([previous["tokens"][previous["mask"]], ids])
 
 
 def refuse_segments(row: TensorDictBase, who: str) -> None:
-    """Raises for a row of several samples, in the name of what reads the tokens of whole trajectories.
+    """Raise if a row has several samples, for callers that read the tokens of whole trajectories.
 
     Args:
         row: a row, or one row of the ``"next"`` entry of a step.
-        who: reads it.
+        who: name of the caller in the message.
 
     Raises:
-        ValueError: if the row has earlier samples.
+        ValueError: if the row has previous samples.
     """
     if keys.PREVIOUS_SEGMENTS in row.keys():
         raise ValueError(
-            f"{who} reads all tokens of a trajectory, but this row has "
-            f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under "
-            f"{keys.PREVIOUS_SEGMENTS!r}: use ChatEnv(on_rewrite='keep'), or leave {who} out"
+            f"{who} requires all tokens of a trajectory in one sample, but this row has "
+            f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under {keys.PREVIOUS_SEGMENTS!r}; "
+            f"use ChatEnv(on_rewrite='keep'), or remove {who}"
         )
 
 
@@ -128,31 +145,34 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
     if keys.PREVIOUS_SEGMENTS not in row.keys():
         yield row
         return
-    for key in _OF_WHOLE_ROWS:
+    # Refuse entries that cover only the last sample
+    for key in _WHOLE_ROW_ENTRIES:
         if row.get(key, None) is not None:
-            raise ValueError(
-                f"a row of several samples has {key!r}, which is of its last one only: write it after the split"
-            )
+            raise ValueError(f"a row of several samples has {key!r} of its last sample only; write it after the split")
     if (advantage := row.get(keys.ADVANTAGE, None)) is not None and advantage.numel() != 1:
-        raise ValueError("a row of several samples has an advantage for each token: use credit='trajectory'")
-    earlier, rest = row[keys.PREVIOUS_SEGMENTS], row.exclude(keys.PREVIOUS_SEGMENTS)
-    sizes = earlier["sizes"].tolist()
-    parts = {name: earlier[name].split(sizes) for name in _OF_TOKENS}
+        raise ValueError("a row of several samples has one advantage per token; use credit='trajectory'")
+
+    # Cut the concatenated entries back into samples
+    previous, rest = row[keys.PREVIOUS_SEGMENTS], row.exclude(keys.PREVIOUS_SEGMENTS)
+    sizes = previous["sizes"].tolist()
+    parts = {name: previous[name].split(sizes) for name in _TOKEN_ENTRIES}
     actions = [int(mask.sum()) for mask in parts["mask"]]
     for name in ("versions", "support_sizes"):
-        if name in earlier.keys():
-            parts[name] = earlier[name].split(actions)
-    if "support_ids" in earlier.keys():
-        parts["support_ids"] = earlier["support_ids"].split([int(n.sum()) for n in parts["support_sizes"]])
-    sampled = [i for i, count in enumerate(actions) if count]  # in others the policy said nothing
+        if name in previous.keys():
+            parts[name] = previous[name].split(actions)
+    if "support_ids" in previous.keys():
+        parts["support_ids"] = previous["support_ids"].split([int(n.sum()) for n in parts["support_sizes"]])
+
+    # Yield samples with action tokens; the last one has none if the trajectory was cancelled before its turn
+    sampled = [i for i, count in enumerate(actions) if count]
     for i in sampled:
         yield _sample(rest.copy(), {name: part[i] for name, part in parts.items()})
-    if rest[keys.ACTION_MASK].any() or not sampled:  # not if it was given up before the policy's turn
+    if rest[keys.ACTION_MASK].any() or not sampled:
         yield _with_version(rest)
 
 
 def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBase:
-    """A trajectory's row with the tokens of one of its earlier samples."""
+    """Set the token entries of a previous sample on a row, in place."""
     tokens, mask = part["tokens"], part["mask"]
     entries = {
         "tokens": {"full": tokens, "prompt": tokens[: int(mask.int().argmax())]},

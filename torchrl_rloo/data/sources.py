@@ -1,7 +1,7 @@
-"""Where rows come from: the hub, a file, or memory.
+"""Sources of rows: the hub, a file, or memory.
 
-Local files have plain readers: unlike ``datasets.load_dataset`` these name the line of a fault, leave the text of a
-``.csv`` as it is ("007" stays "007"), and write no cache.
+The readers of local files name the line of a fault, keep the text of a ``.csv`` ("007" stays "007") and write no
+cache, unlike ``datasets.load_dataset``.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from typing import Any
 
 from torchrl_rloo.lookup import DATA_SUFFIXES, check_path
 
-Located = Iterator[tuple[str, Any]]  # rows, each after the words that tell a user where it is
+Located = Iterator[tuple[str, Any]]  # (location for error messages, row)
 
 
 def read_source(source: Any, split: str | None, name: str | None) -> Located:
-    """The rows of a source, each after the words that tell a user where it is.
+    """Read the rows of a source with their locations for error messages.
 
     Args:
         source: see :func:`~torchrl_rloo.data.load_prompts`.
-        split: of a hub dataset or a mapping of splits.
+        split: split of a hub dataset or of a mapping of splits.
         name: configuration of a hub dataset.
 
+    Returns:
+        An iterator of ``(location, row)``.
+
     Raises:
-        FileNotFoundError: if there is no such file or dataset.
-        TypeError: if the source is nothing to read rows from.
-        ValueError: if ``split`` or ``name`` does not fit the source, or a file is malformed.
+        FileNotFoundError: if the file or dataset does not exist.
+        TypeError: if the source is neither a path nor iterable.
+        ValueError: if ``split`` or ``name`` does not fit the source, or if a file is malformed.
     """
     described, rows = shown(source), source
+    # Resolve a path or hub id
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
         if path.is_dir():
@@ -40,18 +44,16 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         elif not path.is_file():
             rows, split, name = _load_from_hub(os.fspath(source), path, split, name), None, None
     if name is not None:
-        raise ValueError(
-            f"name={name!r} chooses a configuration of a hub dataset, which {described} is not: leave it out"
-        )
+        raise ValueError(f"name={name!r} requires a hub dataset, got {described}; remove name")
+
+    # Choose the split
     if isinstance(rows, Mapping):
         split = next(iter(rows)) if split is None and len(rows) == 1 else split
         if split not in rows:
-            raise ValueError(f"split={split!r} is not in {described}: set split to one of {list(rows)}")
+            raise ValueError(f"split={split!r} of {described} must be one of {list(rows)}")
         rows = rows[split]
     elif split not in (None, "train"):
-        raise ValueError(
-            f"split={split!r} of {described}, which has no splits: leave split out, or give that split itself"
-        )
+        raise ValueError(f"split={split!r} requires a source with splits, got {described}; remove split")
     if isinstance(rows, (str, os.PathLike)):
         return _read_file(path)
     if not isinstance(rows, Iterable):
@@ -62,33 +64,33 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
 
 
 def _load_directory(path: Path) -> Any:
-    import datasets  # slow to import, and not needed for files and iterables
+    import datasets  # slow to import and not needed for files and iterables
 
     try:
         return datasets.load_from_disk(str(path))
     except FileNotFoundError as error:
-        message = f"source {str(path)!r} is a directory that no save_to_disk wrote: give a file in it, {_SUFFIXES}"
+        message = f"source={str(path)!r} is a directory but not from save_to_disk; give a {_SUFFIXES} file in it"
         raise FileNotFoundError(message) from error
 
 
 def _load_from_hub(source: str, path: Path, split: str | None, name: str | None) -> Any:
-    check_path("source", source)  # asking the hub would only take time
+    check_path("source", source)  # before the slow request to the hub
     import datasets
 
     try:
         return datasets.load_dataset(source, name, split=split)
     except OSError as error:
         raise FileNotFoundError(
-            f"source={source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor a hub id that "
-            f"can be reached: {error}"
+            f"source={source!r} is neither a local file or directory (no {str(path.absolute())!r}) nor a reachable hub "
+            f"id: {error}"
         ) from error
     except ValueError as error:  # an unknown split or configuration
-        raise ValueError(f"hub dataset {source!r} cannot give split={split!r} with name={name!r}: {error}") from error
+        raise ValueError(f"hub dataset {source!r} has no split={split!r} with name={name!r}: {error}") from error
 
 
 def _read_file(path: Path) -> Located:
     if (suffix := path.suffix.lower()) not in _READERS:
-        raise ValueError(f"source {str(path)!r} has suffix {suffix!r}, which is unsupported: convert it to {_SUFFIXES}")
+        raise ValueError(f"source={str(path)!r} has unknown suffix {suffix!r}; convert it to {_SUFFIXES}")
     with path.open("rb") as file:
         try:
             yield from ((f"{path}, {place}", row) for place, row in _READERS[suffix](file))
@@ -101,8 +103,8 @@ def _read_json_lines(lines: Iterable[bytes]) -> Located:
         if line.strip():
             try:
                 yield f"line {number}", json.loads(line)
-            except ValueError as error:  # an error's own line number would count from this line
-                raise ValueError(f"line {number} is not one JSON object ({getattr(error, 'msg', error)})") from error
+            except ValueError as error:  # drop the error's line number, which counts from this line
+                raise ValueError(f"line {number} must be one JSON object ({getattr(error, 'msg', error)})") from error
 
 
 def _read_json(file: io.BufferedIOBase) -> Located:
@@ -115,8 +117,8 @@ def _read_json(file: io.BufferedIOBase) -> Located:
 def _read_csv(file: io.BufferedIOBase) -> Located:
     reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
     for row in reader:
-        if None in row or None in row.values():  # what DictReader puts in for surplus and for lack
-            raise ValueError(f"line {reader.line_num} has more or fewer values than the header's {reader.fieldnames}")
+        if None in row or None in row.values():  # DictReader marks surplus and missing values with None
+            raise ValueError(f"line {reader.line_num} must have one value for each of the columns {reader.fieldnames}")
         yield f"line {reader.line_num}", row
 
 
@@ -132,8 +134,9 @@ _SUFFIXES = " or ".join(_READERS)
 
 
 def shown(source: Any) -> str:
+    """Describe a source in an error message."""
     return (
-        f"source {os.fspath(source)!r}"
+        f"source={os.fspath(source)!r}"
         if isinstance(source, (str, os.PathLike))
         else f"source of type {type(source).__name__}"
     )

@@ -1,10 +1,10 @@
-"""Special tokens that a conversation spells, kept from becoming special tokens.
+"""Protection against special tokens in the text of a conversation.
 
-A turn of a conversation begins and ends with special tokens, and those are the chat template's alone. Where a message,
-a tool's result or a tool's schema spells one, a mark is put after its first character before the template is rendered.
-The rendered text is then encoded in pieces, from mark to mark: no piece has the special token, and together they are
-what was spelled (a tokenizer that puts a space before every text puts one before every piece, too). Without such
-spellings there is one piece, and nothing is different.
+Only the chat template may open and close turns with special tokens. Messages, tool results and tool schemas may contain
+the text of a special token, which is then split by a mark after its first character. After rendering, the text is
+encoded in pieces between the marks, and no piece contains the special token. Together the pieces are the original
+text, except that a tokenizer that prepends a space to a text prepends one to each piece. Text without special tokens
+is one piece and is encoded as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 
 def make_mark() -> str:
-    """A text that nobody can have written into a conversation, of characters that no template looks for."""
+    """Return a random text of private-use characters, which no conversation contains and no template looks for."""
     return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(12))
 
 
@@ -26,20 +26,20 @@ _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
 class _Specials(NamedTuple):
-    size: int  # of the tokenizer, which grows when it is given others
+    size: int  # number of the tokenizer's tokens, which grows with every added token
     texts: tuple[str, ...]
-    first_characters: re.Pattern[str]  # finds the first character of each special token in a text
+    first_characters: re.Pattern[str]  # matches the first character of each special token in a text
 
 
 _SPECIALS: WeakKeyDictionary[Any, _Specials] = WeakKeyDictionary()
 
 
 def special_texts(tokenizer) -> tuple[str, ...]:
-    """What the tokenizer's special tokens look like.
+    """Return the texts of the tokenizer's special tokens, sorted.
 
-    Tokens of the shape ``<|...|>`` count even if the tokenizer does not call them special: some open a turn with one.
-    Single characters do not, since they cannot be cut. A tokenizer is asked for its tokens again only when it has got
-    more of them, since that takes longer than to render a conversation.
+    Added tokens of the form ``<|...|>`` are included even if the tokenizer does not mark them as special: some open a
+    turn. Single characters are excluded because they cannot be split. The result is cached until the tokenizer grows:
+    reading its tokens takes longer than rendering a conversation.
     """
     return _specials(tokenizer).texts
 
@@ -59,11 +59,11 @@ def _specials(tokenizer) -> _Specials:
 
 
 def cut_specials(tokenizer, value: Any) -> Any:
-    """Messages or schemas with :data:`CUT` after the first character of each special token that they spell.
+    """Insert :data:`CUT` after the first character of each special token in messages or schemas.
 
     Args:
-        tokenizer: whose special tokens.
-        value: text, or lists and mappings of it at any depth, their keys included; other values stay as they are.
+        tokenizer: Hugging Face tokenizer with the special tokens.
+        value: text, or lists and mappings of text at any depth, keys included. Other values are returned unchanged.
 
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer
@@ -83,6 +83,6 @@ def cut_specials(tokenizer, value: Any) -> Any:
 
 
 def cut_arguments(tokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a chat template with its tools and documents cut; the rest is the user's own, a template even."""
-    written = {k: cut_specials(tokenizer, v) for k, v in template_kwargs.items() if k in ("tools", "documents")}
-    return {**template_kwargs, **written}
+    """Return a chat template's arguments with special tokens cut in ``tools`` and ``documents`` only."""
+    cut = {k: cut_specials(tokenizer, v) for k, v in template_kwargs.items() if k in ("tools", "documents")}
+    return {**template_kwargs, **cut}

@@ -1,4 +1,4 @@
-"""Why a conversation ended: one reason for every trajectory, which also says whether it was terminated or truncated."""
+"""Stop reasons: one for every trajectory, which also decides between terminated and truncated."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import put
 
+# The index of a reason is its id in buffers and checkpoints: append only.
 STOP_REASONS = {
-    "running": "it has not ended",
-    "answered": "the policy ended its turn, and nothing answers it",
-    "ended": "the environment ended it",
-    "turn_tokens": "a turn reached its limit of tokens",
-    "total_tokens": "the trajectory reached its limit of tokens, or feedback left no room for another turn",
-    "turns": "the limit of the policy's turns",
-    "tool_calls": "the limit of tool calls",
-    "time": "the limit of wall-clock time",
+    "running": "the trajectory has not ended",
+    "answered": "the policy ended its turn and received no feedback",
+    "ended": "the environment ended the trajectory",
+    "turn_tokens": "a turn reached its token limit",
+    "total_tokens": "the trajectory reached its token limit, or feedback left no room for another turn",
+    "turns": "the trajectory reached its limit of policy turns",
+    "tool_calls": "the trajectory reached its limit of tool calls",
+    "time": "the trajectory reached its limit of wall-clock time",
     "failed": "an engine or the environment failed; the log has the error",
-    "cancelled": "it was given up from outside",
-}  # ids are the places: append only, since buffers and checkpoints hold them
+    "cancelled": "the trajectory was cancelled from outside its environment",
+}
 TERMINATED = frozenset({"answered", "ended"})
 _IDS = {reason: torch.tensor(i) for i, reason in enumerate(STOP_REASONS)}
 _FLAGS = {r: torch.tensor([r != "running", r in TERMINATED, r != "running" and r not in TERMINATED]) for r in _IDS}
@@ -27,23 +28,26 @@ _NAMES = tuple(STOP_REASONS)
 
 
 def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:
-    """Marks a stepped row as ended, in place: terminated or truncated as the reason says.
+    """Mark a row as terminated or truncated for a reason, in place.
 
     Args:
         row: one row of the ``"next"`` entry of a step.
-        reason: a name in :data:`STOP_REASONS`; ``"running"`` takes an end back.
+        reason: name in :data:`STOP_REASONS`. ``"running"`` clears the end.
+
+    Raises:
+        KeyError: if the reason is unknown.
     """
     return put(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
 
 
 def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
-    """Set ``done``, ``terminated`` and ``truncated`` of a row, in place, and leave its stop reason alone."""
+    """Set ``done``, ``terminated`` and ``truncated`` of a row in place, but not its stop reason."""
     done, terminated, truncated = _FLAGS[reason].clone().split(1)
     return put(row, {"done": done, "terminated": terminated, "truncated": truncated})
 
 
 def stop_reason(row: TensorDictBase) -> str:
-    """The reason for which a row ended.
+    """Return the name of the reason for which a row ended.
 
     Args:
         row: a finished trajectory, or one row of the ``"next"`` entry of a step.

@@ -1,10 +1,10 @@
-"""Conversations to token ids, by the tokenizer's own chat template.
+"""Encoding of conversations with the tokenizer's chat template.
 
-Prompts and feedback are encoded here; what the policy sampled is never encoded again. Action tokens are known because
-they were sampled, so no mask is ever recovered by searching text. The one exception is a conversation that somebody
-else wrote (SFT, evaluation): :func:`encode_conversation` masks its assistant turns.
+Prompts and feedback are encoded here, but sampled text is never encoded again. Action tokens are known from sampling,
+so no mask is recovered by searching text. The one exception is a conversation that the policy did not sample (SFT,
+evaluation): :func:`encode_conversation` masks its assistant turns.
 
-Special tokens are the template's alone: :mod:`torchrl_rloo.data.special_tokens`.
+Only the template may write special tokens, see :mod:`torchrl_rloo.data.special_tokens`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchrl_rloo.data.special_tokens import CUT, cut_arguments, cut_specials, m
 Messages = list[dict[str, Any]]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BOUNDARY = make_mark()  # where the text of an assistant turn ends
+_BOUNDARY = make_mark()  # marks the end of an assistant turn's text
 
 
 def is_conversation(query: object) -> bool:
-    """True for a non-empty list of messages, each a mapping with ``role`` and ``content``."""
+    """Return whether ``query`` is a non-empty list of messages, each a dict with ``role`` and ``content``."""
     return (
         isinstance(query, Sequence)
         and not isinstance(query, str)
@@ -39,18 +39,18 @@ def is_conversation(query: object) -> bool:
 def _require_template(tokenizer) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} has no chat_template, so it cannot render chat "
-            "messages. Pass plain-text prompts, or set tokenizer.chat_template."
+            f"tokenizer {getattr(tokenizer, 'name_or_path', '?')!r} has no chat_template, which messages require; "
+            "pass plain-text prompts, or set tokenizer.chat_template"
         )
 
 
 def render(tokenizer, messages: Messages, **template_kwargs) -> str:
-    """The conversation as the text that the tokenizer's template makes of it.
+    """Render a conversation to text with the tokenizer's chat template.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
+        tokenizer: Hugging Face tokenizer with a chat template.
         messages: the conversation.
-        **template_kwargs: passed to ``apply_chat_template`` (``add_generation_prompt=``, ``tools=``, ...).
+        **template_kwargs: arguments of ``apply_chat_template`` (``add_generation_prompt``, ``tools``, ...).
 
     Raises:
         ValueError: if the tokenizer has no chat template.
@@ -60,17 +60,17 @@ def render(tokenizer, messages: Messages, **template_kwargs) -> str:
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """Ids of text that a template rendered: special tokens are recognised, none are added."""
+    """Return the ids of rendered text: special tokens are recognized, none are added."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _pieces(text: str) -> list[str]:
-    """Split text that a template rendered of cut messages at the cuts."""
+    """Split the rendered text of cut messages at the cuts."""
     return [piece for piece in text.split(CUT) if piece]
 
 
 def _encode_pieces(tokenizer, text: str) -> list[int]:
-    """Ids of text that a template rendered of cut messages."""
+    """Return the ids of the rendered text of cut messages."""
     return [i for piece in _pieces(text) for i in encode(tokenizer, piece)]
 
 
@@ -81,12 +81,12 @@ def _render_cut(tokenizer, messages: Messages, template_kwargs: Mapping[str, Any
 
 
 def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[int]:
-    """Ids of a conversation as the template renders it; no content of it becomes a special token.
+    """Return the ids of a rendered conversation, whose content never becomes a special token.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
+        tokenizer: Hugging Face tokenizer with a chat template.
         messages: the conversation.
-        **template_kwargs: passed to the template.
+        **template_kwargs: arguments of the template.
 
     Raises:
         ValueError: if the tokenizer has no chat template.
@@ -95,42 +95,42 @@ def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[in
 
 
 def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[int]:
-    """Return the ids of a prompt, ready to be continued by the policy.
+    """Return the ids of a prompt, ready for the policy to continue.
+
+    Chat messages are rendered with the tokenizer's template, and the assistant's turn is opened. If the last message is
+    the assistant's, its turn stays open and the policy continues it. Plain text is encoded with the tokenizer's special
+    tokens, such as BOS. Special tokens in plain text stay special, because its author takes the template's part.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        query: chat messages (rendered by the tokenizer's template, the assistant's turn opened; if the last message is
-            the assistant's, that turn is left open to be continued) or plain text (encoded as the tokenizer encodes any
-            text, its own special tokens such as BOS included; those that the text spells are special tokens, too: a
-            user who does without messages writes the template's part himself).
-        **template_kwargs: passed to the template.
+        tokenizer: Hugging Face tokenizer.
+        query: chat messages or plain text.
+        **template_kwargs: arguments of the template.
 
     Raises:
-        ValueError: if the query is neither, or the prompt is empty, or messages come without a chat template.
+        ValueError: if the query is neither messages nor text, if it has no tokens, or if messages lack a chat template.
     """
     return encode_prompts(tokenizer, [query], **template_kwargs)[0]
 
 
 def encode_prompts(tokenizer, queries: Sequence[Messages | str], **template_kwargs) -> list[list[int]]:
-    """Return the ids of many prompts, as :func:`encode_prompt` does for each, in one call of the tokenizer."""
+    """Return the ids of many prompts in one call of the tokenizer; see :func:`encode_prompt`."""
+    # Encode all texts and all pieces of chats as one batch each, and restore their order
     texts = [query for query in queries if isinstance(query, str)]
     pieces = [_pieces(_render_prompt(tokenizer, q, template_kwargs)) for q in queries if not isinstance(q, str)]
-    of_texts = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
-    of_pieces = iter(_encode_batch(tokenizer, list(chain.from_iterable(pieces)), add_special_tokens=False))
-    of_chats = (list(chain.from_iterable(islice(of_pieces, len(each)))) for each in pieces)
-    encoded = [list(next(of_texts)) if isinstance(query, str) else next(of_chats) for query in queries]
+    text_ids = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
+    piece_ids = iter(_encode_batch(tokenizer, list(chain.from_iterable(pieces)), add_special_tokens=False))
+    chat_ids = (list(chain.from_iterable(islice(piece_ids, len(each)))) for each in pieces)
+    encoded = [list(next(text_ids)) if isinstance(query, str) else next(chat_ids) for query in queries]
     for query, ids in zip(queries, encoded, strict=True):
         if not ids:
-            raise ValueError(
-                f"query {query!r:.200} has no tokens: give every prompt at least one token (a BOS is enough)"
-            )
+            raise ValueError(f"query={query!r:.200} has no tokens; give every prompt at least one token, such as a BOS")
     return encoded
 
 
 def _render_prompt(tokenizer, query: Messages, template_kwargs: Mapping[str, Any]) -> str:
     if not is_conversation(query):
         raise ValueError(
-            f"query must be a string or a non-empty list of messages with 'role' and 'content', got {query!r:.200}"
+            f"query={query!r:.200} must be a string or a non-empty list of messages with 'role' and 'content'"
         )
     last = {"continue_final_message": True} if query[-1]["role"] == "assistant" else {"add_generation_prompt": True}
     return _render_cut(tokenizer, query, {**template_kwargs, **last})
@@ -139,16 +139,16 @@ def _render_prompt(tokenizer, query: Messages, template_kwargs: Mapping[str, Any
 def _encode_batch(tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
     if not texts:  # some tokenizers refuse an empty batch
         return []
-    given = {"return_attention_mask": False, "return_token_type_ids": False}
-    return tokenizer(texts, add_special_tokens=add_special_tokens, **given)["input_ids"]
+    options = {"return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
 
 class Answer(NamedTuple):
-    """What follows an answered turn.
+    """Tokens that follow an answered turn.
 
     Attributes:
-        ids: the end of that turn, the feedback, and the next turn's opening.
-        rewritten: the template would now show what came before otherwise than the policy saw it.
+        ids: ids of the turn's end, the feedback, and the opening of the next turn.
+        rewritten: True if the template now renders the earlier conversation differently from what the policy saw.
     """
 
     ids: list[int]
@@ -158,10 +158,7 @@ class Answer(NamedTuple):
 def encode_feedback(
     tokenizer, conversation: Messages, feedback: Messages, *, last_token: int, **template_kwargs
 ) -> list[int]:
-    """Ids that follow a sampled assistant turn: the end of that turn, the feedback, and the next turn's opening.
-
-    Only the new feedback is encoded; see :func:`answer_turn`.
-    """
+    """Return the ids of :func:`answer_turn`: the turn's end, the feedback, and the opening of the next turn."""
     return answer_turn(tokenizer, conversation, feedback, last_token=last_token, **template_kwargs).ids
 
 
@@ -174,27 +171,35 @@ def answer_turn(
     shown: Mapping[str, Any] | None = None,
     **template_kwargs,
 ) -> Answer:
-    """Ids that follow a sampled assistant turn, and whether the template would rewrite what precedes them.
+    """Encode the feedback on a sampled assistant turn, and detect whether the template rewrites earlier text.
 
-    Only the new feedback is encoded: the end of the turn's text is marked before rendering, so nothing that the policy
-    wrote passes through the tokenizer again, whatever the template does to past turns. Renderings are compared without
-    their white space, which templates trim. A template that wants to see a tool's results after calls alone is given
-    calls; the text of such a turn it does not show, and that is no rewriting.
+    Only the new feedback is encoded. The end of the turn's text is marked before rendering, so sampled text is never
+    encoded again, even if the template changes past turns. Renderings are compared without white space, which
+    templates trim.
+
+    If a template accepts tool results only after tool calls, calls are added to the conversation. Such a template does
+    not show the turn's text, which does not count as rewriting.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        conversation: the messages so far; the last one is the assistant turn that was just sampled.
-        feedback: the messages (tool results, user replies) that answer it.
-        last_token: the last sampled id. If it is the template's end of turn it is not repeated.
-        shown: what the template was given for the turn that was just sampled; None for ``template_kwargs``.
-        **template_kwargs: passed to the template.
+        tokenizer: Hugging Face tokenizer with a chat template.
+        conversation: messages so far. The last one is the assistant turn that was just sampled.
+        feedback: messages that answer it (tool results, user replies).
+        last_token: last sampled id. It is not repeated if it is the template's end of turn.
+        shown: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
+        **template_kwargs: arguments of the template.
+
+    Returns:
+        The new ids, and True if the template rewrites earlier text.
 
     Raises:
         ValueError: if the template refuses the feedback, or does not show the assistant's content exactly once.
     """
+    # Cut special tokens, also in the conversation: some templates show the system message with the last message
     feedback, kwargs = cut_specials(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
     shown = kwargs if shown is None else cut_arguments(tokenizer, shown)
-    conversation = cut_specials(tokenizer, conversation)  # some templates show the system's message at the last one
+    conversation = cut_specials(tokenizer, conversation)
+
+    # Render the feedback, if necessary with tool calls before the tools' results
     try:
         tail, rewritten = _tail(tokenizer, conversation, feedback, kwargs, shown)
     except _REFUSALS as error:
@@ -205,9 +210,11 @@ def answer_turn(
         try:
             tail, rewritten = tail_of(tokenizer, whole[:n], whole[n:], kwargs, shown)
         except _REFUSALS as second:
-            raise ValueError(f"{_cannot(error)}. With calls before the tools' results: {second}") from error
+            raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
+
+    # Drop the end of turn if the policy sampled it: only white space may come before it
     ids = _encode_pieces(tokenizer, tail)
-    if last_token in ids:  # the end of turn, if nothing but white space comes before it
+    if last_token in ids:
         before = ids.index(last_token)
         if not tokenizer.decode(ids[:before]).strip():
             ids = ids[before + 1 :]
@@ -218,35 +225,42 @@ class _NotShownOnceError(Exception):
     pass
 
 
-_REFUSALS = (TemplateError, TypeError, _NotShownOnceError)  # a template that misses something raises any of the former
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    _NotShownOnceError,
+)  # a template raises one of the first two if a field is missing
 
 
 def _cannot(error: Exception) -> str:
-    return f"the chat template cannot show feedback on an assistant message, which several turns need: {error}"
+    return f"several turns require a chat template that shows feedback on an assistant message: {error}"
 
 
 def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) -> tuple[str, bool]:
-    """What the template shows after the text of the conversation's last turn, and whether what is before is new."""
+    """Return the rendered text after the last turn, and whether the text before differs from what the policy saw."""
     *before, turn = conversation
 
-    def around(said: str) -> list[str]:
-        marked = {"role": "assistant", "content": said + _BOUNDARY}
+    def render_around(content: str) -> list[str]:
+        marked = {"role": "assistant", "content": content + _BOUNDARY}
         text = render(tokenizer, [*before, marked, *feedback], **kwargs | {"add_generation_prompt": True})
         return text.split(_BOUNDARY)
 
+    # Compare the text before the mark with the text that the policy saw
     seen = _opening(tokenizer, before, **shown) + turn["content"]
-    parts = around(turn["content"])
+    parts = render_around(turn["content"])
     if len(parts) == 2 and parts[0] == seen:
         return parts[1], False
     rewritten = len(parts) != 2 or _without_whitespace(parts[0]) != _without_whitespace(seen)
-    parts = around("")  # what the template makes of the turn's text has no part in what follows it
+
+    # Render again without the turn's text, which the template may have changed or dropped
+    parts = render_around("")
     if len(parts) != 2:
-        raise _NotShownOnceError(f"it shows one {len(parts) - 1} times when feedback follows it")
+        raise _NotShownOnceError(f"it shows an assistant message {len(parts) - 1} times when feedback follows it")
     return parts[1], rewritten
 
 
 def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) -> tuple[str, bool]:
-    """The same where calls are shown in place of the last turn's text: from its end-of-turn token on."""
+    """Return the same as :func:`_tail` if the last turn shows calls, not text: all after its end-of-turn token."""
     closed = render(tokenizer, conversation, **kwargs)
     after = render(tokenizer, [*conversation, *feedback], **kwargs | {"add_generation_prompt": True})
     if not after.startswith(closed):
@@ -259,7 +273,7 @@ def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs
 
 
 def _with_calls(messages: Messages) -> Messages:
-    """The messages with a call for every tool's result, in the assistant message before, and an id for both."""
+    """Add a call for every tool's result to the assistant message before it, and an id to both."""
     default = [{"tool_call_id": f"call{i:05d}", "name": "tool"} for i in range(len(messages))]
     messages = [{**d, **m} if m["role"] == "tool" else m for d, m in zip(default, messages, strict=True)]
     for i, message in enumerate(messages):
@@ -275,33 +289,40 @@ def _call(call_id: str, name: str) -> dict[str, Any]:
 
 
 def _without_whitespace(text: str) -> str:
-    """A text without its white space."""
     return "".join(text.split())
 
 
 def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tuple[list[int], list[bool]]:
-    """Ids of a finished conversation and a mask of its assistant tokens, for SFT and evaluation.
+    """Encode a finished conversation and mask its assistant tokens, for SFT and evaluation.
 
-    The mask comes from the template's ``{% generation %}`` blocks or, where it has none, from the differences between
-    the rendered prefixes of the conversation (an assistant turn then ends with its end-of-turn token).
+    The mask comes from the template's ``{% generation %}`` blocks. Without such blocks it comes from the differences
+    between the rendered prefixes of the conversation, and an assistant turn ends with its end-of-turn token.
+
+    Args:
+        tokenizer: Hugging Face tokenizer with a chat template.
+        messages: the conversation.
+        **template_kwargs: arguments of the template.
 
     Returns:
-        ``(ids, mask)``, both of length ``T``.
+        ``(ids, mask)``, both of length ``T``. The mask is True on assistant tokens.
 
     Raises:
-        ValueError: if neither way is right: the template's ``{% generation %}`` marks nothing of the assistant's, or
-            it has none and rewrites earlier turns.
+        ValueError: if the tokenizer has no chat template. Also if its ``{% generation %}`` blocks mark no assistant
+            token, or if it has no such blocks and rewrites earlier turns.
     """
+    # Use the template's generation blocks if it has them
     _require_template(tokenizer)
     messages, template_kwargs = cut_specials(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
     if _GENERATION_TAG.search(tokenizer.chat_template):
         ids, mask = _encode_generation(tokenizer, messages, template_kwargs)
         if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
             raise ValueError(
-                "the chat template's {% generation %} blocks mark no token of this conversation's assistant messages: "
+                "the chat template's {% generation %} blocks mark no token of this conversation's assistant messages; "
                 "put them around the assistant's content in tokenizer.chat_template"
             )
         return ids, mask
+
+    # Otherwise compare the prefixes before and after each assistant message
     ids = _encode_pieces(tokenizer, render(tokenizer, messages, **template_kwargs))
     mask = [False] * len(ids)
     for k, message in enumerate(messages):
@@ -311,24 +332,25 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
         after = _encode_pieces(tokenizer, render(tokenizer, messages[: k + 1], **template_kwargs))
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise ValueError(
-                f"the chat template renders message {k} differently once later messages follow, and has no "
-                "{% generation %} block, so its assistant tokens cannot be told apart. Add {% generation %} ... "
-                "{% endgeneration %} around the assistant's content in tokenizer.chat_template."
+                f"the chat template has no {{% generation %}} block and renders message {k} differently once later "
+                "messages follow; add {% generation %} ... {% endgeneration %} around the assistant's content in "
+                "tokenizer.chat_template"
             )
+        # Exclude the text between the end of this turn and the next
         end = len(after)
         while (
             end > len(before)
             and tokenizer.eos_token_id in ids[len(before) : end]
             and ids[end - 1] != tokenizer.eos_token_id
         ):
-            end -= 1  # drop what the template puts between the end of this turn and the next
+            end -= 1
         mask[len(before) : end] = [True] * (end - len(before))
     return ids, mask
 
 
 def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str, Any]) -> tuple[list[int], list[bool]]:
-    """Ids and mask by the template's ``{% generation %}`` blocks: tokens that reach into one are the assistant's."""
-    from transformers.utils.chat_template_utils import render_jinja_template  # takes 2 s
+    """Return ids and a mask of all tokens that overlap the template's ``{% generation %}`` blocks."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes 2 s to import
 
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
@@ -343,28 +365,29 @@ def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str,
 
 
 def _opening(tokenizer, messages: Messages, **template_kwargs) -> str:
-    """The text up to where the assistant's content begins; a template cannot be asked that of no messages at all."""
+    """Return the rendered text up to the assistant's content."""
     if messages:
         return render(tokenizer, messages, **template_kwargs | {"add_generation_prompt": True})
+    # A template cannot render an empty conversation
     return render(tokenizer, [{"role": "assistant", "content": _BOUNDARY}], **template_kwargs).split(_BOUNDARY)[0]
 
 
 def to_history(conversations: Sequence[Messages]) -> History:
-    """Chat messages of ``B`` conversations as TorchRL's ``History``, shape ``[B, n_messages]``.
+    """Convert the chat messages of ``B`` conversations to TorchRL's ``History``, shape ``[B, n_messages]``.
 
-    What a message has that a History does not know (a tool's name, the id of a call) is left out.
+    Fields that ``History`` does not have (a tool's name, the id of a call) are dropped.
     """
     known = {field.name for field in fields(History)}
     return History.from_chats([[{k: v for k, v in m.items() if k in known} for m in chat] for chat in conversations])
 
 
 def from_history(history: History) -> Messages:
-    """One conversation (shape ``[n_messages]``) as chat messages."""
+    """Convert the ``History`` of one conversation (shape ``[n_messages]``) to chat messages."""
     return [{"role": item.role, "content": item.content} for item in history.unbind(0) if item.role != "<none>"]
 
 
 def join_conversation(query: Messages, completion: Messages) -> Messages:
-    """The prompt and what followed it as one conversation, in which a turn that the prompt left open is one message."""
+    """Join a prompt and its completion to one conversation; a turn that the prompt left open becomes one message."""
     if query[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
         joined = {**query[-1], "content": query[-1]["content"] + completion[0]["content"]}
         return [*query[:-1], joined, *completion[1:]]
@@ -372,5 +395,5 @@ def join_conversation(query: Messages, completion: Messages) -> Messages:
 
 
 def decode_response(tokenizer, tokens: Sequence[int]) -> str:
-    """The text of a sampled turn, for people, tools and rewards; special tokens, the end of turn too, are left out."""
+    """Decode a sampled turn for people, tools and rewards, without special tokens such as the end of turn."""
     return tokenizer.decode(tokens, skip_special_tokens=True)

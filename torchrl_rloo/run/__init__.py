@@ -1,4 +1,4 @@
-"""Bookkeeping around a training loop: checkpoints, a clean stop, a log."""
+"""Run management for a training loop: checkpoints, stop signals, logs and timing."""
 
 from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
 from torchrl_rloo.run.interrupt import StopSignal

@@ -1,4 +1,4 @@
-"""Files that are either wholly written or not there."""
+"""Atomic and durable writing of files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes ``path`` when the block ends without an exception.
+    """Open a temporary file that replaces ``path`` when the block ends without an exception.
 
-    Until then, and after an exception or a kill, ``path`` is what it was before. All writes of a directory go through
-    one temporary name, so that the next write takes the place of whatever a killed process left there. Hence one
-    process may write to a directory at a time, any number may read.
+    After an exception or a kill, ``path`` is unchanged. All writes to a directory use one temporary name, so the next
+    write replaces the leftover of a killed process. Only one process may write to a directory at a time, and any number
+    may read.
 
     Args:
-        path: the file to write; its directory exists.
+        path: file to write, in an existing directory.
+
+    Yields:
+        The temporary file, open for binary writing.
     """
     temporary = path.parent / ".incomplete.tmp"
     try:
@@ -33,14 +36,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def synced_size(path: Path) -> int:
-    """Bring a file that was appended to onto the disk, and return its size in bytes."""
+    """Flush an appended file to disk and return its size in bytes."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes new and removed names in ``directory`` survive a power cut, where the system has a way to ask for it."""
+    """Flush the names in ``directory`` to disk, so that they survive a power failure; does nothing without POSIX."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Checkpoints that survive a kill at any instant, and the state that goes into them.
+"""Checkpoints that survive a kill at any time, and the state of random generators and parts.
 
-A checkpoint is a nested dict of tensors and plain values. It is read with ``weights_only=True``, so opening one never
+A checkpoint is a nested dict of tensors and plain values. It is loaded with ``weights_only=True``, so loading never
 runs code from the file.
 
 Example:
@@ -34,7 +34,7 @@ from torchrl_rloo.run.atomic import atomic_write
 _log = logging.getLogger(__name__)
 
 _FILE_NAME = re.compile(r"step_(\d{8,})\.pt")
-# Exact types: a subclass (np.float64 is a float, a namedtuple a tuple) can be saved, but not loaded weights_only.
+# Exact types: a subclass (np.float64 of float, a namedtuple of tuple) can be saved, but not loaded with weights_only.
 _SCALARS = (str, int, float, bool, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SEQUENCES = (list, tuple, torch.Size)
@@ -42,44 +42,51 @@ _MAPPINGS = (dict, OrderedDict)
 
 
 class Checkpointer:
-    """Writes and finds the checkpoints of one run, ``step_00000040.pt`` and so on.
+    """Checkpoint files of one run: ``step_00000040.pt`` and so on.
 
-    One process writes to the directory; others may read from it at the same time.
+    Only one process may write to the directory. Others may read at the same time.
 
     Args:
-        directory: where they lie; made if it does not exist.
-        keep: how many of the newest to keep.
+        directory: directory of the files, created if necessary.
+        keep: number of newest checkpoints to keep.
 
     Raises:
         ValueError: if ``keep`` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> checkpointer = Checkpointer(tempfile.mkdtemp(), keep=1)
+        >>> paths = [checkpointer.save(step, {"step": step}) for step in (10, 20)]
+        >>> checkpointer.steps(), checkpointer.load()
+        ([20], {'step': 20})
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep!r}.")
+            raise ValueError(f"keep={keep!r} must be at least 1")
         self.directory = Path(directory)
         self.keep = keep
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint; when this returns, it is on the disk and older ones than the newest ``keep`` are gone.
+        """Write a checkpoint to disk, and remove all but the newest ``keep``.
 
-        Checkpoints of later steps are removed as well: the run went back behind them, so they belong to no run, and
-        :meth:`load` must not return to them.
+        Checkpoints of later steps are also removed. The run was resumed before them, so :meth:`load` must not return
+        them.
 
         Args:
-            step: the step after which the state was taken, 0 or more.
-            state: tensors, str, int, float, bool and None in any nesting of dicts, lists and tuples.
+            step: step after which the state was taken, at least 0.
+            state: tensors, str, int, float, bool and None in nested dicts, lists and tuples.
 
         Returns:
-            The file.
+            Path of the file.
 
         Raises:
-            TypeError: if the state holds anything else; the message gives its place. Nothing is written.
+            TypeError: if the state contains any other type. The message gives its place, and nothing is written.
             ValueError: if ``step`` is negative.
         """
         if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step!r}.")
+            raise ValueError(f"step={step!r} must be at least 0")
         state = dict(state)
         _check(state, "state")
         path = self._path(step)
@@ -88,47 +95,49 @@ class Checkpointer:
         steps = self.steps()
         later = [other for other in steps if other > step]
         if later:
-            _log.warning("Saved step %d in %s and removed the later steps %s.", step, self.directory, later)
+            _log.warning(
+                "saved step %d in %s and removed the checkpoints of later steps %s", step, self.directory, later
+            )
         kept = [other for other in steps if other <= step][-self.keep :]
         for other in set(steps) - set(kept):
             self._path(other).unlink(missing_ok=True)
         return path
 
     def clear(self) -> None:
-        """Removes every checkpoint: a run that starts over must not be resumed from the one before."""
+        """Remove all checkpoints, so that a run that starts over is not resumed from the previous one."""
         for step in self.steps():
             self._path(step).unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
-        """The steps that there is a checkpoint of, in ascending order."""
+        """Return the steps of all checkpoints in ascending order."""
         matches = (_FILE_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def load(self, step: int | None = None) -> dict[str, Any] | None:
-        """Reads a checkpoint; tensors come back on the CPU.
+        """Load a checkpoint with all tensors on the CPU.
 
         Args:
-            step: which one; ``None`` for the newest that can be read. A damaged one is passed over with a warning.
+            step: step of the checkpoint. None loads the newest one that is readable and warns of damaged ones.
 
         Returns:
-            The state as it was saved, or ``None`` if there is no checkpoint and no ``step`` was asked for.
+            The saved state, or None if ``step`` is None and there is no checkpoint.
 
         Raises:
             FileNotFoundError: if there is no checkpoint of ``step``.
-            RuntimeError: if the one asked for, or every one that there is, is damaged.
+            RuntimeError: if the checkpoint of ``step`` is damaged, or if all are.
         """
         steps = self.steps()
         if step is not None and step not in steps:
-            raise FileNotFoundError(f"No checkpoint of step {step} in {self.directory}; there are steps {steps}.")
+            raise FileNotFoundError(f"step={step} must be one of the checkpoints {steps} in {self.directory}")
         for candidate in [step] if step is not None else reversed(steps):
             try:
                 return _read(self._path(candidate))
-            except Exception as error:  # what a damaged file raises depends on where the damage is
-                _log.warning("Cannot read checkpoint %s: %s", self._path(candidate), error)
+            except Exception as error:  # the type depends on the place of the damage
+                _log.warning("cannot read checkpoint %s: %s", self._path(candidate), error)
         if steps:
             wanted = f"the checkpoint of step {step}" if step is not None else f"any of the checkpoints {steps}"
             raise RuntimeError(
-                f"Cannot read {wanted} in {self.directory}: the warnings say why. Remove the damaged files to go on."
+                f"cannot read {wanted} in {self.directory}; see the warnings, and remove damaged files to continue"
             )
         return None
 
@@ -137,10 +146,10 @@ class Checkpointer:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums, so flipped bits would pass
+    with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums and would accept flipped bits
         damaged = archive.testzip()
     if damaged is not None:
-        raise ValueError(f"the checksum of {damaged} in it is wrong")
+        raise ValueError(f"the checksum of its entry {damaged} is wrong")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -155,48 +164,48 @@ def _check(value: Any, path: str) -> None:
             _check(item, f"{path}[{index}]")
     elif kind not in _SCALARS and kind not in _TENSORS:
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot go into a checkpoint. Allowed are "
-            "tensors, str, int, float, bool and None in dicts, lists and tuples."
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, but a checkpoint must contain only tensors, str, int, "
+            "float, bool and None in dicts, lists and tuples"
         )
 
 
 def _check_key(key: Any, path: str) -> None:
     parts = key if type(key) is tuple else (key,)
     if not all(type(part) in _SCALARS for part in parts):
-        raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be str, int or tuples.")
+        raise TypeError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be str, int or tuples")
 
 
 def gather_state(**parts: Any) -> dict[str, Any]:
-    """``{name: part.state_dict()}`` of every part; put it into the checkpoint under a key of its own.
+    """Return ``{name: part.state_dict()}`` of all parts, to save under one key of the checkpoint.
 
     Raises:
         TypeError: if a part has no ``state_dict``.
     """
     for name, part in parts.items():
         if not hasattr(part, "state_dict"):
-            raise TypeError(f"Part {name!r} is a {type(part).__name__}, which has no state_dict().")
+            raise TypeError(f"part {name!r} is a {type(part).__name__}, but must have state_dict()")
     return {name: part.state_dict() for name, part in parts.items()}
 
 
 def restore_state(state: Mapping[str, Any], **parts: Any) -> None:
-    """Gives every part the state that :func:`gather_state` took from the part of that name.
+    """Restore the state that :func:`gather_state` saved for each part.
 
     Raises:
-        KeyError: if the names in ``state`` and those of ``parts`` differ; nothing is restored then.
+        KeyError: if the names in ``state`` and in ``parts`` differ. No part is restored then.
     """
     missing = sorted(set(parts) - set(state))
     unexpected = sorted(set(state) - set(parts))
     if missing or unexpected:
         raise KeyError(
-            f"The saved state does not fit the parts: {missing} missing from the state, {unexpected} in the state but "
-            "not among the parts."
+            f"the saved state must have the names of the parts: {missing} missing from the state, {unexpected} in the "
+            "state but not among the parts"
         )
     for name, part in parts.items():
         part.load_state_dict(state[name])
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global random generators of Python, NumPy, torch on the CPU and every CUDA device."""
+    """Return the state of the global random generators of Python, NumPy and torch (the CPU and all CUDA devices)."""
     numpy_state = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -212,9 +221,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets what :func:`rng_state` returned, so that the generators go on with the very same numbers.
+    """Restore the state from :func:`rng_state`, so that the generators continue with the same numbers.
 
-    With fewer or more CUDA devices than were saved, those that exist on both sides are set, with a warning.
+    If the number of CUDA devices differs, only the common devices are restored, with a warning.
     """
     random.setstate(state["python"])
     numpy_state = state["numpy"]
@@ -231,7 +240,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices != len(state["cuda"]):
         _log.warning(
-            "Random state of %d CUDA devices saved, %d are here: the run will not go on with the same random numbers.",
+            "the checkpoint has the random state of %d CUDA devices, this process has %d: random numbers will differ",
             len(state["cuda"]),
             devices,
         )

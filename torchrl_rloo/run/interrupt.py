@@ -1,4 +1,4 @@
-"""Stopping a run at the end of a step instead of in the middle of one."""
+"""Stop signals that end a run after the current step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _log = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into a request that the loop reads; the second one aborts.
+    """Context manager that turns the first SIGINT or SIGTERM into a stop request; the second one aborts.
 
-    Signal handlers belong to the main thread. Anywhere else entering does nothing, and :attr:`requested` changes only
-    if the caller sets it.
+    Only the main thread can set signal handlers. In other threads the context manager does nothing, and only the caller
+    can set ``requested``.
 
     Attributes:
-        requested: whether the run should save and stop at the end of this step.
+        requested: True if the run should save and stop at the end of this step.
 
     Example:
         >>> import os, signal
@@ -43,7 +43,7 @@ class StopSignal:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not set from Python, which Python cannot put back.
+            # None is a handler that was not set from Python and that Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -52,6 +52,6 @@ class StopSignal:
             raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
         self.requested = True
         _log.warning(
-            "%s received: the run will save and stop at the end of this step; a second signal aborts it at once.",
+            "%s received: the run will save and stop at the end of this step; a second signal aborts it immediately",
             signal.Signals(number).name,
         )

@@ -1,4 +1,4 @@
-"""The places that metrics can go to, by name: TorchRL's loggers, made ready to be resumed."""
+"""TorchRL's loggers by name, with support for resumed runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Records = Sequence[dict[str, Any]]
 
 
 class ResumableTensorboardLogger(TensorboardLogger):
-    """TorchRL's has no ``purge_step``, so points that a killed run logged after its checkpoint would stay for ever."""
+    """TensorBoard logger with ``purge_step``, which removes points that a killed run logged after its checkpoint."""
 
     def __init__(self, exp_name: str, log_dir: str, *, purge_step: int, **writer_kwargs: Any) -> None:
         self._writer_kwargs = {"purge_step": purge_step, **writer_kwargs}
@@ -31,7 +31,7 @@ class ResumableTensorboardLogger(TensorboardLogger):
 
 
 class EndingMLFlowLogger(MLFlowLogger):
-    """TorchRL's leaves the MLflow run open at ``close``, so a second logger in the process could not start one."""
+    """MLflow logger that ends its run at ``close``, so that the process can start another one."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         import mlflow
@@ -46,7 +46,7 @@ def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> L
 
 
 def _csv(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
-    # TorchRL's appends to whatever is there: start from nothing and write again what belongs to the run.
+    # TorchRL's logger appends to existing files: remove them and write the records of this run again.
     shutil.rmtree(directory / "csv" / "scalars", ignore_errors=True)
     logger = CSVLogger("csv", str(directory), **kwargs)
     for record in records:
@@ -75,27 +75,27 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Checks that every logger is known and its package installed.
+    """Check that every logger is known and its package is installed.
 
     Raises:
-        ValueError: for a name that is none of tensorboard, csv, wandb and mlflow.
-        ImportError: if the package of one is missing.
+        ValueError: if a name is not tensorboard, csv, wandb or mlflow.
+        ImportError: if the package of a logger is missing.
     """
     for name in names:
         if name not in _BUILDERS:
-            raise ValueError(f"loggers has the unknown name {name!r}; known are {sorted(_BUILDERS)}.")
+            raise ValueError(f"unknown logger {name!r}; valid: {sorted(_BUILDERS)}")
         package = _PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            raise ImportError(f"The logger {name!r} needs the package {package}: pip install {package}")
+            raise ImportError(f"logger {name!r} requires the package {package}; run: pip install {package}")
 
 
 def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
-    """Opens a logger that goes on after ``records``.
+    """Open a logger that continues after ``records``.
 
     Args:
-        name: one that :func:`check_loggers` accepts.
-        directory: the run's directory, absolute.
-        records: what the run has logged so far, each a dict of ``step`` and values.
-        kwargs: passed to the logger.
+        name: name that :func:`check_loggers` accepts.
+        directory: absolute path of the run's directory.
+        records: entries of the run so far, each a dict of ``step`` and values.
+        kwargs: keyword arguments of the logger.
     """
     return _BUILDERS[name](directory, records, kwargs)

@@ -1,4 +1,4 @@
-"""The record of a run: files that are the same for the same seed, TorchRL's loggers, and a progress display."""
+"""Logs of a run: files that are equal for equal seeds, TorchRL's loggers, and a progress display."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _SHOWN_CHARACTERS = 240
 
 
 class RunLogger:
-    """Writes what a run reports, and goes on where a checkpoint left off.
+    """Logger of a run that can continue from a checkpoint.
 
-    In ``directory`` it writes ``metrics.jsonl`` and ``completions.jsonl``, which two runs with the same seed write
-    byte for byte alike, and ``timings.jsonl``, which holds whatever depends on the clock. A directory belongs to one
-    run: unless :meth:`load_state_dict` comes first, the first entry starts these files anew.
+    It writes three files to ``directory``: ``metrics.jsonl`` and ``completions.jsonl``, which are byte-identical for
+    equal seeds, and ``timings.jsonl`` for values that depend on the clock. A directory belongs to one run: the first
+    entry overwrites these files unless :meth:`load_state_dict` was called before.
 
     Args:
-        directory: where the files go; made if it does not exist.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"`` and ``"mlflow"``. They are opened by the first entry.
-        progress: ``None``: a bar on a terminal, otherwise about 20 plain lines in the run. ``True``: the bar anywhere.
-            ``False``: nothing.
+        directory: directory of the files, created if necessary.
+        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"`` and ``"mlflow"``. The first entry opens them.
+        progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
+            lines per run.
         total_steps: number of the last step, for the display.
-        headline: metrics and timings to show in the display, on the steps that have them.
-        logger_kwargs: keyword arguments for the loggers, by logger name. W&B and MLflow start a new run in every
-            process unless told otherwise here, e.g. ``{"wandb": {"id": "run-7", "project": "rloo"}}``.
+        headline: metrics and timings in the display, on the steps that have them.
+        logger_kwargs: keyword arguments by logger name. By default W&B and MLflow start a new run in every process;
+            ``{"wandb": {"id": "run-7", "project": "rloo"}}`` continues one.
 
     Raises:
-        ValueError: if a logger's name is unknown, or ``logger_kwargs`` names one that is not among ``loggers``.
+        ValueError: if a logger is unknown, or if ``logger_kwargs`` names a logger that is not in ``loggers``.
         ImportError: if the package of a logger is missing.
 
     Example:
@@ -63,7 +63,7 @@ class RunLogger:
         self._logger_kwargs = {name: dict(kwargs) for name, kwargs in (logger_kwargs or {}).items()}
         unused = sorted(set(self._logger_kwargs) - set(loggers))
         if unused:
-            raise ValueError(f"logger_kwargs has arguments for {unused}, but loggers is {list(loggers)}.")
+            raise ValueError(f"logger_kwargs has arguments for {unused}, which loggers={list(loggers)} must contain")
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._logger_names = tuple(loggers)
@@ -74,12 +74,12 @@ class RunLogger:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Every entry's ``step`` and metrics, in order; NaN where a value was not finite."""
+        """Entries in order, each with ``step`` and metrics; NaN where a value was not finite."""
         return self._records["metrics"]
 
     @property
     def tables(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows of every table by its name, each row with the ``step`` it was logged at."""
+        """Rows of every table by its name, each with the ``step`` at which it was logged."""
         tables: dict[str, list[dict[str, Any]]] = {}
         for record in self._records["completions"]:
             row = {key: value for key, value in record.items() if key != "table"}
@@ -87,16 +87,16 @@ class RunLogger:
         return tables
 
     def log(self, step: int, metrics: Mapping[str, float], *, timings: Mapping[str, float] | None = None) -> None:
-        """Records the metrics of a step.
+        """Log the metrics of a step.
 
         Args:
-            step: the step.
-            metrics: numbers (one-element tensors too) by name; they should be the same whenever the run is repeated.
-            timings: numbers that depend on the clock: seconds, tokens per second.
+            step: number of the step.
+            metrics: numbers or one-element tensors by name. They should be equal for equal seeds.
+            timings: numbers that depend on the clock, such as seconds or tokens per second.
 
         Raises:
             TypeError: if a value is not a number.
-            ValueError: if one is called ``step``.
+            ValueError: if a name is ``step``.
         """
         values, times = _numbers(metrics, "metrics"), _numbers(timings or {}, "timings")
         self._open()
@@ -109,24 +109,25 @@ class RunLogger:
         self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Records samples of what the policy wrote.
+        """Log samples of the policy.
 
         Args:
-            step: the step.
-            name: the table's name, e.g. ``"completions"``.
-            rows: one dict per sample: text, numbers, lists and dicts (chat messages). ``step`` and ``table`` are taken.
+            step: number of the step.
+            name: name of the table, such as ``"completions"``.
+            rows: one dict per sample with text, numbers, lists and dicts (chat messages). The names ``step`` and
+                ``table`` are reserved.
 
         Returns:
-            The first two rows in short, as the progress display printed them.
+            Shortened text of the first two rows, as the progress display prints it.
 
         Raises:
-            TypeError: if a row holds something that JSON cannot.
-            ValueError: if a row has a column called ``step`` or ``table``.
+            TypeError: if a row contains a value that JSON does not support.
+            ValueError: if a row has a column ``step`` or ``table``.
         """
         for row in rows:
-            taken = [key for key in _RESERVED if key in row]
-            if taken:
-                raise ValueError(f"A row of table {name!r} has the column {taken[0]!r}; rename it, that name is taken.")
+            reserved = [key for key in _RESERVED if key in row]
+            if reserved:
+                raise ValueError(f"a row of table {name!r} has the reserved column {reserved[0]!r}; rename it")
         plain = [{str(key): _plain(value, key) for key, value in row.items()} for row in rows]
         self._open()
         self._append("completions", [{"step": step, "table": name, **row} for row in plain])
@@ -138,7 +139,7 @@ class RunLogger:
         return rendering
 
     def state_dict(self) -> dict[str, int]:
-        """Return the size of each file in bytes; what it names is on the disk."""
+        """Flush the files to disk and return their sizes in bytes."""
         for logger in self._loggers or ():
             logger.flush()
         if self._loggers is None:  # nothing logged yet
@@ -146,27 +147,27 @@ class RunLogger:
         return {kind: synced_size(self._file(kind)) for kind in _KINDS}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Take the run back to a checkpoint: drop what was written after it from files and loggers.
+        """Restore files and loggers to a checkpoint, and drop all later entries.
 
         Raises:
-            ValueError: if a file is shorter than it was at the checkpoint.
+            ValueError: if a file is shorter than at the checkpoint.
         """
         self._close_loggers()
         for kind in _KINDS:
             text = self._file(kind).read_bytes() if self._file(kind).is_file() else b""
             if len(text) < state[kind]:
                 raise ValueError(
-                    f"{self._file(kind)} has {len(text)} bytes, fewer than the {state[kind]} of the checkpoint: put it "
-                    "back, or set resume=never to start over"
+                    f"{self._file(kind)} has {len(text)} bytes, fewer than the {state[kind]} of the checkpoint; "
+                    "restore it, or set resume=never to start over"
                 )
-            lines = text[: state[kind]].decode().split("\n")[:-1]  # text has other breaks
+            lines = text[: state[kind]].decode().split("\n")[:-1]  # splitlines would also split inside text
             self._records[kind] = [json.loads(line) for line in lines]
         for record in [*self._records["metrics"], *self._records["timings"]]:
             record.update({name: math.nan for name, value in record.items() if value is None})
         self._open()
 
     def close(self) -> None:
-        """Shows the last step and closes the loggers."""
+        """Show the last step and close the loggers."""
         self._progress.close()
         self._close_loggers()
 
@@ -177,7 +178,7 @@ class RunLogger:
         self.close()
 
     def _open(self) -> None:
-        """Brings the files to what is recorded and opens the loggers; not before it is known whether a run resumes."""
+        """Write the recorded entries to the files and open the loggers, once it is known whether the run resumes."""
         if self._loggers is not None:
             return
         for kind in _KINDS:
@@ -210,13 +211,13 @@ def _line(record: Mapping[str, Any]) -> str:
 
 def _numbers(values: Mapping[str, Any], argument: str) -> dict[str, float]:
     if "step" in values:
-        raise ValueError(f"{argument} has the name 'step'; rename it, that name is taken.")
+        raise ValueError(f"{argument} has the reserved name 'step'; rename it")
     numbers = {}
     for name, value in values.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{argument}[{name!r}] must be a number, got {value!r}.") from error
+            raise TypeError(f"{argument}[{name!r}] must be a number, got {value!r}") from error
     return numbers
 
 
@@ -225,13 +226,13 @@ def _without_infinities(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """The value in types that JSON has; what is not finite becomes None."""
+    """Convert a value to JSON types; values that are not finite become None."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
-        # A sampled byte sequence may decode to half a surrogate pair, which no file can take.
+        # Sampled bytes may decode to half a surrogate pair, which cannot be encoded
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
@@ -239,7 +240,7 @@ def _plain(value: Any, place: str) -> Any:
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "tolist"):  # tensors and NumPy's arrays and scalars
         return _plain(value.tolist(), place)
-    raise TypeError(f"The column {place} holds a {type(value).__name__}; text, numbers, lists and dicts can be logged.")
+    raise TypeError(f"column {place} has a {type(value).__name__}, but must have text, numbers, lists or dicts")
 
 
 def _text(value: Any) -> str:
@@ -249,7 +250,7 @@ def _text(value: Any) -> str:
 
 
 def _markdown(row: Mapping[str, Any]) -> str:
-    """One row for TensorBoard: code blocks, so that markup in a completion stays text."""
+    """Render a row for TensorBoard, with values as code blocks so that markup in a completion stays text."""
     fields = []
     for key, value in row.items():
         lines = _text(value).split("\n")
@@ -267,7 +268,7 @@ def _render(step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Text cut in the middle, with line breaks and control characters as escapes: a completion may hold any."""
+    """Truncate text in the middle, and escape line breaks and control characters."""
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"

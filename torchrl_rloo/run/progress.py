@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, a line now and then in a log file, or nothing."""
+"""Progress displays of a run: a bar on a terminal, lines in a log file, or nothing."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tqdm import tqdm
 
 
 class Progress(Protocol):
-    """Shows how far a run is."""
+    """Protocol of a progress display."""
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes note of ``step``; ``values`` are the headline figures, as last known."""
+        """Show that ``step`` is done, with its headline metrics."""
 
     def write(self, text: str) -> None:
-        """Prints text of its own lines."""
+        """Print text on separate lines."""
 
     def close(self) -> None:
-        """Leaves the last state visible."""
+        """Close the display and leave its last state visible."""
 
 
 def make_progress(progress: bool | None, total: int | None) -> Progress:
-    """The display for stderr as it is now.
+    """Make the display for the current stderr.
 
     Args:
-        progress: ``False``: none. ``True``: the bar, even where stderr is no terminal (a notebook). ``None``: the bar
-            on a terminal, plain lines elsewhere.
-        total: number of the last step, if known.
+        progress: True shows a bar, even if stderr is not a terminal (a notebook). False shows nothing. None shows a
+            bar on a terminal and plain lines elsewhere.
+        total: number of the last step. None if unknown.
     """
     if progress is False:
         return Silent()
@@ -39,7 +39,7 @@ def make_progress(progress: bool | None, total: int | None) -> Progress:
 
 
 class Silent:
-    """Shows nothing."""
+    """Display that shows nothing."""
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         pass
@@ -52,7 +52,7 @@ class Silent:
 
 
 class Bar:
-    """A tqdm bar."""
+    """Display with a tqdm bar."""
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
         self._total = total
@@ -60,7 +60,7 @@ class Bar:
         self._bar: tqdm | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        if self._bar is None:  # not before the first step is done: a resumed run's bar starts where that run was
+        if self._bar is None:  # after the first step, so that the bar of a resumed run starts there
             self._bar = tqdm(total=self._total, initial=step, unit="step", file=self._stream, dynamic_ncols=True)
         self._bar.set_postfix_str("  ".join(_figures(values)), refresh=False)
         self._bar.update(step - self._bar.n)
@@ -75,9 +75,9 @@ class Bar:
 
 
 class Lines:
-    """Lines for the first and last step, steps with more figures than others, and about 20 in between.
+    """Display of plain lines for the first and last step, steps with more metrics, and about 20 others.
 
-    Where the total is not known, every tenth step has a line.
+    If the total is unknown, every tenth step has a line.
     """
 
     def __init__(self, total: int | None, stream: TextIO) -> None:
@@ -85,33 +85,34 @@ class Lines:
         self._stream = stream
         self._every = max(1, total // 20) if total is not None else 10
         self._first: tuple[int, float] | None = None  # step and time (s)
-        self._shown: int | None = None
-        self._usual = 1_000_000  # figures that every step has
+        self._last_shown: int | None = None
+        self._fewest_values = 1_000_000
         self._pending: str | None = None
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
-        """Prints the line if it is due, and otherwise keeps it for the end of the run."""
+        """Print the line if it is due, or else keep it for the end of the run."""
         if self._first is None:
             self._first = (step, time.monotonic())
         line = "  ".join([self._position(step), *_figures(values), *self._pace(step)])
-        due = self._shown is None or step % self._every == 0 or step == self._total or len(values) > self._usual
-        self._usual = min(self._usual, len(values))
-        if due and step != self._shown:
+        has_more = len(values) > self._fewest_values
+        due = self._last_shown is None or step % self._every == 0 or step == self._total or has_more
+        self._fewest_values = min(self._fewest_values, len(values))
+        if due and step != self._last_shown:
             self._print(line, step)
-        elif step != self._shown:
+        elif step != self._last_shown:
             self._pending = line
 
     def write(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        if self._pending is not None:  # the last step of a run that stopped between two lines
+        if self._pending is not None:  # the run stopped between two lines
             self.write(self._pending)
             self._pending = None
 
     def _print(self, line: str, step: int) -> None:
         self.write(line)
-        self._shown = step
+        self._last_shown = step
         self._pending = None
 
     def _position(self, step: int) -> str:
@@ -137,7 +138,7 @@ def _figure(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``45s``, ``2m31s`` or ``3h07m``.
+    """Format seconds as ``45s``, ``2m31s`` or ``3h07m``.
 
     Example:
         >>> duration(45), duration(151), duration(11220)

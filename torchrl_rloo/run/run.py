@@ -1,4 +1,4 @@
-"""Bookkeeping of a training loop: resume, stop, checkpoint, log, time. Never sees a loss."""
+"""Management of a user's training loop: resume, stop, checkpoint, log, time."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from torchrl_rloo.run.timing import StepTimer, cpu_seconds
 
 
 class Run:
-    """Resume, stop signal, checkpoints, log and timer of a loop that its user writes.
+    """Context manager of a user's training loop: resume, stop signal, checkpoints, log and timer.
 
-    Entering restores the newest checkpoint. Each turn of :meth:`steps` ends by writing what was logged in it and, where
-    one is due, a checkpoint. SIGINT or SIGTERM ends the loop after the current step, with a checkpoint.
+    Entering restores the newest checkpoint. After each step, :meth:`steps` writes the logged metrics and, if it is due,
+    a checkpoint. SIGINT or SIGTERM ends the loop after the current step, with a checkpoint.
 
     Args:
-        directory: where all files of the run go.
+        directory: directory of all files of the run.
         total_steps: number of the last step.
-        parts: objects with ``state_dict`` and ``load_state_dict``, by name: model, optimizer, collector, ...; None for
-            one that this run does not have.
-        settings: the run's configuration in plain values; a resumed run must have the same.
-        defaults: the configuration's defaults, which stand for settings that an older checkpoint lacks.
-        resume: ``"auto"`` continues from the newest checkpoint, ``"extend"`` also where steps, engine, evaluation or
-            logging differ, ``"never"`` starts over.
-        checkpoint_every: steps between checkpoints; 0 writes one only at the end or when stopped.
-        keep: newest checkpoints kept.
-        headline: metrics shown in the progress display.
+        parts: objects with ``state_dict`` and ``load_state_dict`` by name: model, optimizer, collector, ... A part that
+            the run does not have is None.
+        settings: configuration of the run in plain values. A resumed run must have the same.
+        defaults: default values of the configuration, which replace settings that an older checkpoint lacks.
+        resume: ``"auto"`` continues from the newest checkpoint. ``"extend"`` does so even if steps, engine, evaluation
+            or logging differ. ``"never"`` starts over.
+        checkpoint_every: steps between checkpoints. 0 writes one only at the end or after a stop signal.
+        keep: number of newest checkpoints to keep.
+        headline: metrics in the progress display.
         loggers: see :class:`RunLogger`.
         logger_kwargs: see :class:`RunLogger`.
 
     Attributes:
-        step: the current step, or the last one done; 0 before the first.
-        metrics: logged so far in the current step.
+        step: current step, or the last one that is done. 0 before the first.
+        metrics: metrics logged so far in the current step.
         logger: the :class:`RunLogger`.
 
     Raises:
-        ValueError: for a number or word out of range; on entering, if the settings are not those of the checkpoint.
+        ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint.
+        TypeError: if a part has no ``state_dict`` or is named ``"logger"``.
 
     Example:
         >>> import tempfile, torch
@@ -81,8 +82,8 @@ class Run:
         for name, part in parts.items():
             if name == "logger" or (part is not None and not hasattr(part, "state_dict")):
                 raise TypeError(
-                    f"parts[{name!r}] is a {type(part).__name__}: give objects with state_dict and load_state_dict, "
-                    "under another name than 'logger'"
+                    f"parts[{name!r}] is a {type(part).__name__}, but must have state_dict and load_state_dict and a "
+                    "name other than 'logger'"
                 )
         self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
@@ -102,8 +103,8 @@ class Run:
         elif (state := self._checkpoints.load()) is not None:
             self._restore(state)
         gc.collect()
-        gc.freeze()  # models, prompts and libraries stay: no need to sweep them at every step
-        atexit.register(gc.unfreeze)  # else libraries report what they take for leaks
+        gc.freeze()  # exclude models, prompts and libraries from collections at every step
+        atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
         self._stack.enter_context(self._stop)
         self._stack.enter_context(self.logger)
         return self
@@ -113,27 +114,27 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the last step is done; not so after a stop signal."""
+        """True if the last step is done, which a stop signal may prevent."""
         return self.step >= self.total_steps
 
     @property
     def is_last(self) -> bool:
-        """Whether the current step is the last."""
+        """True if the current step is the last."""
         return self.step == self.total_steps
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the run so far, those of earlier processes included."""
+        """CPU seconds of the run so far, including earlier processes."""
         return self._cpu_before + cpu_seconds()
 
     def is_due(self, every: int) -> bool:
-        """Return whether something done every ``every`` steps, never for 0, is due at the current step."""
+        """Return whether an action is due at the current step that runs every ``every`` steps; 0 means never."""
         return every > 0 and self.step % every == 0
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step still to do; write log and checkpoint after each.
+        """Yield the number of each remaining step, and write log and checkpoint after it.
 
-        What was logged before the first step is written as step 0.
+        Metrics logged before the first step are written as step 0.
         """
         self._write()
         for step in range(self.step + 1, self.total_steps + 1):
@@ -147,7 +148,7 @@ class Run:
                 return
 
     def time(self, phase: str) -> AbstractContextManager[None]:
-        """Measure the wall-clock time of a block, logged as ``time/<phase>``."""
+        """Measure the wall-clock time of a block in seconds and log it as ``time/<phase>``."""
         return self._timer(phase)
 
     def seconds(self, phase: str) -> float:
@@ -155,26 +156,26 @@ class Run:
         return self._timer.seconds(phase)
 
     def log(self, metrics: Mapping[str, float], *, timings: Mapping[str, float] | None = None) -> None:
-        """Add metrics to those of the current step.
+        """Add metrics to the current step.
 
         Args:
-            metrics: equal in every run of the same seed.
-            timings: numbers that depend on the clock; they go to a file of their own.
+            metrics: numbers that are equal for equal seeds.
+            timings: numbers that depend on the clock, written to a separate file.
         """
         self.metrics.update(metrics)
         self._timings.update(timings or {})
 
     def log_table(self, name: str, rows: list[Mapping[str, Any]]) -> None:
-        """Record samples at the current step; see :meth:`RunLogger.log_table`."""
+        """Log samples at the current step; see :meth:`RunLogger.log_table`."""
         self.logger.log_table(self.step, name, rows)
 
     def first_and_last(self, name: str) -> tuple[float, float]:
-        """Return the first and the last value logged of a metric; NaN if there is none."""
+        """Return the first and the last logged value of a metric, or NaN if there is none."""
         values = [record[name] for record in self.logger.history if name in record]
         return (values[0], values[-1]) if values else (math.nan, math.nan)
 
     def summary(self, *names: str) -> dict[str, float]:
-        """Return ``cpu_seconds``, and each metric's first and last value as ``<name>_before`` and ``<name>_after``."""
+        """Return ``cpu_seconds`` and each metric's first and last value as ``<name>_before`` and ``<name>_after``."""
         found = {"cpu_seconds": round(self.cpu_seconds, 1)}
         for name in names:
             found[f"{name}_before"], found[f"{name}_after"] = self.first_and_last(name)
@@ -200,16 +201,16 @@ class Run:
         self.step, self._cpu_before = state["step"], state["cpu_seconds"]
         if self.step > self.total_steps:
             raise ValueError(
-                f"the checkpoint in {self.directory} is after step {self.step}, but the run ends at "
-                f"{self.total_steps}: raise the number of steps, or set resume=never to start over"
+                f"total_steps={self.total_steps} must be at least step {self.step} of the checkpoint in "
+                f"{self.directory}; raise the number of steps, or set resume=never to start over"
             )
         print(f"resumed after step {self.step} from {self._checkpoints.directory}", flush=True)
 
 
 def meters(*parts: Any) -> dict[str, float]:
-    """Gather what parts have to report: ``part.metrics()``, and ``part.counts`` as ``count/<name>``.
+    """Gather the metrics of parts: ``part.metrics()``, and ``part.counts`` as ``count/<name>``.
 
-    Parts that have neither are passed over; equal names of counts are summed.
+    Parts without either are ignored. Counts of the same name are summed.
 
     Example:
         >>> class Part:
@@ -221,6 +222,6 @@ def meters(*parts: Any) -> dict[str, float]:
     for part in parts:
         metrics: Callable[[], Mapping[str, float]] | None = getattr(part, "metrics", None)
         found.update(metrics() if callable(metrics) else {})
-        for name, number in dict(getattr(part, "counts", {})).items():  # a copy: other threads go on counting
+        for name, number in dict(getattr(part, "counts", {})).items():  # a copy, because other threads keep counting
             found[f"count/{name}"] = found.get(f"count/{name}", 0) + number
     return found

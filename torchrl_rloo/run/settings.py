@@ -10,8 +10,8 @@ from typing import Any
 
 FILE = "settings.json"
 RESUME = ("auto", "extend", "never")
-FREE = ("output_dir", "resume", "log", "checkpoint")  # change no result
-EXTENDABLE = ("plan.steps", "train.steps", "inference", "eval", "threads", "model.device")  # with resume=extend
+FREE = ("output_dir", "resume", "log", "checkpoint")  # may differ: they do not change results
+EXTENDABLE = ("plan.steps", "train.steps", "inference", "eval", "threads", "model.device")  # may differ with "extend"
 
 
 def differences(
@@ -32,9 +32,9 @@ def differences(
 
 
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a run to :data:`FILE`, for :func:`check_resumable` and for readers."""
+    """Write the settings of a run to :data:`FILE` in its directory, for :func:`check_resumable` and for people."""
     directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{FILE}.{os.getpid()}.part"  # of this process alone
+    part = directory / f"{FILE}.{os.getpid()}.part"  # a name for each process
     part.write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
     part.replace(directory / FILE)
 
@@ -42,19 +42,26 @@ def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
 def check_resumable(
     directory: str | Path, *, settings: Mapping[str, Any], defaults: Mapping[str, Any], resume: str, **_: Any
 ) -> None:
-    """Refuse to continue a run with other settings, before anything is loaded; takes the arguments of ``Run``.
+    """Refuse to continue a run with other settings, before anything is loaded.
+
+    Args:
+        directory: directory of the run.
+        settings: see :class:`~torchrl_rloo.run.Run`.
+        defaults: see :class:`~torchrl_rloo.run.Run`.
+        resume: see :class:`~torchrl_rloo.run.Run`.
+        **_: other arguments of :class:`~torchrl_rloo.run.Run`, which are ignored.
 
     Raises:
-        ValueError: see :func:`check_same_settings`.
+        ValueError: if settings differ, see :func:`check_same_settings`.
     """
     directory = Path(directory)
     if resume == "never" or not (directory / FILE).is_file() or not any((directory / "checkpoints").glob("step_*")):
         return
-    saved, (current, plain) = (
-        json.loads((directory / FILE).read_text()),
+    saved, (current, plain_defaults) = (
+        json.loads((directory / FILE).read_text(encoding="utf-8")),
         json.loads(json.dumps([settings, defaults], default=str)),
     )
-    check_same_settings(saved, current, plain, extend=resume == "extend", where=directory)
+    check_same_settings(saved, current, plain_defaults, extend=resume == "extend", where=directory)
 
 
 def check_same_settings(
@@ -63,19 +70,19 @@ def check_same_settings(
     """Refuse to continue a run with other settings.
 
     Args:
-        saved: of the checkpoint; a setting that it lacks had its default.
-        current: of this process.
-        defaults: of all settings.
-        extend: whether those in :data:`EXTENDABLE` may differ.
+        saved: settings of the checkpoint. Missing ones have their defaults.
+        current: settings of this process.
+        defaults: default values of all settings.
+        extend: if True, settings in :data:`EXTENDABLE` may differ.
         where: the run's directory, for the message.
 
     Raises:
-        ValueError: naming each setting that differs, and the remedy.
+        ValueError: if settings differ. The message names them and the fix.
     """
     free = FREE + EXTENDABLE if extend else FREE
     found = [
         (name, old, new)
-        for name, old, new in differences(_filled(saved, defaults), current)
+        for name, old, new in differences(_with_defaults(saved, defaults), current)
         if not any(name == f or name.startswith(f"{f}.") for f in free)
     ]
     if not found:
@@ -84,17 +91,17 @@ def check_same_settings(
     remedy = "Set resume=extend to continue with the new ones" if extendable else "Restore them"
     changes = "; ".join(f"{name}: {old} -> {new}" for name, old, new in found)
     raise ValueError(
-        f"the checkpoint in {where} is of a run with other settings: {changes}. {remedy}, give the new run its own "
-        "output_dir, or set resume=never to start over"
+        f"the checkpoint in {where} has other settings: {changes}. {remedy}, set another output_dir, or set "
+        "resume=never to start over"
     )
 
 
-def _filled(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` with the settings that it lacks, at their defaults."""
+def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``saved`` with defaults for the settings that it lacks."""
     filled = dict(saved)
     for key, value in defaults.items():
         if key not in filled:
             filled[key] = value
         elif isinstance(value, Mapping) and isinstance(filled[key], Mapping):
-            filled[key] = _filled(filled[key], value)
+            filled[key] = _with_defaults(filled[key], value)
     return filled

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timing of the phases of a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its finished children, over all threads."""
+    """Return the CPU seconds of this process and its finished children, over all threads."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(u.ru_utime + u.ru_stime for u in usages)
 
 
 class StepTimer:
-    """Wall-clock seconds of named phases.
+    """Timer of the wall-clock seconds of named phases.
 
     Example:
         >>> timer = StepTimer()
@@ -31,7 +31,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the time of the block to a phase."""
+        """Add the seconds of the block to a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -40,11 +40,15 @@ class StepTimer:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self, phase: str) -> float:
-        """Return the seconds of a phase since the last :meth:`take`."""
+        """Return the seconds of a phase since the last :meth:`take`.
+
+        Raises:
+            KeyError: if the phase was not timed.
+        """
         return self._phases[f"time/{phase}"]
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase and of the whole since the last call, which starts the next step."""
+        """Return the seconds of each phase and of the step since the last call, and start the next step."""
         now = time.perf_counter()
         taken = self._phases | {"time/step": now - self._start}
         self._phases, self._start = {}, now

@@ -1,4 +1,4 @@
-"""Weight updates of samplers: updaters, and one transport per file with both of its ends."""
+"""Weight updates of samplers: updaters, and transports with both of their ends."""
 
 from torchrl_rloo.weight_update.base import (
     InProcessWeightUpdater,

@@ -1,6 +1,6 @@
-"""WeightUpdater, and the updaters of samplers in this process.
+"""WeightUpdater, and updaters of samplers in this process.
 
-TorchRL's base class for weight updaters is deprecated, so the protocol is our own.
+TorchRL's base class for weight updaters is deprecated, so this module defines another protocol.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import nn
 
 
 class WeightSyncError(RuntimeError):
-    """Failed push. The message names the engine, the tensors, the version, the cause and the remedy."""
+    """Failed push. The message names the engine, the tensors, the version, the cause and the fix."""
 
 
 class WeightUpdater(ABC):
-    """Sender of the training model's weights to a sampler."""
+    """Base class of senders of the training model's weights to a sampler."""
 
     @abstractmethod
     def push_weights(self, version: int) -> None:
@@ -26,53 +26,65 @@ class WeightUpdater(ABC):
             version: policy version of these weights.
 
         Raises:
-            RuntimeError: if the weights did not arrive. The sampler then keeps its old ones, or refuses to sample.
+            RuntimeError: if the weights did not arrive. The sampler then keeps its old weights or refuses to sample.
         """
 
 
 class InProcessWeightUpdater(WeightUpdater):
-    """Copies parameters and buffers to a sampler in this process, casting to the sampler's dtype.
+    """Updater that copies parameters and buffers to a sampler in this process and casts them to its dtype.
 
-    Nothing is copied if source and target are one module.
+    It copies nothing if source and target are the same module.
 
     Args:
         source: training model.
-        target: sampler's model, of the same architecture.
+        target: model of the sampler, with the same architecture.
 
     Raises:
         ValueError: if names or shapes differ.
+
+    Example:
+        >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> InProcessWeightUpdater(source, target).push_weights(version=1)
+        >>> bool((source.weight == target.weight).all())
+        True
     """
 
     def __init__(self, source: nn.Module, target: nn.Module):
         self.source, self.target = source, target
         have, want = source.state_dict(), target.state_dict()
         if missing := sorted(have.keys() ^ want.keys()):
-            raise ValueError(f"source and target do not have the same tensors; they differ in {missing[:5]}")
+            raise ValueError(f"source and target must have the same tensors, but differ in {missing[:5]}")
         if unequal := [k for k in have if have[k].shape != want[k].shape]:
             k = unequal[0]
-            raise ValueError(f"tensor {k!r} has shape {list(have[k].shape)} in source, {list(want[k].shape)} in target")
+            raise ValueError(
+                f"tensor {k!r} must have one shape, but has {list(have[k].shape)} in source and {list(want[k].shape)} "
+                "in target"
+            )
 
     @torch.no_grad()
     def push_weights(self, version: int) -> None:
-        """Copy the weights; ``version`` needs no transport within one process."""
+        """Copy the weights; ``version`` is ignored within one process."""
         if self.source is not self.target:
             source, target = self.source.state_dict(), self.target.state_dict()
             torch._foreach_copy_(list(target.values()), [source[k] for k in target])
 
 
 class SequentialWeightUpdater(WeightUpdater):
-    """Pushes through several updaters in order, e.g. to a copy in this process and from it to an engine.
+    """Updater that pushes through several updaters in order, for example to a local copy and from it to an engine.
 
     Args:
-        *updaters: at least one.
+        *updaters: one or more updaters.
+
+    Raises:
+        ValueError: if there are no updaters.
     """
 
     def __init__(self, *updaters: WeightUpdater):
         if not updaters:
-            raise ValueError("SequentialWeightUpdater needs at least one updater")
+            raise ValueError("updaters=() must have at least one updater")
         self.updaters = updaters
 
     def push_weights(self, version: int) -> None:
-        """Push through each updater; after a failure the later ones keep their old weights."""
+        """Push through each updater; a failure skips the later ones."""
         for updater in self.updaters:
             updater.push_weights(version)

@@ -1,4 +1,4 @@
-"""Collective: buckets by broadcast over a separate process group, for engines on other machines or GPUs."""
+"""Collective transport: broadcasts over a separate process group, for engines on other machines or GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_rloo.weight_update.transport import Receiver, Transport
 
 
 class CollectiveReceiver(Receiver):
-    """Joins the trainer's group and receives its broadcasts."""
+    """Receiver that joins the trainer's group and takes its broadcasts."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
         host, port, self.timeout = options["host"], options["port"], options["timeout"]
@@ -29,7 +29,7 @@ class CollectiveReceiver(Receiver):
             host, port, is_master=False, timeout=timedelta(seconds=self.timeout), wait_for_workers=False
         )
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing; it finds our address on the route to the trainer
+            probe.connect((host, port))  # sends nothing, but finds the local address on the route to the trainer
             address = probe.getsockname()[0]
         store = dist.PrefixStore(options["group"], store)
         rank += options["rank_offset"]
@@ -46,15 +46,15 @@ class CollectiveReceiver(Receiver):
 
 
 class Collective(Transport):
-    """Broadcasts each bucket as one packed buffer from the trainer, rank 0, to all workers of all engines.
+    """Transport that broadcasts each bucket as one packed buffer from the trainer to all workers of all engines.
 
     Args:
-        backend: ``"gloo"`` between CPUs, ``"nccl"`` between GPUs; the trainer uses its current device.
-        host: address of this machine that the engines reach.
-        port: of the store on this machine; 0 takes a free one.
+        backend: ``"gloo"`` for CPUs or ``"nccl"`` for GPUs. With NCCL the trainer uses its current device.
+        host: address of this machine that engines can reach.
+        port: port of the store on this machine. 0 takes a free one.
 
     Raises:
-        ValueError: for another backend.
+        ValueError: if the backend is unknown.
     """
 
     name, receiver = "collective", CollectiveReceiver
@@ -63,7 +63,7 @@ class Collective(Transport):
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} must be 'gloo' or 'nccl'")
         self.backend, self.host, self.port = backend, host, port
-        self._groups = 0  # opened so far: each has its own prefix in the store
+        self._groups = 0  # number of groups so far, in the prefix of each in the store
         self._sender: _Sender | None = None
         self._buffers: list[torch.Tensor] = []
 
@@ -75,7 +75,7 @@ class Collective(Transport):
             is_master=True,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            multi_tenant=True,  # a group that failed may still have the store on this port
+            multi_tenant=True,  # a failed group may still have a store on this port
         )
         self._groups += 1
         group, world_size = f"weights-{self._groups}", 1 + sum(workers)
@@ -84,7 +84,7 @@ class Collective(Transport):
         self._sender = _Sender(
             self.backend, dist.PrefixStore(group, store), self.host, world_size, timeout=timeout, device=device
         )
-        self._stop = weakref.finalize(self, self._sender.stop)  # else its thread would never end
+        self._stop = weakref.finalize(self, self._sender.stop)  # otherwise its thread would never end
         options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
         options |= {"world_size": world_size, "timeout": timeout}
         offsets = accumulate(workers, initial=1)
@@ -110,7 +110,7 @@ class Collective(Transport):
 
 
 class _Sender:
-    """Daemon thread that owns the group: if a peer is lost, only this thread hangs until the time-out."""
+    """Daemon thread that owns the group, so that only this thread hangs until the time-out if a peer is lost."""
 
     def __init__(self, *join: Any, timeout: float, device: torch.device):
         self._timeout = timeout
@@ -123,7 +123,9 @@ class _Sender:
         try:
             self._joined.result(self._timeout)
         except TimeoutError as error:
-            raise TimeoutError(f"the workers have not joined the trainer's group in {self._timeout:g} s") from error
+            raise TimeoutError(
+                f"workers have not joined the trainer's group within timeout={self._timeout:g} s; check host and port"
+            ) from error
 
     def send(self, buffer: torch.Tensor) -> None:
         if self._failure is not None:
@@ -136,7 +138,7 @@ class _Sender:
     def _run(self, join: Sequence[Any], device: torch.device) -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
+                torch.cuda.set_device(device)  # each thread has its own current device
             backend, store, address, world_size = join
             group = _join_group(backend, store, address, 0, world_size, self._timeout)
         except Exception as error:
@@ -155,19 +157,19 @@ class _Sender:
 def _join_group(
     backend: str, store: dist.Store, address: str, rank: int, world_size: int, timeout: float
 ) -> dist.ProcessGroup:
-    """Join a process group other than the default one, which vLLM's worker and a sharded trainer need themselves.
+    """Join a separate process group: vLLM's worker and a sharded trainer use the default one.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         store: rendezvous of the members.
-        address: of this machine, as the others reach it.
-        rank: of this process in the group; the trainer is 0.
-        world_size: number of members, with the trainer.
-        timeout: seconds to wait for the others.
+        address: address of this machine that the other members can reach.
+        rank: rank of this process in the group. The trainer is 0.
+        world_size: number of members, including the trainer.
+        timeout: seconds to wait for the other members.
     """
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        # Twice: our own wait ends first, with an error; NCCL's own time-out would end the process.
+        # Double the time-out: the wait in _broadcast then raises first, and NCCL does not abort the process
         options._timeout = timedelta(seconds=2 * timeout)
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     options = dist.ProcessGroupGloo._Options()
@@ -177,7 +179,7 @@ def _join_group(
 
 
 def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, timeout: float) -> None:
-    """Fill ``buffer`` with that of rank 0, within ``timeout`` seconds."""
+    """Fill ``buffer`` from rank 0 within ``timeout`` seconds."""
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     group.broadcast([buffer], options).wait(timedelta(seconds=timeout))

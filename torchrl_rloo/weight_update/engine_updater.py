@@ -1,4 +1,4 @@
-"""EngineUpdater: all weights of a training model to all workers of all engines, confirmed by checksums."""
+"""EngineUpdater: sends all weights of a training model to engines and confirms them by checksums."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Push(NamedTuple):
     """Measurements of a push.
 
     Attributes:
-        version: of the weights.
-        seconds: duration, with the pause.
-        bytes: of the tensors, counted once for any number of engines.
+        version: policy version of the weights.
+        seconds: duration, including the pause.
+        bytes: size of the tensors, counted once for any number of engines.
         buckets: number of buckets.
     """
 
@@ -46,7 +46,7 @@ class Push(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """Throughput of the push."""
+        """Throughput of the push in bytes per second."""
         return self.bytes / self.seconds
 
 
@@ -58,30 +58,31 @@ class _Bucket(NamedTuple):
 
 
 class EngineUpdater(EngineUpdaterBase):
-    """Sends a training model's weights to engines. It replaces TorchRL's ``vLLMUpdater``.
+    """Updater that sends all weights of a training model to engines, in place of TorchRL's ``vLLMUpdater``.
 
-    A push pauses the engines, sends all tensors in buckets, has every worker confirm the checksum of every bucket, and
-    resumes. The updater gathers and packs one bucket while the workers take the previous one. All ranks of a sharded
-    model push together: rank 0 sends, the others take part in the gathering, and all of them fail if one engine does.
+    A push pauses the engines, sends all tensors in buckets, checks that every worker confirms the checksum of every
+    bucket, and resumes the engines. The updater gathers and packs one bucket while the workers receive the previous
+    one. All ranks of a sharded model push together: rank 0 sends, the others help to gather, and all fail if one engine
+    fails.
 
     Args:
-        source: training model, or a :class:`~torchrl_rloo.weight_update.source.WeightSource` of it.
-        engines: one or several. Ranks that do not send need none.
-        transport: of the tensors; ``"auto"`` is :class:`Direct` if all engines are in this process, else
-            :class:`SharedMemory`.
-        bucket_bytes: size limit of a bucket; a larger tensor goes alone.
-        staged: workers keep all buckets in host memory until the last one has arrived everywhere, so that a failure
-            before leaves every engine its old weights. With False they load each bucket at once, which needs no extra
-            memory; an engine whose update failed half-way then refuses to sample until a push succeeds.
-        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
+        source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
+        engines: one or more engines. Ranks that do not send need none.
+        transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process, and
+            otherwise :class:`SharedMemory`.
+        bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
+        staged: if True, workers keep all buckets in host memory until every worker has all of them. A failure before
+            then leaves all engines with their old weights. If False, workers load each bucket at once, which needs no
+            extra memory. An engine whose update failed halfway then refuses to sample until a push succeeds.
+        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
         timeout: seconds that one step may take in one engine: draining its requests, connecting, one bucket, ...
-        max_restarts: limit of :meth:`restart` calls; None is no limit.
+        max_restarts: largest number of :meth:`restart` calls. None disables the limit.
 
     Raises:
-        ValueError: for no engines, or values out of range.
+        ValueError: if there are no engines or an argument is out of range.
 
     Attributes:
-        last_push: measurements of the last successful push; None before.
+        last_push: measurements of the last successful push. None before the first.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -124,8 +125,8 @@ class EngineUpdater(EngineUpdaterBase):
             transport = SharedMemory() if elsewhere else Direct()
         if elsewhere and isinstance(transport, Direct):
             raise ValueError(
-                f"transport=Direct() requires engines in this process, and {type(elsewhere[0]).__name__} is in "
-                "another: use SharedMemory(), Collective() or Files(directory)"
+                f"transport=Direct() requires engines in this process, but {type(elsewhere[0]).__name__} is in "
+                "another; use SharedMemory(), Collective() or Files(directory)"
             )
         self.transport, self.bucket_bytes, self.staged = transport, bucket_bytes, staged
         self.last_push: Push | None = None
@@ -135,7 +136,7 @@ class EngineUpdater(EngineUpdaterBase):
         """Send the current weights to all engines as ``version``.
 
         Raises:
-            WeightSyncError: if a worker did not confirm them. A further push sends everything again.
+            WeightSyncError: if a worker did not confirm them. The next push sends everything again.
         """
         self._version = version
         manifest = self.source.manifest()
@@ -144,7 +145,7 @@ class EngineUpdater(EngineUpdaterBase):
         if self.source.sends:
             try:
                 self._push(version, manifest, buckets, gathered)
-            except Exception as error:  # raised once the other ranks know of it
+            except Exception as error:  # raised after the other ranks have been told
                 failure = error
         if self.sharded:
             for _ in gathered:  # all ranks gather all buckets, even after a failure
@@ -169,12 +170,12 @@ class EngineUpdater(EngineUpdaterBase):
     ) -> None:
         began, failure = monotonic(), None
         try:
-            # Every step waits for all engines: no engine activates weights before all of them have all buckets
-            self._each(lambda e: e.pause(self.in_flight, timeout=self.timeout), "pausing").wait()
+            # Wait for all engines at every step: none may activate weights before all of them have all buckets
+            self._call_all(lambda e: e.pause(self.in_flight, timeout=self.timeout), "pausing").wait()
             self._connect(manifest, buckets)
-            self._step("start", {"version": version}, "starting").wait()
+            self._start_step("start", {"version": version}, "starting").wait()
             checksums = self._send(version, manifest, gathered)
-            reports = self._step("finish", {"version": version}, "loading the new weights")
+            reports = self._start_step("finish", {"version": version}, "loading the new weights")
             self._confirm(reports.wait(), version, checksums)
         except BaseException as error:
             failure = error
@@ -184,19 +185,19 @@ class EngineUpdater(EngineUpdaterBase):
             raise WeightSyncError(self._explain(version, error)) from (error.__cause__ or error)
         finally:
             try:
-                self._each(lambda e: e.resume(), "resuming").wait()
+                self._call_all(lambda e: e.resume(), "resuming").wait()
             except PeerError as error:
-                if failure is None:  # else the first failure matters more
+                if failure is None:  # otherwise report the first failure
                     raise WeightSyncError(self._explain(version, error)) from error.__cause__
         total = sum(info.nbytes for info in manifest)
         self.last_push = Push(version, monotonic() - began, total, len(buckets))
 
     def _connect(self, manifest: list[TensorInfo], buckets: Sequence[tuple[int, int]]) -> None:
-        """Connect to all engines, unless neither they nor the manifest changed since."""
+        """Connect to all engines, unless the connection still fits them and the manifest."""
         wanted = manifest, [engine.start_count for engine in self.engines]
         if self._connection == wanted:
             return
-        workers = [len(reports) for reports in self._step("abort", None, "aborting earlier updates").wait()]
+        workers = [len(reports) for reports in self._start_step("abort", None, "aborting earlier updates").wait()]
         nbytes = max(packed_size(manifest[first:last]) for first, last in buckets)
         options = self.transport.open(workers, nbytes, self.timeout)
         common = {
@@ -205,28 +206,29 @@ class EngineUpdater(EngineUpdaterBase):
             "staged": self.staged,
         }
         infos = [common | {"options": o} for o in options]
-        self._step("connect", infos, f"connecting over {self.transport.name}").wait()
+        self._start_step("connect", infos, f"connecting over {self.transport.name}").wait()
         self.transport.connected()
         self._connection = wanted
 
     def _send(self, version: int, manifest: list[TensorInfo], gathered: Iterator[_Bucket]) -> list[str]:
         """Send all buckets and return their checksums."""
+        # Send each bucket while the workers still receive the previous one
         checksums: list[str] = []
-        taking: Round | None = None
+        pending: Round | None = None
         for number, first, last, tensors in gathered:
             checksums.append(checksum(tensors))
             infos = manifest[first:last]
             payload = self.transport.send(version, number, infos, tensors)
-            if taking is not None:
-                taking.wait()
+            if pending is not None:
+                pending.wait()
             info = {"version": version, "bucket": number, "first": first, "last": last, "checksum": checksums[-1]}
             doing = f"bucket {number} ({infos[0].name} to {infos[-1].name})"
-            taking = self._step("bucket", info | {"payload": payload}, doing)
-        taking.wait()
+            pending = self._start_step("bucket", info | {"payload": payload}, doing)
+        pending.wait()
         return checksums
 
     def _confirm(self, reports: Sequence[list[dict]], version: int, checksums: list[str]) -> None:
-        """Raise PeerError unless every worker reports the version and the checksums."""
+        """Raise ``PeerError`` unless every worker reports the version and the checksums."""
         for peer, workers in zip(self._peers, reports, strict=True):
             found = [(report.get("version"), report.get("checksums")) for report in workers]
             if not found or any(one != (version, checksums) for one in found):
@@ -234,32 +236,32 @@ class EngineUpdater(EngineUpdaterBase):
                 raise PeerError(peer.name, "confirming the new weights") from cause
 
     def _abort(self) -> None:
-        """Release workers that wait for tensors, and cancel the update in all engines that still answer."""
+        """Release workers that wait for tensors, and cancel the update in all engines that answer."""
         self.close()
         seconds = min(self.timeout, ABORT_SECONDS)
         calls = [lambda e: e.update_weights("abort", timeout=seconds)]
         rounds = [Round([peer], calls, "aborting the update", seconds) for peer in self._peers]
         for each in rounds:
-            with suppress(PeerError):  # the first failure matters more; the next push aborts this one again
+            with suppress(PeerError):  # report the first failure; the next push aborts again
                 each.wait()
 
-    def _step(self, step: WeightStep, info: dict | list[dict] | None, doing: str) -> Round:
+    def _start_step(self, step: WeightStep, info: dict | list[dict] | None, doing: str) -> Round:
         """Start a step in all engines; a list of ``info`` has one entry per engine."""
         infos = info if isinstance(info, list) else [info] * len(self._peers)
         calls = [lambda e, i=i: e.update_weights(step, i, timeout=self.timeout) for i in infos]
         return Round(self._peers, calls, doing, self.timeout)
 
-    def _each(self, call: Callable[[WeightTarget], Any], doing: str) -> Round:
+    def _call_all(self, call: Callable[[WeightTarget], Any], doing: str) -> Round:
         return Round(self._peers, [call] * len(self._peers), doing, self.timeout)
 
     def _explain(self, version: int, error: Exception) -> str:
-        """Return an error message: failed step, engine, cause, current versions, remedy."""
+        """Return an error message with the failed step, the engine, the cause, the current versions and the fix."""
         cause = error.__cause__ if isinstance(error, PeerError) else error
         where = f"{error.peer} failed at {error.doing}" if isinstance(error, PeerError) else "the trainer failed"
         states = [
             f"{peer.name} has version {peer.engine.version}"
             if peer.engine.failed_version is None
-            else f"{peer.name} has parts of version {peer.engine.failed_version} and samples nothing"
+            else f"{peer.name} has parts of version {peer.engine.failed_version} and refuses to sample"
             for peer in self._peers
         ]
         return (
@@ -269,7 +271,7 @@ class EngineUpdater(EngineUpdaterBase):
 
     def _remedy(self, cause: BaseException) -> str:
         if isinstance(cause, EngineDeadError) or any(is_dead(engine) for engine in self.engines):
-            return "Call restart(): it restarts dead engines and pushes again"
+            return "Call restart() to restart dead engines and push again"
         if isinstance(cause, EngineTimeoutError):
             return f"Push again; if the engine is alive but slow, raise timeout={self.timeout:g}"
-        return "Push again after fixing the cause: everything is sent again"
+        return "Push again after fixing the cause; the push sends all tensors"

@@ -1,4 +1,4 @@
-"""Files: buckets as safetensors files, for engines that share a file system with the trainer."""
+"""File transport: buckets as safetensors files, for engines that share a file system with the trainer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchrl_rloo.weight_update.transport import Receiver, Transport
 
 
 class FilesReceiver(Receiver):
-    """Reads each bucket from its file."""
+    """Receiver that reads each bucket from its file."""
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        tensors = load(Path(payload["path"]).read_bytes())  # read, not mapped: the trainer removes the file
+        tensors = load(Path(payload["path"]).read_bytes())  # not mapped, because the trainer removes the file
         return [tensors[info.name] for info in infos]
 
 
 class Files(Transport):
-    """Writes each bucket atomically as a safetensors file, into one folder per version.
+    """Transport that writes each bucket atomically as a safetensors file, into one folder per version.
 
-    A version's folder is removed when the next version begins, or when the transport is closed.
+    The transport removes a version's folder when the next version begins or when it is closed.
 
     Args:
-        directory: parent of the folders, under the same path on all machines. It belongs to one updater.
+        directory: parent of the folders, with the same path on all machines. It belongs to one updater.
     """
 
     name, receiver = "files", FilesReceiver
@@ -61,7 +61,7 @@ class Files(Transport):
 
 
 def _separate(infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors by name, contiguous on the CPU and without shared memory, as safetensors requires."""
+    """Return tensors by name, contiguous, on the CPU and without shared memory, as safetensors requires."""
     separate, seen = {}, set()
     for info, tensor in zip(infos, tensors, strict=True):
         tensor = tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""LoRAUpdater: only the LoRA adapter is sent, a few megabytes in a file in memory."""
+"""LoRAUpdater: sends only the LoRA adapter, a few megabytes in a file in memory."""
 
 from __future__ import annotations
 
@@ -27,26 +27,32 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_l
 
 
 class LoRAUpdater(EngineUpdaterBase):
-    """Sends the active LoRA adapter of a model with a frozen base, which the engines have.
+    """Updater that sends the active LoRA adapter to engines that have the frozen base model.
 
     Each push writes the adapter in peft's format to a new folder, which engines load by its path. The updater removes
     the folder once all engines sample with a later one. The model does not change.
 
     Args:
-        model: a peft ``PeftModel``. If it is sharded with ``fully_shard``, every rank makes an updater and the same
-            calls, and rank 0 sends.
-        engines: built on the base model's checkpoint, with ``enable_lora=True`` and ``max_lora_rank`` of at least the
+        model: peft ``PeftModel``. If it is sharded with ``fully_shard``, every rank must make an updater and the same
+            calls. Rank 0 sends.
+        engines: engines of the base model's checkpoint, with ``enable_lora=True`` and ``max_lora_rank`` of at least the
             adapter's rank. Ranks other than 0 need none.
-        directory: parent of the folders, the same path for all engines; None means ``/dev/shm``, or the directory for
-            temporary files if there is none.
+        directory: parent of the folders, the same path for all engines. None takes ``/dev/shm``, or the directory for
+            temporary files if ``/dev/shm`` is not writable.
         timeout: seconds that a push may take.
-        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
-        max_restarts: limit of :meth:`restart` calls; None is no limit.
+        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
+        max_restarts: largest number of :meth:`restart` calls. None disables the limit.
 
     Raises:
         ImportError: if peft is not installed.
-        TypeError: if the model is no ``PeftModel``.
+        TypeError: if the model is not a ``PeftModel``.
         ValueError: unless exactly one plain LoRA adapter is active and only its parameters are trained.
+
+    Example:
+        With a peft model and an engine of its base model::
+
+            updater = LoRAUpdater(peft_model, engine)
+            updater.push_weights(version=1)
     """
 
     def __init__(
@@ -79,9 +85,9 @@ class LoRAUpdater(EngineUpdaterBase):
         """Send the current adapter to all engines.
 
         Raises:
-            WeightSyncError: if an engine did not confirm it. That engine samples with its previous adapter or, if the
-                new one may still load, refuses to sample; the others may have the new one. A further push, even of the
-                same version, updates all of them.
+            WeightSyncError: if an engine did not confirm it. That engine samples with its previous adapter, or refuses
+                to sample if the new one may still load. Others may have the new one. The next push, even of the same
+                version, updates all engines.
         """
         self._version = version
         tensors = self._tensors()
@@ -89,7 +95,7 @@ class LoRAUpdater(EngineUpdaterBase):
         if self.sends:
             try:
                 self._push(tensors, version)
-            except Exception as error:  # raised once the other ranks know of it
+            except Exception as error:  # raised after the other ranks have been told
                 failure = error
         self._agree(failure)
 
@@ -108,12 +114,15 @@ class LoRAUpdater(EngineUpdaterBase):
         return {name: gather(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
 
     def _push(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        # Write the adapter to a new folder
         try:
             folder = self._write(tensors, version)
         except OSError as error:
             raise WeightSyncError(
-                f"the adapter of version {version} could not be written ({error}): give LoRAUpdater another directory"
+                f"the adapter of version {version} could not be written ({error}); set another directory of LoRAUpdater"
             ) from error
+
+        # Have all engines load it within the time limit
         info = {"version": version, "path": str(folder), "checksum": checksum([tensors[n] for n in sorted(tensors)])}
         deadline = monotonic() + self.timeout
         calls = [lambda engine: self._update(engine, info, deadline)] * len(self._peers)
@@ -123,8 +132,10 @@ class LoRAUpdater(EngineUpdaterBase):
             cause = error.__cause__
             raise WeightSyncError(
                 f"{error.peer} has no adapter of version {version}: {error.doing} failed with {type(cause).__name__}: "
-                f"{cause}. It samples with its previous adapter, or not at all; push again"
+                f"{cause}. It samples with its previous adapter or refuses to sample; push again"
             ) from cause
+
+        # Remove earlier adapters, which no engine uses any more
         for other in self._root.iterdir():
             if other != folder:
                 shutil.rmtree(other)
@@ -148,7 +159,7 @@ class LoRAUpdater(EngineUpdaterBase):
     def _update(self, engine: WeightTarget, info: dict[str, Any], deadline: float) -> None:
         try:
             engine.pause(self.in_flight, timeout=self.timeout)
-            if (left := deadline - monotonic()) <= 0:  # a later push may have begun
+            if (left := deadline - monotonic()) <= 0:  # the push has failed, and a later one may have begun
                 raise EngineTimeoutError(f"running requests took longer than timeout={self.timeout:g} s")
             reports = engine.update_weights("adapter", info, timeout=left)
             found = [(r["version"], list(r["checksums"])) for r in reports]
@@ -164,37 +175,39 @@ def _peft_model(model: nn.Module) -> Any:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ImportError("LoRAUpdater needs peft: pip install 'torchrl_rloo[peft]'") from error
+        raise ImportError("LoRAUpdater requires peft; run: pip install 'torchrl_rloo[peft]'") from error
     inner = model
     while not isinstance(inner, PeftModel) and isinstance(inner, nn.Module):
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
     if inner is None:
-        raise TypeError(f"model is a {type(model).__name__}, not a peft PeftModel: send all weights with EngineUpdater")
+        raise TypeError(
+            f"model is a {type(model).__name__}, but must be a peft PeftModel; use EngineUpdater to send all weights"
+        )
     return inner
 
 
 def _plain_adapter(model: Any) -> str:
-    """Return the name of the active adapter; raise ValueError if engines cannot add it to their base weights."""
+    """Return the name of the active adapter, or raise ValueError if engines cannot add it to their base weights."""
     active = model.active_adapters
     if len(active) != 1:
         raise ValueError(
-            f"the model's active adapters are {active}: LoRAUpdater sends one; EngineUpdater merges several"
+            f"LoRAUpdater requires one active adapter, got {active}; use EngineUpdater, which merges several"
         )
     config = model.peft_config[active[0]]
     if config.peft_type.value != "LORA":
-        raise ValueError(f"adapter {active[0]!r} is of kind {config.peft_type.value}; engines take only LORA")
-    unlike = {"use_dora": False, "lora_bias": False, "bias": "none"}
-    wrong = {n: getattr(config, n) for n, plain in unlike.items() if getattr(config, n, plain) != plain}
-    wrong |= {n: v for n in ("modules_to_save", "trainable_token_indices") if (v := getattr(config, n, None))}
+        raise ValueError(f"adapter {active[0]!r} has type {config.peft_type.value}, but must be LORA; train plain LoRA")
+    plain_values = {"use_dora": False, "lora_bias": False, "bias": "none"}
+    unsupported = {n: getattr(config, n) for n, plain in plain_values.items() if getattr(config, n, plain) != plain}
+    unsupported |= {n: v for n in ("modules_to_save", "trainable_token_indices") if (v := getattr(config, n, None))}
     if isinstance(start := config.init_lora_weights, str) and start.startswith(_BASE_CHANGING_INITS):
         raise ValueError(
-            f"adapter {active[0]!r} has init_lora_weights={start!r}, which changes the base weights too, so the "
-            "engines' base would differ: send merged weights with EngineUpdater"
+            f"adapter {active[0]!r} has init_lora_weights={start!r}, which also changes the base weights, so those of "
+            "the engines would differ; use EngineUpdater to send merged weights"
         )
-    if wrong:
-        raise ValueError(f"adapter {active[0]!r} has {wrong}, which engines do not support: remove it")
+    if unsupported:
+        raise ValueError(f"adapter {active[0]!r} has {unsupported}, which engines do not support; remove it")
     if others := [n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n]:
         raise ValueError(
-            f"{others[0]} is trained but not part of the adapter, so engines would never get it: freeze it"
+            f"{others[0]} is trained but is not part of the adapter, so engines would never receive it; freeze it"
         )
     return active[0]

@@ -1,4 +1,4 @@
-"""OpenUpdate: the engine's side of one weight update, for any transport."""
+"""OpenUpdate: an engine's view of one weight update, for any transport."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ RECEIVERS: dict[str, type[Receiver]] = {transport.name: transport.receiver for t
 
 
 class StaleStepError(EngineError):
-    """Late or misplaced step of an update that is not open; it has no effect on the open one."""
+    """Step of an update that is not open. It has no effect on the open one."""
 
 
 class OpenUpdate:
-    """Check of one update: its buckets come in order, uncorrupted, and are the whole manifest.
+    """Check that the buckets of one update arrive in order and uncorrupted, and contain the whole manifest.
 
     Args:
-        manifest: of ``connect``.
-        version: of ``start``; None takes that of the first bucket.
+        manifest: tensors announced by ``connect``.
+        version: version announced by ``start``. None takes that of the first bucket.
 
     Attributes:
-        checksums: of the buckets taken so far.
+        checksums: checksums of the buckets so far.
         taken: number of tensors in those buckets.
     """
 
@@ -43,11 +43,11 @@ class OpenUpdate:
         """Take the next bucket.
 
         Args:
-            info: of ``bucket``.
-            receiver: source of its tensors; None trusts its checksum.
+            info: message of ``bucket``.
+            receiver: source of the bucket's tensors. None trusts its checksum.
 
         Returns:
-            Its tensors by name; none without a receiver.
+            The tensors by name; empty without a receiver.
 
         Raises:
             EngineError: if the bucket is not the next one of this update, or its tensors differ from the manifest or
@@ -55,13 +55,16 @@ class OpenUpdate:
         """
         first, last = info["first"], info["last"]
         at = f"bucket {info['bucket']} of version {info['version']}"
+        # Check that it is the next bucket
         if self.version not in (None, info["version"]):
-            raise EngineError(f"{at} came within the update to version {self.version}")
+            raise EngineError(f"{at} arrived during the update to version {self.version}")
         if info["bucket"] != len(self.checksums):
-            raise EngineError(f"{at} came, expected bucket {len(self.checksums)}")
+            raise EngineError(f"{at} arrived, expected bucket {len(self.checksums)}")
         if first != self.taken or not first < last <= len(self.manifest):
             due = f"tensor {self.taken} of {len(self.manifest)}"
-            raise EngineError(f"{at} brings tensors {first} to {last - 1}, expected {due} next")
+            raise EngineError(f"{at} has tensors {first} to {last - 1}, expected {due} next")
+
+        # Receive its tensors and compare them with the manifest
         tensors = {}
         if receiver is not None:
             infos = self.manifest[first:last]
@@ -76,28 +79,28 @@ class OpenUpdate:
         """Raise EngineError unless all tensors arrived."""
         if self.taken != len(self.manifest):
             raise EngineError(
-                f"the update to version {self.version} brought {self.taken} of {len(self.manifest)} tensors: "
-                f"{self.manifest[self.taken].name} is the first that is missing"
+                f"the update to version {self.version} has {self.taken} of {len(self.manifest)} tensors; "
+                f"{self.manifest[self.taken].name} is the first missing one"
             )
 
 
 def open_for(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpdate:
-    """Return the open update that a ``bucket`` or ``finish`` belongs to; raise StaleStepError if it is not open."""
+    """Return the open update of a ``bucket`` or ``finish``, or raise StaleStepError if it is not open."""
     if update is None or update.version != info["version"]:
-        now = "none" if update is None else f"one to version {update.version}"
-        raise StaleStepError(f"no update to version {info['version']} is open ({now} is): start one first")
+        open_one = "none" if update is None else f"one to version {update.version}"
+        raise StaleStepError(f"no update to version {info['version']} is open ({open_one} is); start one first")
     return update
 
 
 def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor], expected: str) -> None:
     if len(tensors) != len(infos):
-        raise EngineError(f"{at} brought {len(tensors)} tensors, not the {len(infos)} announced")
+        raise EngineError(f"{at} has {len(tensors)} tensors, but {len(infos)} were announced")
     for wanted, tensor in zip(infos, tensors, strict=True):
         if (found := TensorInfo.of(wanted.name, tensor)) != wanted:
             raise EngineError(
-                f"{at} brought {wanted.name} as {found.dtype} {list(found.shape)}, announced as {wanted.dtype} "
-                f"{list(wanted.shape)}"
+                f"{at} has {wanted.name} as {found.dtype} {list(found.shape)}, but {wanted.dtype} "
+                f"{list(wanted.shape)} was announced"
             )
     if (digest := checksum(tensors)) != expected:
         names = f"{infos[0].name} to {infos[-1].name}"
-        raise EngineError(f"{at}, with {names}, is corrupt: its checksum is {digest}, not {expected}")
+        raise EngineError(f"{at} ({names}) is corrupt: its checksum is {digest}, expected {expected}")

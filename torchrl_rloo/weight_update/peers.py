@@ -1,4 +1,4 @@
-"""Calls of several engines at once with time limits, and EngineUpdaterBase, which restarts engines that died."""
+"""Concurrent calls of engines with time limits, and EngineUpdaterBase, which restarts dead engines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torchrl_rloo.weight_update.target import (
     is_dead,
 )
 
-GRACE_SECONDS = 1.0  # beyond a time-out: the engine's own error says more than ours
+GRACE_SECONDS = 1.0  # wait beyond a time-out for the engine's error, which is more specific
 
 
 class PeerError(Exception):
-    """Failed call of an engine; its cause is the engine's own error.
+    """Failed call of an engine, with the engine's error as its cause.
 
     Attributes:
         peer: name of the engine.
@@ -39,10 +39,10 @@ class PeerError(Exception):
 
 
 class Peer:
-    """An engine and its calls, one after the other on a daemon thread.
+    """Engine whose calls run one after the other on a daemon thread.
 
     Args:
-        engine: to call.
+        engine: engine to call.
         number: index of the engine in its updater.
     """
 
@@ -52,7 +52,7 @@ class Peer:
         self._calls: SimpleQueue | None = None
 
     def call(self, function: Callable[[WeightTarget], Any]) -> Future:
-        """Call ``function`` with the engine once its earlier calls have ended."""
+        """Call ``function`` with the engine after its earlier calls."""
         if self._calls is None:
             self._calls = SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -63,7 +63,7 @@ class Peer:
         return future
 
     def abandon_calls(self) -> None:
-        """Let the next call start at once, on a new thread, while earlier ones may still hang."""
+        """Start the next call on a new thread, because earlier ones may still hang."""
         if self._calls is not None:
             self._end()
             self._calls = None
@@ -71,7 +71,7 @@ class Peer:
 
 def _serve(calls: SimpleQueue, device: int | None) -> None:
     if device is not None:
-        torch.cuda.set_device(device)  # each thread has its own, and an engine may share ours
+        torch.cuda.set_device(device)  # each thread has its own, and an engine may use the caller's
     while (call := calls.get()) is not None:
         function, engine, future = call
         try:
@@ -80,17 +80,17 @@ def _serve(calls: SimpleQueue, device: int | None) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
-        del call, function, engine, future  # else they would live until the next call
+        del call, function, engine, future  # otherwise they live until the next call
 
 
 class Round:
-    """One pending call of each of several engines.
+    """Concurrent calls of several engines, one each.
 
     Args:
-        peers: the engines.
-        calls: one per engine, called with it.
+        peers: engines to call.
+        calls: one function per engine, called with it.
         doing: purpose of the calls, for errors.
-        timeout: seconds from now that they may take; the engines have the same limit.
+        timeout: seconds from now that the calls may take. The engines have the same limit.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Round:
         """Return the results of the calls.
 
         Raises:
-            PeerError: as soon as one call fails, or the time is over.
+            PeerError: as soon as one call fails or the time is over.
         """
         done, late = wait(self._futures, max(0.0, self._deadline - monotonic()), FIRST_EXCEPTION)
         for peer, future in zip(self._peers, self._futures, strict=True):
@@ -120,18 +120,18 @@ class Round:
 
 
 class EngineUpdaterBase(WeightUpdater):
-    """Common part of updaters of engines: checks, restarts, and one outcome for all ranks.
+    """Base class of updaters of engines, with argument checks, restarts, and one outcome for all ranks.
 
     Args:
-        engines: one or several. Ranks that do not send need none.
-        sends: whether this rank sends.
-        sharded: whether the model's ranks push together, so that all fail if one does.
-        in_flight: treatment of running requests; see :meth:`WeightTarget.pause`.
-        timeout: in seconds.
-        max_restarts: limit of :meth:`restart` calls; None is no limit.
+        engines: one or more engines. Ranks that do not send need none.
+        sends: True if this rank sends.
+        sharded: True if the model's ranks push together, so that all fail if one fails.
+        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
+        timeout: time limit in seconds.
+        max_restarts: largest number of :meth:`restart` calls. None disables the limit.
 
     Raises:
-        ValueError: for no engines, or values out of range.
+        ValueError: if there are no engines or an argument is out of range.
     """
 
     def __init__(
@@ -146,19 +146,19 @@ class EngineUpdaterBase(WeightUpdater):
     ):
         self.engines = [engines] if isinstance(engines, WeightTarget) else list(engines)
         if sends and not self.engines:
-            raise ValueError("engines is empty; give at least one engine on the rank that sends")
+            raise ValueError("engines=[] must have at least one engine on the rank that sends")
         check_in_flight(in_flight)
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
         if max_restarts is not None and max_restarts < 0:
-            raise ValueError(f"max_restarts={max_restarts} must be None or at least 0")
+            raise ValueError(f"max_restarts={max_restarts} must be at least 0; use None for no limit")
         self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
         self.sharded, self.restarts = sharded, 0
-        self._version = 0  # of the last push, successful or not
+        self._version = 0  # version of the last push, successful or not
         self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
 
     def restart(self) -> int:
-        """Restart dead engines, and push the current weights to all engines under the version of the last push.
+        """Restart dead engines, and push the current weights to all engines with the version of the last push.
 
         Returns:
             Number of engines that were dead.
@@ -169,7 +169,7 @@ class EngineUpdaterBase(WeightUpdater):
         """
         if self.max_restarts is not None and self.restarts >= self.max_restarts:
             raise EngineError(
-                f"engines died more than max_restarts={self.max_restarts} times: find the cause, or raise the limit"
+                f"engines died more than max_restarts={self.max_restarts} times; fix the cause, or raise the limit"
             )
         self.restarts += 1
         dead, failure = [engine for engine in self.engines if is_dead(engine)], None
@@ -177,14 +177,14 @@ class EngineUpdaterBase(WeightUpdater):
             for engine in dead:
                 engine.restart()
         except EngineError as error:
-            failure = WeightSyncError(f"an engine that died does not start again: {error}")
+            failure = WeightSyncError(f"a dead engine did not restart: {error}")
             failure.__cause__ = error
         self._agree(failure)
         self.push_weights(self._version)
         return len(dead)
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise the sending rank's failure, on all ranks if they push together."""
+        """Raise the failure of the sending rank, on all ranks if they push together."""
         if self.sharded:
             message = [str(failure) if failure else None]
             torch.distributed.broadcast_object_list(message, src=0)

@@ -1,14 +1,14 @@
 """Messages between a weight updater and an engine's workers: manifest, buckets, checksums.
 
-An update is ``connect`` (once), ``start``, one ``bucket`` per bucket, ``finish``. Everything but the tensors is plain
-JSON:
+An update consists of ``connect`` (once), ``start``, one ``bucket`` message per bucket, and ``finish``. All messages are
+plain JSON, except for the tensors:
 
 - connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool}``
 - start: ``{"version": int}``
-- bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str, "payload": {...}}``: tensors
-  ``first`` to ``last - 1`` of the manifest
-- finish: ``{"version": int}``, that of the buckets
-- adapter: ``{"version": int, "path": str, "checksum": str}``: a directory in peft's format, and the checksum of its
+- bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str, "payload": {...}}``, with the
+  tensors ``first`` to ``last - 1`` of the manifest
+- finish: ``{"version": int}``, the version of the buckets
+- adapter: ``{"version": int, "path": str, "checksum": str}``, with a directory in peft's format and the checksum of its
   tensors sorted by name
 """
 
@@ -22,11 +22,11 @@ import torch
 from xxhash import xxh3_64
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
-ALIGNMENT = 64  # bytes; a view needs its offset to be a multiple of its element size
+ALIGNMENT = 64  # bytes; the offset of a view must be a multiple of its element size
 
 
 class TensorInfo(NamedTuple):
-    """Name, dtype (as in ``"bfloat16"``) and shape of a tensor to send."""
+    """Name, dtype (such as ``"bfloat16"``) and shape of a tensor to send."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Torch's dtype."""
+        """Dtype as a ``torch.dtype``."""
         return getattr(torch, self.dtype)
 
     @property
@@ -49,23 +49,26 @@ class TensorInfo(NamedTuple):
 
 
 def read_manifest(info: Mapping[str, Any]) -> list[TensorInfo]:
-    """Return the manifest in the ``info`` of ``connect``."""
+    """Return the manifest in the message of ``connect``."""
     return [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in info["manifest"]]
 
 
 def plan_buckets(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[tuple[int, int]]:
-    """Split a manifest into consecutive ``(first, last)`` of at most ``bucket_bytes`` each; larger tensors go alone.
+    """Split a manifest into consecutive buckets of at most ``bucket_bytes`` each; a larger tensor is one bucket.
+
+    Returns:
+        ``(first, last)`` of each bucket, which contains the tensors ``first`` to ``last - 1``.
 
     Raises:
-        ValueError: if ``bucket_bytes`` is below 1, or the manifest is empty.
+        ValueError: if ``bucket_bytes`` is below 1 or the manifest is empty.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
     if not manifest:
-        raise ValueError("there are no tensors to send")
+        raise ValueError("manifest=[] must have at least one tensor")
     buckets, first, filled = [], 0, 0
     for i, info in enumerate(manifest):
-        size = _aligned(info.nbytes)
+        size = _align(info.nbytes)
         if i > first and filled + size > bucket_bytes:
             buckets.append((first, i))
             first, filled = i, 0
@@ -75,32 +78,32 @@ def plan_buckets(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[tupl
 
 def packed_size(infos: Sequence[TensorInfo]) -> int:
     """Return the number of bytes that :func:`pack` needs."""
-    return sum(_aligned(info.nbytes) for info in infos)
+    return sum(_align(info.nbytes) for info in infos)
 
 
 def pack(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy tensors one after the other into ``buffer`` (uint8), from any device to any device."""
+    """Copy tensors one after the other into ``buffer`` (uint8, ``[nbytes]``), which may be on another device."""
     infos = [TensorInfo.of("", t) for t in tensors]
     for view, tensor in zip(unpack(buffer, infos), tensors, strict=True):
         view.copy_(tensor)
 
 
 def unpack(buffer: torch.Tensor, infos: Sequence[TensorInfo]) -> list[torch.Tensor]:
-    """Return views of a packed buffer (uint8)."""
+    """Return views of the tensors in a packed buffer (uint8, ``[nbytes]``)."""
     views, offset = [], 0
     for info in infos:
         views.append(buffer[offset : offset + info.nbytes].view(info.torch_dtype).view(info.shape))
-        offset += _aligned(info.nbytes)
+        offset += _align(info.nbytes)
     return views
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> str:
-    """Return XXH3-64 of the tensors' bytes, in order. It copies GPU tensors, which takes far longer than the hash."""
+    """Return the XXH3-64 of the tensors' bytes in order; copying GPU tensors takes far longer than the hash."""
     digest = xxh3_64()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

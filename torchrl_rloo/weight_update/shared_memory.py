@@ -1,4 +1,4 @@
-"""Shared memory: buckets in two files in memory, for engines in other processes of the same machine."""
+"""Shared-memory transport: buckets in two files in memory, for engines in other processes of the same machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MEMORY = Path("/dev/shm")
 
 
 class SharedMemoryReceiver(Receiver):
-    """Maps the trainer's two files and copies buckets out of them."""
+    """Receiver that maps the trainer's two files and copies buckets from them."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
         size = options["nbytes"]
         for path in options["paths"]:
             if not Path(path).is_file():  # torch would create an empty one
                 raise FileNotFoundError(
-                    f"{path} is not on this machine: send to engines on other machines with the transport Collective() "
-                    "or Files(directory)"
+                    f"{path} is not on this machine; use the transport Collective() or Files(directory) for engines on "
+                    "other machines"
                 )
         self.buffers = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in options["paths"]]
 
@@ -38,12 +38,13 @@ class SharedMemoryReceiver(Receiver):
 
 
 class SharedMemory(Transport):
-    """Packs buckets alternately into two files that all workers map.
+    """Transport that packs buckets alternately into two files that all workers map.
 
-    The files are unlinked once all workers have mapped them, so nothing remains when the processes end.
+    The transport unlinks the files once all workers have mapped them, so nothing remains when the processes end.
 
     Args:
-        directory: of the files; None means ``/dev/shm``, or the directory for temporary files if that has no room.
+        directory: directory of the files. None takes ``/dev/shm``, or the directory for temporary files if
+            ``/dev/shm`` has no room.
     """
 
     name, receiver = "shared_memory", SharedMemoryReceiver
@@ -85,7 +86,7 @@ class SharedMemory(Transport):
                     handle, path = tempfile.mkstemp(prefix="torchrl_rloo-weights-", dir=directory)
                     paths.append(path)
                     try:
-                        os.posix_fallocate(handle, 0, nbytes)  # else a full file system kills whoever writes
+                        os.posix_fallocate(handle, 0, nbytes)  # otherwise a full file system kills the writing process
                     finally:
                         os.close(handle)
                 return paths
@@ -93,8 +94,8 @@ class SharedMemory(Transport):
                 cause = error
                 _remove(paths)
         raise OSError(
-            f"no room for two buckets of {nbytes} bytes in {' or '.join(map(str, candidates))} ({cause}): give "
-            "SharedMemory another directory, or lower bucket_bytes"
+            f"no room for two buckets of {nbytes} bytes in {' or '.join(map(str, candidates))} ({cause}); set another "
+            "directory of SharedMemory, or lower bucket_bytes"
         ) from cause
 
     def _unlink(self) -> None:

@@ -1,4 +1,4 @@
-"""What is sent: a training model's tensors as its checkpoint has them, whole and merged, however it is wrapped."""
+"""WeightSource: whole, merged tensors of a training model under the names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from torchrl_rloo.weight_update.protocol import TensorInfo
 
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
-# Children that stand for their parent, a compiled or an activation-checkpointed module.
-_TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+# Children that add nothing to names: those of compiled and of activation-checkpointed modules.
+_WRAPPED_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 class WeightSource:
-    """A training model's weights under the names of its Hugging Face checkpoint, which is what an engine loads.
+    """Weights of a training model under the names of its Hugging Face checkpoint, as an engine loads them.
 
-    Parameters and persistent buffers are sent. Wrappers (``torch.compile``, ``DistributedDataParallel``, activation
-    checkpointing, peft) leave no trace in the names, tied parameters are sent once, under their first name, and a LoRA
-    adapter's deltas are added to copies of the weights that they are of. Nothing of the model changes, nor is more
-    than one tensor at a time gathered or merged beyond those asked for; a tensor that needs neither, nor a cast, is
-    the model's own memory.
+    The source contains parameters and persistent buffers. Names have no trace of wrappers (``torch.compile``,
+    ``DistributedDataParallel``, activation checkpointing, peft). Tied parameters appear once, under their first name.
+    The deltas of LoRA adapters are added to copies of their base weights.
+
+    The model does not change. At most one tensor at a time is gathered or merged in addition to the requested ones. A
+    tensor that is not gathered, merged or cast shares the model's memory.
 
     Args:
-        model: any module. One sharded with ``fully_shard`` is gathered tensor by tensor: then every rank makes the same
-            calls, and frees what a forward pass left gathered.
-        dtype: what floating-point parameters are cast to; None keeps theirs. Buffers always keep theirs: they are
-            small, and engines hold some in float32 whatever the model's dtype.
-        rank: of this process among those that train; None asks ``torch.distributed``, where it is initialised.
-        convert: from a name and tensor of the model to names and tensors of the checkpoint: one other name, several
-            tensors that the model keeps as one, or none at all to leave it out. Also called with tensors on the meta
-            device, so names and shapes may depend on the name and shape alone. Default: the tensor under its name.
+        model: any module. A module sharded with ``fully_shard`` is gathered tensor by tensor. Every rank must then make
+            the same calls, which also free the parameters that a forward pass left gathered.
+        dtype: dtype of floating-point parameters. None keeps theirs. Buffers always keep theirs: they are small, and
+            engines hold some in float32 for any dtype of the model.
+        rank: rank of this process among the training processes. None asks ``torch.distributed`` if it is initialized.
+        convert: function from a name and tensor of the model to pairs of names and tensors of the checkpoint. It may
+            rename or split a tensor, or return no pairs to leave it out. It is also called with tensors on the meta
+            device, so names and shapes must depend only on the name and shape. None keeps names and tensors.
 
     Raises:
-        ValueError: for what merged weights cannot express: an adapter that is not plain LoRA (DoRA, IA3, prompts, ...),
-            a quantized layer under one, or one of two tied weights adapted without the other; if ``convert`` gives a
-            name twice; or if the model is sharded with ``FullyShardedDataParallel``.
+        ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), its
+            base layer is quantized, or it adapts only one of two tied weights. Also if ``convert`` returns a name
+            twice, or if the model is sharded with ``FullyShardedDataParallel``.
 
     Attributes:
-        sends: whether this process is the one that sends, rank 0.
+        sends: True if this process sends, which is rank 0.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -63,25 +64,25 @@ class WeightSource:
         convert: Convert | None = None,
     ):
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} must be a floating-point dtype, or None")
+            raise ValueError(f"dtype={dtype} must be a floating-point dtype or None")
         self.model, self.dtype, self.convert = model, dtype, convert
         self.sends = is_sender(rank)
-        self._parts = _parts(model)
+        self._parts = _list_parts(model)
         self._layout = [[TensorInfo.of(*out) for out in self._convert(p, self._meta(p))] for p in self._parts]
         names = [info.name for info in self.manifest()]
         if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-            raise ValueError(f"tensor {twice[0]} would be sent twice: convert must give each name once")
+            raise ValueError(f"tensor {twice[0]} would be sent twice; convert must return each name once")
 
     def manifest(self) -> list[TensorInfo]:
-        """What will be sent, in order."""
+        """Return name, dtype and shape of all tensors in the order of :meth:`tensors`."""
         return [info for infos in self._layout for info in infos]
 
     @torch.no_grad()
     def tensors(self, first: int, last: int) -> list[torch.Tensor]:
-        """The tensors ``first`` to before ``last`` of the manifest, as they are now; a collective if they are sharded.
+        """Return the current tensors ``first`` to ``last - 1`` of the manifest; a collective call if they are sharded.
 
         Raises:
-            ValueError: if the model's tensors are no longer those of the manifest.
+            ValueError: if the model's tensors no longer match the manifest.
         """
         reshard(self.model)
         out, start = [], 0
@@ -91,7 +92,7 @@ class WeightSource:
                 made = list(self._convert(part, self._value(part)))
                 if (found := [TensorInfo.of(*pair) for pair in made]) != infos:
                     raise ValueError(
-                        f"{part.name} gave {found} where the manifest has {infos}: make a new WeightSource"
+                        f"{part.name} must match {infos} of the manifest, got {found}; make a new WeightSource"
                     )
                 out += [tensor for _, tensor in made[max(first - start, 0) : last - start]]
             start = end
@@ -110,13 +111,15 @@ class WeightSource:
     def _value(self, part: _Part) -> torch.Tensor:
         value = part.tensor.detach()
         for layer in part.layers:
-            for adapter in _active(layer):
-                value = value + _delta(layer, adapter, part)  # sharded ones stay so, and are gathered once
+            for adapter in _active_adapters(layer):
+                value = value + _adapter_delta(
+                    layer, adapter, part
+                )  # a sharded value stays sharded and is gathered once
         return gather(value.to(self._dtype_of(part)))
 
 
 def is_sender(rank: int | None = None) -> bool:
-    """Whether this process sends for all that train; ``rank`` None asks ``torch.distributed``."""
+    """Return whether this process sends for all training processes; by default ``torch.distributed`` gives the rank."""
     distributed = torch.distributed
     if rank is None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
@@ -124,12 +127,12 @@ def is_sender(rank: int | None = None) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's parameters are spread over ranks."""
+    """Return whether a model's parameters are sharded over ranks."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, from all ranks if it is sharded. On return the collective is over, and others may begin."""
+    """Return a whole tensor, from all ranks if it is sharded; the collective call has ended on return."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
         if tensor.device.type != "cpu":
@@ -138,7 +141,7 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets go of what a forward pass of a model under ``fully_shard`` left gathered: the shards are what is trained.
+    """Release parameters that a forward pass under ``fully_shard`` left gathered, because training updates the shards.
 
     Raises:
         ValueError: if the model is sharded with ``FullyShardedDataParallel``.
@@ -149,13 +152,13 @@ def reshard(model: nn.Module) -> None:
 
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"{name or 'the model'} is in FullyShardedDataParallel: shard it with fully_shard instead")
+            raise ValueError(f"{name or 'the model'} is in FullyShardedDataParallel; shard it with fully_shard instead")
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 class _Part(NamedTuple):
-    """A tensor of the model: its name in the checkpoint, where it is, and the LoRA layers that change it."""
+    """Tensor of the model: its name in the checkpoint, its module, and the LoRA layers that change it."""
 
     name: str
     module: nn.Module
@@ -165,50 +168,53 @@ class _Part(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The parameter or buffer that is there now."""
+        """Current parameter or buffer."""
         return getattr(self.module, self.attribute)
 
 
-def _parts(model: nn.Module) -> list[_Part]:
-    """All that is to be sent, tied tensors once."""
+def _list_parts(model: nn.Module) -> list[_Part]:
+    """Return all tensors to send, tied ones once."""
     reshard(model)
     replaced: dict[int, _Part] = {}
     parts: dict[int, _Part] = {}
-    for part in _walk(model, "", (), replaced):
+    # Tied tensors must have the same adapters, and must not have a trained copy
+    for part in _walk_tensors(model, "", (), replaced):
         first = parts.setdefault(id(part.tensor), part)
         if first.layers != part.layers:
-            raise _broken_tie(first, part)
+            raise _broken_tie_error(first, part)
     for number, copy in replaced.items():
         if number in parts:
-            raise _broken_tie(parts[number], copy)
+            raise _broken_tie_error(parts[number], copy)
     return list(parts.values())
 
 
-def _walk(module: nn.Module, prefix: str, layers: tuple[Any, ...], replaced: dict[int, _Part]) -> Iterator[_Part]:
-    """The tensors that the module computes with, adapters aside. ``replaced``: trained copies by what they replace."""
+def _walk_tensors(
+    module: nn.Module, prefix: str, layers: tuple[Any, ...], replaced: dict[int, _Part]
+) -> Iterator[_Part]:
+    """Yield the tensors that the module computes with, without adapters, and note trained copies in ``replaced``."""
     kind = _peft_kind(module)
     if kind == "lora":
         _check_layer(module, prefix)
-        yield from _walk(module.base_layer, prefix, (*layers, module), replaced)
+        yield from _walk_tensors(module.base_layer, prefix, (*layers, module), replaced)
     elif kind == "modules_to_save":
-        yield from _walk(_trained_copy(module, prefix, replaced), prefix, (), replaced)
+        yield from _walk_tensors(_trained_copy(module, prefix, replaced), prefix, (), replaced)
     else:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield _Part(prefix + name, module, name, False, tuple(x for x in layers if _adapts(x, name)))
+                yield _Part(prefix + name, module, name, False, tuple(x for x in layers if _is_adapted(x, name)))
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield _Part(prefix + name, module, name, True, ())
         is_wrapper = kind == "wrapper" or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
         for name, child in module._modules.items():
             if child is not None:
-                inner = prefix if is_wrapper or name in _TRANSPARENT else f"{prefix}{name}."
-                yield from _walk(child, inner, (), replaced)
+                inner = prefix if is_wrapper or name in _WRAPPED_CHILDREN else f"{prefix}{name}."
+                yield from _walk_tensors(child, inner, (), replaced)
 
 
 def _peft_kind(module: nn.Module) -> str | None:
-    """What peft made of a module; peft is not imported for it."""
-    if "peft" not in sys.modules:
+    """Return the role of a module in peft, or None."""
+    if "peft" not in sys.modules:  # nothing can be peft's, and the import is slow
         return None
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
@@ -220,29 +226,29 @@ def _peft_kind(module: nn.Module) -> str | None:
     if isinstance(module, ModulesToSaveWrapper):
         return "modules_to_save"
     if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-        raise ValueError(f"{type(module).__name__} of peft cannot be merged exactly: train plain LoRA or all weights")
+        raise ValueError(f"peft's {type(module).__name__} cannot be merged exactly; train plain LoRA or all weights")
     if isinstance(module, PeftModel):
         kinds = {config.peft_type.value for config in module.peft_config.values()}
         if kinds != {"LORA"}:
-            raise ValueError(f"the model has adapters of kinds {sorted(kinds)}; only LORA can be merged exactly")
+            raise ValueError(f"adapters of types {sorted(kinds)} cannot be merged exactly; train plain LoRA")
     return "wrapper" if isinstance(module, (PeftModel, BaseTuner)) else None
 
 
-def _active(layer: Any) -> list[str]:
-    """Adapters that a LoRA layer computes with beside its base weight."""
+def _active_adapters(layer: Any) -> list[str]:
+    """Return the adapters that a LoRA layer adds to its base weight."""
     if layer.disable_adapters or layer.merged:
         return []
     return [name for name in layer.active_adapters if name in layer.scaling]
 
 
-def _adapts(layer: Any, attribute: str) -> bool:
-    """Whether a LoRA layer changes this tensor of its base layer."""
+def _is_adapted(layer: Any, attribute: str) -> bool:
+    """Return whether a LoRA layer changes this tensor of its base layer."""
     if attribute == getattr(layer, "parameter_name", "weight"):
         return True
     return attribute == "bias" and any(layer.lora_bias.values())
 
 
-def _delta(layer: Any, adapter: str, part: _Part) -> torch.Tensor:
+def _adapter_delta(layer: Any, adapter: str, part: _Part) -> torch.Tensor:
     if part.attribute != "bias":
         return layer.get_delta_weight(adapter)
     bias = layer.lora_B[adapter].bias if layer.lora_bias[adapter] else torch.zeros_like(part.tensor)
@@ -250,25 +256,30 @@ def _delta(layer: Any, adapter: str, part: _Part) -> torch.Tensor:
 
 
 def _check_layer(layer: Any, prefix: str) -> None:
-    """Raises a ValueError unless the layer computes what its base does with the deltas added to its weights."""
+    """Raise ValueError unless adding the layer's deltas to its base weights gives the same outputs."""
     from peft.tuners.lora import Embedding, Linear, ParamWrapper
 
     name = prefix.removesuffix(".")
     if type(layer) not in (Linear, Embedding, ParamWrapper):
         raise ValueError(
             f"the LoRA layer of {name} is a {type(layer).__module__}.{type(layer).__name__}, whose weights cannot be "
-            "merged exactly: send the adapter alone with LoRAUpdater"
+            "merged exactly; use LoRAUpdater to send only the adapter"
         )
-    for adapter in _active(layer):
+    for adapter in _active_adapters(layer):
         if adapter in layer.lora_variant:
             kind = type(layer.lora_variant[adapter]).__name__
-            raise ValueError(f"adapter {adapter!r} of {name} is a {kind}, not plain LoRA, and cannot be merged exactly")
+            raise ValueError(
+                f"adapter {adapter!r} of {name} is a {kind} and cannot be merged exactly; train plain LoRA"
+            )
         if layer.lora_bias[adapter] and getattr(layer.get_base_layer(), "bias", None) is None:
-            raise ValueError(f"adapter {adapter!r} of {name} has a bias (lora_bias=True), its base layer has none")
+            raise ValueError(
+                f"adapter {adapter!r} of {name} has lora_bias=True, which requires a base layer with a bias; set "
+                "lora_bias=False"
+            )
 
 
 def _trained_copy(wrapper: Any, prefix: str, replaced: dict[int, _Part]) -> nn.Module:
-    """The module that a ``modules_to_save`` of peft computes with."""
+    """Return the module that a ``modules_to_save`` wrapper of peft computes with."""
     active = [] if wrapper.disable_adapters else [n for n in wrapper.active_adapters if n in wrapper.modules_to_save]
     if not active:
         return wrapper.original_module
@@ -277,13 +288,13 @@ def _trained_copy(wrapper: Any, prefix: str, replaced: dict[int, _Part]) -> nn.M
         owner, _, attribute = name.rpartition(".")
         part = _Part(prefix + name, copy.get_submodule(owner), attribute, False, ())
         if replaced.setdefault(id(original), part).tensor is not part.tensor:
-            raise _broken_tie(replaced[id(original)], part)
+            raise _broken_tie_error(replaced[id(original)], part)
     return copy
 
 
-def _broken_tie(a: _Part, b: _Part) -> ValueError:
+def _broken_tie_error(a: _Part, b: _Part) -> ValueError:
     return ValueError(
-        f"{a.name} and {b.name} are one weight in the base model, and peft trains one of them or each by itself, so an "
-        "engine that ties them cannot have both: leave them out of target_modules and modules_to_save, or untie the "
+        f"{a.name} and {b.name} are one weight in the base model, but peft trains one of them or both separately, "
+        "which an engine that ties them cannot load; remove them from target_modules and modules_to_save, or untie the "
         "base model and its checkpoint (config.tie_word_embeddings=False)"
     )

@@ -1,4 +1,4 @@
-"""WeightTarget: an engine as weight updaters see it, and the errors of engines."""
+"""WeightTarget: the interface of engines to weight updaters, and errors of engines."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ IN_FLIGHT: tuple[InFlight, ...] = ("finish", "abort", "continue")
 
 
 class EngineError(RuntimeError):
-    """Failure of one request or one step; the engine may still serve others."""
+    """Failure of one request or step. The engine may still serve others."""
 
 
 class EngineDeadError(EngineError):
-    """Failure of a whole engine; :meth:`WeightTarget.restart` starts it again from its checkpoint."""
+    """Failure of a whole engine. :meth:`WeightTarget.restart` starts it again from its checkpoint."""
 
 
 class EngineTimeoutError(EngineError):
-    """Missing answer of an engine within the time limit."""
+    """Time-out of an engine's answer."""
 
 
 class WeightTarget(ABC):
-    """Receiver of weight updates: one engine, whatever it samples with.
+    """Base class of engines that receive weight updates.
 
     Attributes:
-        version: policy version of the current weights; 0 for those of the checkpoint.
+        version: policy version of the current weights. 0 is the checkpoint.
         start_count: number of restarts. A restart loses the connection and all weights sent before.
-        in_process: whether the model is in this process, so that tensors may be passed by reference.
-        failed_version: version whose update failed half-way, None if there is none. Such an engine samples nothing
-            until an update succeeds.
+        in_process: True if the model is in this process, so that tensors may be passed by reference.
+        failed_version: version whose update failed halfway, or None. The engine then refuses to sample until an update
+            succeeds.
     """
 
     version: int = 0
@@ -41,14 +41,22 @@ class WeightTarget(ABC):
 
     @abstractmethod
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Do one step of a weight update.
+        """Execute one step of a weight update.
 
-        ``connect`` names the tensors and their transport, ``start`` opens an update, ``bucket`` brings tensors,
-        ``finish`` activates the new weights and their version, ``abort`` cancels an open update, ``adapter`` loads a
-        LoRA adapter. :mod:`torchrl_rloo.weight_update.protocol` documents ``info``.
+        - ``"connect"`` announces the tensors and their transport.
+        - ``"start"`` opens an update.
+        - ``"bucket"`` sends tensors.
+        - ``"finish"`` activates the new weights and their version.
+        - ``"abort"`` cancels an open update.
+        - ``"adapter"`` loads a LoRA adapter.
+
+        Args:
+            step: name of the step.
+            info: message of the step, see :mod:`torchrl_rloo.weight_update.protocol`.
+            timeout: seconds to wait for the workers.
 
         Returns:
-            One report per worker; that of ``finish`` has the ``version`` and the ``checksums`` of the buckets.
+            One report per worker. The report of ``"finish"`` has the ``version`` and the ``checksums`` of the buckets.
 
         Raises:
             EngineTimeoutError: if a worker does not answer within ``timeout`` seconds.
@@ -57,24 +65,28 @@ class WeightTarget(ABC):
 
     @abstractmethod
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
-        """Stop sampling and drop everything cached of the current weights.
+        """Pause sampling and drop caches of the current weights.
 
         Args:
-            in_flight: ``"finish"`` completes running requests first, ``"abort"`` ends them as they are, ``"continue"``
-                freezes them: after :meth:`resume` they go on under the weights of then.
+            in_flight: treatment of running requests. ``"finish"`` completes them first, ``"abort"`` ends them
+                unfinished, and ``"continue"`` freezes them until :meth:`resume` continues them with the new weights.
             timeout: seconds to wait for running requests.
         """
 
     @abstractmethod
     def resume(self) -> None:
-        """Continue sampling, frozen and waiting requests first."""
+        """Resume sampling, with frozen and waiting requests first."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raise EngineDeadError, with the engine's own error, if the engine is gone."""
+        """Raise EngineDeadError with the engine's error if the engine is dead."""
 
     def restart(self) -> None:
-        """Start a dead engine again, from its checkpoint and with ``version`` 0."""
+        """Restart a dead engine from its checkpoint, with ``version`` 0.
+
+        Raises:
+            EngineError: if the engine cannot be restarted.
+        """
         raise EngineError(f"{type(self).__name__} cannot be restarted")
 
 
@@ -90,6 +102,6 @@ def is_dead(target: WeightTarget) -> bool:
         target.check_health()
     except EngineDeadError:
         return True
-    except EngineError:  # closed, for example
+    except EngineError:  # for example, a closed engine
         return False
     return False

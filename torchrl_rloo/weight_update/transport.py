@@ -1,4 +1,4 @@
-"""Transport and Receiver: the two ends that carry buckets of tensors from the trainer to engines' workers."""
+"""Transport and Receiver: the two ends of a connection for tensors from the trainer to engines' workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Receiver(ABC):
     """Receiving end of a transport, in one worker of an engine.
 
     Args:
-        options: returned by :meth:`Transport.open`, after a round trip through JSON.
-        device: of the worker's model.
-        rank: of the worker within its engine.
+        options: options from :meth:`Transport.open`, after a round trip through JSON.
+        device: device of the worker's model.
+        rank: rank of the worker in its engine.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):  # noqa: B027
@@ -25,38 +25,38 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of one bucket, in memory that nobody else writes to."""
+        """Return the tensors of one bucket, in memory that no other code writes to."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what the transport holds."""
+        """Release resources."""
 
 
 class Transport(ABC):
     """Sending end of a transport.
 
     Attributes:
-        name: of the transport, in ``connect``.
-        receiver: its receiving end.
+        name: name of the transport in ``connect``.
+        receiver: class of the receiving end.
     """
 
     name: ClassVar[str]
     receiver: ClassVar[type[Receiver]]
 
     def open(self, workers: Sequence[int], nbytes: int, timeout: float) -> list[dict[str, Any]]:
-        """Prepare for the workers to connect, and close what was open before.
+        """Prepare for the workers to connect, and close an earlier connection.
 
         Args:
             workers: number of workers of each engine.
-            nbytes: packed size of the largest bucket.
+            nbytes: packed size of the largest bucket in bytes.
             timeout: seconds that any later operation may take.
 
         Returns:
-            For each engine, the options of its workers' receivers.
+            Options of the receivers, one dict per engine.
         """
         return [{} for _ in workers]
 
     def connected(self) -> None:  # noqa: B027
-        """Note that all workers have connected."""
+        """Handle that all workers have connected."""
 
     @abstractmethod
     def send(
@@ -64,31 +64,31 @@ class Transport(ABC):
     ) -> dict[str, Any]:
         """Send a bucket to all workers, or start to send it.
 
-        All workers have received the bucket before the previous one; the previous one may still be in transit.
+        The previous bucket may still be in flight, but all workers have received the one before it.
 
         Args:
-            version: of the weights.
-            bucket: number of the bucket; 0 begins a version.
-            infos: of the tensors.
-            tensors: the tensors, which do not change until the update ends.
+            version: policy version of the weights.
+            bucket: number of the bucket. 0 begins a version.
+            infos: name, dtype and shape of the tensors.
+            tensors: tensors of the bucket, which must not change until the update ends.
 
         Returns:
             Payload for the receivers, as plain JSON (except for :class:`Direct`).
         """
 
     def close(self) -> None:  # noqa: B027
-        """Free what the transport holds and remove its files; it can be opened again."""
+        """Release resources and remove files; the transport can be opened again."""
 
 
 class DirectReceiver(Receiver):
-    """Receives the trainer's own tensors."""
+    """Receiver of the trainer's own tensors."""
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         return payload["tensors"]
 
 
 class Direct(Transport):
-    """Passes tensors by reference to engines in the trainer's process, which copy them as they load them."""
+    """Transport that passes tensors by reference to engines in the trainer's process, which copy them at loading."""
 
     name, receiver = "direct", DirectReceiver
 

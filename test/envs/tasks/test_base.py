@@ -88,7 +88,7 @@ def test_the_published_dataset_comes_with_its_own_test_split():
 
 def test_rows_out_of_format_are_named(tmp_path):
     task = replace(TASK, row_map=lambda row: {"prompt": row["question"], "answer": row["answer"]})
-    with pytest.raises(ValueError, match=r"line 1 is not in the format expected: KeyError: 'question'; .*'prompt'"):
+    with pytest.raises(ValueError, match=r"line 1 does not have the expected format: KeyError: 'question'; .*'prompt'"):
         task.load(write(tmp_path / "a.jsonl", "abc"), eval_size=1)
 
 

@@ -131,7 +131,7 @@ def test_rows_as_published(task, published, expected):
     ],
 )
 def test_rows_out_of_format(task, row, message):
-    with pytest.raises(ValueError, match=f"row 0 is not in the format expected: .*{message}"):
+    with pytest.raises(ValueError, match=f"row 0 does not have the expected format: .*{message}"):
         load_prompts([row], row_map=load_task(task).row_map)
 
 
