@@ -1,4 +1,4 @@
-"""The tutorials run, and the loops learn: with shorter warm starts, fewer steps and rewards that are easier to earn."""
+"""The tutorials run, and some loops learn: with shorter warm starts, fewer steps and rewards easier to earn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def edited(name: str, **changes: str) -> str:
 
 @pytest.fixture
 def run(fork_server, warm_model, tmp_path):
-    """``run(source, task="addition")``: what a script prints; its warm start is the session's."""
+    """``run(source, task="addition")``: what a script prints. Its warm start is the session's; figures stay hidden."""
 
     def run(source: str, task: str = "addition") -> str:
         source, number = re.subn(r"warm_start\(.*?\)", repr(str(warm_model(task))), source)
         assert number > 0
+        source = source.replace("tempfile.mkdtemp()", repr(str(tmp_path)))
+        source = f'import matplotlib\n\nmatplotlib.use("Agg")\n{source}'
         (tmp_path / "tutorial.py").write_text(source)
         done = fork_server.run(tmp_path / "tutorial.py", cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -63,13 +65,68 @@ def test_the_loop_in_a_page_learns(run):
 def test_the_tool_environment_learns_to_call(run, tmp_path):
     source = edited(
         "tool_environment.py",
-        steps=("range(30)", "range(6)"),
+        steps=("STEPS = 26", "STEPS = 6"),
         reward=('(f"\\\\boxed{{{a}}}" in t)', '("<tool>" in t)'),
+        log=("step % 5 == 0", "True"),
     )
     stdout = run(source, "calculator")
     calls = [float(number) for number in re.findall(r"calls (\d\.\d\d)", stdout)]
     assert len(rewards_of(stdout)) == len(calls) == 6 and (tmp_path / "transcripts.html").is_file()
     assert calls[0] < 0.5 < 0.6 < calls[-1]
+
+
+NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
+    "first_loop.py": ("addition", {"STEPS = 30": "STEPS = 2"}, r"gradient norm \d+\.\d\d; after one step the clip"),
+    "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"asks for \['answer'\].*step 0: right_number"),
+    "multi_turn_game.py": (
+        "guessing",
+        {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},
+        r"ended as '.*step 0: reward .*ended as '",
+    ),
+    "async_staleness.py": (
+        "addition",
+        {
+            "UPDATES, OLD_PROMPTS = 10, 10, 6, 64": "UPDATES, OLD_PROMPTS = 2, 2, 2, 4",
+            "prompts_per_batch=16": "prompts_per_batch=4",
+            "sleep(0.2)": "sleep(0.01)",
+        },
+        "",
+    ),
+    "postprocess_buffer.py": (
+        "addition",
+        {"(last_boxed(text) == a)": '("boxed" in text)'},  # which the short warm start does in two of five answers
+        r"sum of the advantages.*filled up: 36 groups.*log-prob of the completion",
+    ),
+    "own_method.py": (
+        "addition",
+        {"STEPS = 24": "STEPS = 1"},
+        r"equals its loops.*by loops.*RLOO with a clip: 0\.\d\d ->",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebook_runs(run, name):
+    """And its own assertions hold."""
+    task, changes, printed = NOTEBOOKS[name]
+    stdout = run(edited(name, **{str(i): change for i, change in enumerate(changes.items())}), task)
+    assert re.search(printed, stdout, re.DOTALL), stdout
+
+
+@pytest.mark.parametrize("name", [*NOTEBOOKS, "tool_environment.py"])
+def test_the_notebook_has_cells(name):
+    """In jupytext's percent format: a title first, cells of text that are comments, cells of code that compile."""
+    source = (TUTORIALS / name).read_text()
+    assert source.startswith("# %% [markdown]\n# # ")
+    kinds = []
+    for kind, cell in re.findall(r"^# %%(.*)\n(.*(?:\n(?!# %%).*)*)", source, re.MULTILINE):
+        kinds.append(kind)
+        if kind:
+            assert kind == " [markdown]"
+            assert all(line.startswith("#") for line in cell.split("\n") if line), cell
+        else:
+            compile(cell, name, "exec")
+    assert kinds.count("") >= 5 and kinds[-1] == " [markdown]" and "\n# ## What to try next\n" in source
 
 
 def test_ppo_runs(run):

@@ -195,7 +195,7 @@ plt.show()
 #
 # $$\mathbb{E}_{old}\left[\frac{\pi_{new}}{\pi_{old}} \, r\right] = \mathbb{E}_{new}[r]$$
 #
-# The gradient in `RLOOLoss` is such an average, so the same ratio corrects it. To see it work, sample rows once, train
+# The gradient in `RLOOLoss` is such an average. The same ratio corrects it. To see it work, sample rows once, train
 # the model on others, and estimate its reward from the old rows. Compare with fresh samples of the same prompts.
 
 # %%
@@ -247,7 +247,7 @@ plt.show()
 
 # %% [markdown]
 # Without weights the estimate stays where the old policy was. With weights it follows the policy, at a price:
-# a few rows get large weights, and the effective sample size falls. The correction works for rows that are a little old.
+# a few rows get large weights, and the effective sample size falls. So the correction works for slightly old rows.
 # The clip of `RLOOLoss` bounds what a single ratio can do.
 #
 # ## What to try next

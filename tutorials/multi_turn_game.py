@@ -125,8 +125,8 @@ show(played[-1])
 
 # %%
 print(Counter(stop_reason(row) for row in rows.unbind(0)))
-folder = Path(tempfile.mkdtemp())
-print(write_transcripts(folder / "transcripts.html", rows, tokenizer).name, "shows all of them in a browser")
+page = write_transcripts(Path(tempfile.mkdtemp()) / "transcripts.html", rows, tokenizer)
+print("all of them, to open in a browser:", page)
 
 # %% [markdown]
 # ## Credit: trajectory or turn

@@ -134,8 +134,8 @@ print("sampled tokens in brackets:", marked, sep="\n")
 # each token with its log-probability, mask and advantage.
 
 # %%
-folder = Path(tempfile.mkdtemp())
-print(write_transcripts(folder / "transcripts.html", rows, tokenizer, reward_names=["frugal"]).name)
+page = write_transcripts(Path(tempfile.mkdtemp()) / "transcripts.html", rows, tokenizer, reward_names=["frugal"])
+print("open in a browser:", page)
 print("what the tools did:", dict(tools.counts))
 
 # %% [markdown]
