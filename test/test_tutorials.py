@@ -1,4 +1,4 @@
-"""The tutorials run and their loops learn, with shorter warm starts, fewer steps and easier rewards."""
+"""The README's loop and the tutorials run and learn, with shorter warm starts, fewer steps and easier rewards."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
 README = TUTORIALS.parent / "README.md"
 
 
-def edited(name: str, **changes: str) -> str:
-    """Return a tutorial's source after replacements ``(old, new)``, each of which must match."""
-    source = (TUTORIALS / name).read_text()
-    for old, new in changes.values():
+def replaced(source: str, *changes: tuple[str, str]) -> str:
+    """Return ``source`` after replacements ``(old, new)``, each of which must match."""
+    for old, new in changes:
         assert old in source, old
         source = source.replace(old, new)
     return source
 
 
+def edited(name: str, **changes: tuple[str, str]) -> str:
+    """Return a tutorial's source after replacements."""
+    return replaced((TUTORIALS / name).read_text(), *changes.values())
+
+
 @pytest.fixture
 def run(fork_server, warm_model, tmp_path):
-    """``run(source, task="addition")``: output of a script, which uses the session's warm start."""
+    """``run(source, task="addition")``: output of a script, which uses the session's warm start and shows no figure."""
 
     def run(source: str, task: str = "addition") -> str:
         source, number = re.subn(r"warm_start\(.*?\)", repr(str(warm_model(task))), source)
         assert number > 0
+        source = source.replace("tempfile.mkdtemp()", repr(str(tmp_path)))
+        source = f'import matplotlib\n\nmatplotlib.use("Agg")\n{source}'
         (tmp_path / "tutorial.py").write_text(source)
         done = fork_server.run(tmp_path / "tutorial.py", cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -47,13 +53,19 @@ def boxes(completions, **columns):
 """
 
 
-def test_the_loop_in_a_page_learns(run):
+def read_loop() -> str:
+    """Return the loop of the README."""
+    (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    return block
+
+
+def test_the_loop_of_the_readme_learns(run):
     """It learns to box the answer, which the model does in two of five completions at first."""
-    source = edited(
-        "rloo_in_a_page.py",
-        steps=("== 25", "== 5"),
-        reward=("rewards=boxed_accuracy", "rewards=boxes"),
-        definition=("\ntorch.manual_seed(0)", f"{BOXES}torch.manual_seed(0)"),
+    source = replaced(
+        read_loop(),
+        ("range(25)", "range(6)"),
+        ("rewards=boxed_accuracy", "rewards=boxes"),
+        ("\ntorch.manual_seed(0)", f"{BOXES}torch.manual_seed(0)"),
     )
     rewards = rewards_of(run(source))
     assert len(rewards) == 6
@@ -63,13 +75,68 @@ def test_the_loop_in_a_page_learns(run):
 def test_the_tool_environment_learns_to_call(run, tmp_path):
     source = edited(
         "tool_environment.py",
-        steps=("range(30)", "range(6)"),
+        steps=("STEPS = 26", "STEPS = 6"),
         reward=('(f"\\\\boxed{{{a}}}" in t)', '("<tool>" in t)'),
+        log=("step % 5 == 0", "True"),
     )
     stdout = run(source, "calculator")
     calls = [float(number) for number in re.findall(r"calls (\d\.\d\d)", stdout)]
     assert len(rewards_of(stdout)) == len(calls) == 6 and (tmp_path / "transcripts.html").is_file()
     assert calls[0] < 0.5 < 0.6 < calls[-1]
+
+
+NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
+    "first_loop.py": ("addition", {"STEPS = 30": "STEPS = 2"}, r"gradient norm \d+\.\d\d; after one step the clip"),
+    "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"asks for \['answer'\].*step 0: right_number"),
+    "multi_turn_game.py": (
+        "guessing",
+        {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},
+        r"ended as '.*step 0: reward .*ended as '",
+    ),
+    "async_staleness.py": (
+        "addition",
+        {
+            "UPDATES, OLD_PROMPTS = 10, 10, 6, 64": "UPDATES, OLD_PROMPTS = 2, 2, 2, 4",
+            "prompts_per_batch=16": "prompts_per_batch=4",
+            "sleep(0.2)": "sleep(0.01)",
+        },
+        "",
+    ),
+    "postprocess_buffer.py": (
+        "addition",
+        {"(last_boxed(text) == a)": '("boxed" in text)'},  # which the short warm start does in two of five answers
+        r"sum of the advantages.*filled up: 36 groups.*log-prob of the completion",
+    ),
+    "own_method.py": (
+        "addition",
+        {"STEPS = 24": "STEPS = 1"},
+        r"equals its loops.*by loops.*RLOO with a clip: 0\.\d\d ->",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebook_runs(run, name):
+    """And its own assertions hold."""
+    task, changes, printed = NOTEBOOKS[name]
+    stdout = run(edited(name, **{str(i): change for i, change in enumerate(changes.items())}), task)
+    assert re.search(printed, stdout, re.DOTALL), stdout
+
+
+@pytest.mark.parametrize("name", [*NOTEBOOKS, "tool_environment.py"])
+def test_the_notebook_has_cells(name):
+    """In jupytext's percent format: a title first, cells of text that are comments, cells of code that compile."""
+    source = (TUTORIALS / name).read_text()
+    assert source.startswith("# %% [markdown]\n# # ")
+    kinds = []
+    for kind, cell in re.findall(r"^# %%(.*)\n(.*(?:\n(?!# %%).*)*)", source, re.MULTILINE):
+        kinds.append(kind)
+        if kind:
+            assert kind == " [markdown]"
+            assert all(line.startswith("#") for line in cell.split("\n") if line), cell
+        else:
+            compile(cell, name, "exec")
+    assert kinds.count("") >= 5 and kinds[-1] == " [markdown]" and "\n# ## What to try next\n" in source
 
 
 def test_ppo_runs(run):
@@ -99,12 +166,12 @@ def test_preferences_run(run):
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 def test_the_loop_runs_with_vllm(run):
-    """It runs with the policy and collector of the README's section on vLLM."""
+    """The lines of ``docs/how-to/vllm.md`` replace the policy and the collector of the README's loop."""
     pytest.importorskip("vllm")
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (lines,) = [block for block in blocks if "VLLMEngine(" in block]
+    page = TUTORIALS.parent / "docs" / "how-to" / "vllm.md"
+    (lines,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     before, collector = lines.rstrip().rsplit("\n", 1)
-    loop = edited("rloo_in_a_page.py", steps=("== 25", "== 1"))
+    loop = replaced(read_loop(), ("range(25)", "range(2)"))
     loop = re.sub(r"^policy = .*$", lambda _: before, loop, flags=re.MULTILINE)
     loop = re.sub(r"^collector = .*$", lambda _: collector, loop, flags=re.MULTILINE)
     loop = loop.replace("get_new_version(generate", "get_new_version(model=model, generate")
