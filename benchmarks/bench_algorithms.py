@@ -7,7 +7,7 @@ act on the second. `--start sloppy` begins at the default warm start on a sloppy
 prefer the better demonstrations. `--start clean` begins at a warm start of 200 steps on a teacher without errors, where
 the model must find what it cannot do yet.
 
-Draws `tutorials/algorithms_<start>.png`, the held-out accuracy over steps (mean and range of the seeds), prints a table
+Draws `docs/pictures/algorithms_<start>.png`, the held-out accuracy over steps (mean and range of the seeds), prints a table
 and ends with one line of JSON.
 """
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="file to draw to")
     args = parser.parse_args()
     starts = {seed: build_start(args.start, seed) for seed in args.seeds}
-    picture = args.picture or ROOT / "tutorials" / f"algorithms_{args.start}.png"
+    picture = args.picture or ROOT / "docs" / "pictures" / f"algorithms_{args.start}.png"
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(run, m, s, starts[s], args.steps, directory) for m in args.methods for s in args.seeds]
         runs = [job.result() for job in jobs]

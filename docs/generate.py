@@ -131,8 +131,8 @@ def metrics_page() -> dict[str, str]:
 
     rows = [f"| `{_cell(name)}` | {_cell(_sentence(text))} |" for name, text in DEFINITIONS.items()]
     introduction = (
-        "# Metrics\n\nEach metric has one definition, and it is the same in every collector. In names, `<a|b>` is one of "
-        "the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"
+        "# Metrics\n\nEach metric has one definition, and it is the same in every collector. In names, `<a|b>` is one "
+        "of the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"
     )
     return {"metrics.md": introduction + "| Metric | Definition |\n| --- | --- |\n" + "\n".join(rows) + "\n"}
 

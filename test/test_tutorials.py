@@ -87,7 +87,7 @@ def test_the_tool_environment_learns_to_call(run, tmp_path):
 
 NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
     "first_loop.py": ("addition", {"STEPS = 30": "STEPS = 2"}, r"gradient norm \d+\.\d\d; after one step the clip"),
-    "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"asks for \['answer'\].*step 0: right_number"),
+    "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"requires \['answer'\].*step 0: right_number"),
     "multi_turn_game.py": (
         "guessing",
         {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},

@@ -1,4 +1,4 @@
-"""PPO with a critic: the loop of `rloo_in_a_page.py` with a value head, TokenGAE and a second loss.
+"""PPO with a critic: the loop of the README with a value head, TokenGAE and a second loss.
 
     python tutorials/ppo.py          about two minutes on one CPU core after the warm start
 

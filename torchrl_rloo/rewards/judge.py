@@ -34,7 +34,7 @@ class LLMJudge:
     """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
     The judge must reply with ``{"reason": ..., "score": ...}``, and the reply is parsed leniently. A reply without a
-    score on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
+    score on the scale is answered with a reminder, up to ``retries`` times. Identical rows share one request, and
     cached rows need none.
 
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
