@@ -26,8 +26,8 @@ from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import EngineUpdater, InProcessWeightUpdater
 
-SCRIPTED_STEPS, STEPS, UPDATES, OLD_PROMPTS = 10, 10, 6, 64
 torch.manual_seed(0)  # for the buffer's shuffling; the environment and the policy have their own seeds
+SCRIPTED_STEPS, STEPS, UPDATES, OLD_PROMPTS = 10, 10, 6, 64
 
 # %% [markdown]
 # ## An engine with a script

@@ -21,14 +21,14 @@ from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
-STEPS = 30
 torch.manual_seed(0)  # for the buffer's shuffling; the environment and the policy have their own seeds
+STEPS = 30
 
 # %% [markdown]
 # ## Model and policy
 #
 # `warm_start` builds a small Qwen2 model that imitates a careless teacher: it can add, but often forgets a carry or the
-# box around its answer. The first call takes about 40 seconds, later calls read a cache.
+# box around its answer. The first call takes less than a minute, later calls read a cache.
 # `load_model` also takes a hub id, such as `Qwen/Qwen2.5-0.5B-Instruct`.
 #
 # A `TransformersWrapper` makes a policy of a model. It samples completions, and records each token's log-probability.

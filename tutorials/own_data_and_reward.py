@@ -27,8 +27,8 @@ from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
-STEPS = 40
 torch.manual_seed(0)  # for the buffer's shuffling; the environment and the policy have their own seeds
+STEPS = 40
 
 # %% [markdown]
 # ## A dataset in a file

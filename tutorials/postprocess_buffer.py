@@ -22,8 +22,6 @@ from torchrl_rloo.rewards import last_boxed
 from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
-torch.manual_seed(0)
-
 # %% [markdown]
 # ## Rows to work on
 #
@@ -59,7 +57,7 @@ print("rewards of the first groups:", *rewards[:4].tolist(), sep="\n")
 
 # %%
 buffer = ReplayBuffer(storage=RowStorage(), transform=(advantage := MCAdvantage()))
-shuffled = torch.randperm(len(rows)).tolist()
+shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
 for part in (shuffled[:100], shuffled[100:]):
     buffer.extend(stack_rows([rows[i] for i in part]))
     print(f"{len(part)} rows written: {len(buffer)} in the buffer, {advantage.pending_rows} wait for their group")
