@@ -7,7 +7,7 @@ act on the second. `--start sloppy` begins at the default warm start on a sloppy
 prefer the better demonstrations. `--start clean` begins at a warm start of 200 steps on a teacher without errors, where
 the model must find what it cannot do yet.
 
-Draws `docs/pictures/algorithms_<start>.png`, the held-out accuracy over steps (mean and range of the seeds), prints a table
+Draws `docs/pictures/algorithms_<start>.png`, held-out accuracy over steps (mean and range of the seeds), prints a table
 and ends with one line of JSON.
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from html import unescape
+from importlib import import_module
 from pathlib import Path
-from pydoc import ErrorDuringImport, locate
 
 from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
@@ -35,12 +35,13 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 # Markdown and tutorials: percent scripts, executed once for each change of their text
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_custom_formats = {".py": "generate.read_notebook"}
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_execution_in_temp = True
 nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars
 
 # API pages: the public names of each package, in the order of the source
 autodoc_member_order = "bysource"
@@ -100,7 +101,17 @@ def resolve_reference(app, env, node, contnode):
             found = env.get_domain("py").objects.get(name)
             if found and name != target:
                 return make_refnode(app.builder, node.get("refdoc", ""), found.docname, found.node_id, contnode, name)
-    try:
-        return contnode if locate(target) is not None else None
-    except ErrorDuringImport:
-        return None
+    return contnode if exists(parts) else None
+
+
+def exists(parts: list[str]) -> bool:
+    """Return whether a dotted name is that of a module or of something in one; a function may hide its module."""
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False

@@ -159,6 +159,16 @@ def tutorial_pages() -> dict[str, str]:
     return pages
 
 
+def read_notebook(text: str):
+    """Read a percent script as a notebook for this Python."""
+    import jupytext
+
+    notebook = jupytext.reads(text, fmt="py:percent")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+    return notebook
+
+
 def _sentence(comment: str) -> str:
     return comment[:1].upper() + comment[1:] + ("" if comment.endswith(".") else ".")
 
