@@ -48,6 +48,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
+add_module_names = False
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -72,6 +73,10 @@ linkcheck_anchors = False
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write_pages(Path(app.srcdir)))
     app.connect("missing-reference", resolve_reference)
+    app.connect(
+        "autodoc-process-bases",
+        lambda app, name, cls, options, bases: bases.remove(object) if object in bases else None,
+    )
     app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_block_math, None))
 
 

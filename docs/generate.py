@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pkgutil
+import re
 import sys
 from pathlib import Path
 
@@ -54,10 +56,22 @@ def api_pages() -> dict[str, str]:
 
 
 def _api_page(name: str) -> str:
+    module = importlib.import_module(name)
+    public = {n: getattr(module, n) for n in getattr(module, "__all__", ())}
+    public = {n: value for n, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
+    rows = [f"| [`{n}`](#{name}.{n}) | {_summary(public[n])} |" for n in sorted(public, key=str.lower)]
+    table = "\n".join(["| Name | Content |", "| --- | --- |", *rows]) if rows else ""
     return (
-        f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
+        f"# {name}\n\n{table}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
         "   :show-inheritance:\n```\n"
     )
+
+
+def _summary(value) -> str:
+    """Return the first line of a docstring as Markdown."""
+    line = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
+    line = re.sub(r":\w+:`~?([^`]*)`", lambda m: f"`{m[1].rsplit('.', 1)[-1]}`", line).replace("``", "`")
+    return _cell(line)
 
 
 def configuration_pages() -> dict[str, str]:
@@ -89,9 +103,9 @@ def _configuration_page(name: str, file: str) -> str:
     for setting, default, comment in describe(config):
         if not default:
             sections.append(setting)
-            lines += ["", f"## {setting}", "", *([_sentence(comment), ""] if comment else []), *_HEADER]
+            lines += ["", f"## {setting}", "", *([_plain(_sentence(comment)), ""] if comment else []), *_HEADER]
         else:
-            lines.append(f"| `{setting}` | `{_cell(default)}` | {_cell(limits(setting))} | {_cell(comment)} |")
+            lines.append(f"| `{setting}` | `{_cell(default)}` | {_cell(limits(setting))} | {_plain(comment)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -129,7 +143,7 @@ def metrics_page() -> dict[str, str]:
     """Return the page that defines the metrics."""
     from torchrl_rloo.diagnostics import DEFINITIONS
 
-    rows = [f"| `{_cell(name)}` | {_cell(_sentence(text))} |" for name, text in DEFINITIONS.items()]
+    rows = [f"| `{_cell(name)}` | {_plain(_sentence(text))} |" for name, text in DEFINITIONS.items()]
     introduction = (
         "# Metrics\n\nEach metric has one definition, and it is the same in every collector. In names, `<a|b>` is one "
         "of the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"
@@ -171,6 +185,11 @@ def read_notebook(text: str):
 
 def _sentence(comment: str) -> str:
     return comment[:1].upper() + comment[1:] + ("" if comment.endswith(".") else ".")
+
+
+def _plain(text: str) -> str:
+    """Escape the characters that Markdown would take as markup."""
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 
 def _cell(text: str) -> str:

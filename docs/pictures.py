@@ -107,13 +107,13 @@ def _token_strip(picture: Picture, top: int) -> None:
 
 def loop() -> str:
     """Draw the training loop with its parts, for the README."""
-    picture = Picture(880, 250, "The training loop")
+    picture = Picture(880, 220, "The training loop")
     picture.box(10, 20, 130, 56, "prompts", GRAY, bold=True)
     picture.box(190, 20, 200, 56, "environment\nturns, tools, rewards, KL", BLUE, bold=True)
     picture.box(480, 20, 200, 56, "policy\nTransformers or vLLM", GREEN, bold=True)
     picture.box(190, 150, 200, 56, "collector\nwhole groups of rows", AMBER, bold=True)
     picture.box(480, 150, 170, 56, "buffer\nadvantages", ROSE, bold=True)
-    picture.box(700, 150, 170, 56, "loss, optimizer\nRLOO and kin", ROSE, bold=True)
+    picture.box(700, 150, 170, 56, "loss, optimizer\nRLOO and others", ROSE, bold=True)
     picture.arrow((140, 48), (189, 48))
     picture.arrow((390, 40), (479, 40))
     picture.arrow((480, 58), (391, 58))
@@ -124,7 +124,6 @@ def loop() -> str:
     picture.arrow((650, 178), (699, 178))
     picture.arrow((785, 150), (785, 48), (681, 48))
     picture.text(795, 105, "weights")
-    picture.text(10, 240, "Every box is a module that you can swap. You write the loop that connects them.")
     return picture.svg()
 
 
