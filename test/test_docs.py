@@ -34,9 +34,15 @@ from torchrl_rloo.replay import MCAdvantage, RowStorage
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("_build", "api", "configuration", "tutorials", "metrics.md")  # written by docs/generate.py
+sys.path.insert(0, str(DOCS))
+from generate import TUTORIALS  # noqa: E402
+
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
     *(p for p in sorted(DOCS.rglob("*.md")) if not set(p.relative_to(DOCS).parts) & set(GENERATED)),
+    *(ROOT / "tutorials" / f"{name}.py" for name in TUTORIALS),
 ]
 FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
 OUTPUT = {"text", "json", "yaml"}  # not run: what a command prints, or the content of a file
@@ -52,9 +58,18 @@ def load(path: Path):
     return module
 
 
+def read_page(page: Path) -> str:
+    """Return the Markdown of a page; that of a tutorial is in its cells of text."""
+    text = page.read_text()
+    if page.suffix == ".md":
+        return text
+    cells = re.findall(r"^# %% \[markdown\]\n((?:#.*\n|\n)*?)(?=# %%|\Z|\n*# %%)", text, re.MULTILINE)
+    return "\n".join(re.sub(r"^# ?", "", cell, flags=re.MULTILINE) for cell in cells)
+
+
 def blocks(page: Path, language: str) -> list[str]:
     """Return the code blocks of a page in one language."""
-    return [text for _, name, text in FENCE.findall(page.read_text()) if name == language]
+    return [text for _, name, text in FENCE.findall(read_page(page)) if name == language]
 
 
 def identify(page: Path) -> str:
@@ -63,7 +78,7 @@ def identify(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_each_block_runs_in_a_test_or_is_marked_as_output(page: Path):
-    names = {name for _, name, _ in FENCE.findall(page.read_text())}
+    names = {name for _, name, _ in FENCE.findall(read_page(page))}
     assert {n for n in names if not n.startswith("{")} <= {"python", "bash"} | OUTPUT
 
 
@@ -119,7 +134,7 @@ def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypat
 
 def code_spans(page: Path) -> list[str]:
     """Return the inline code of a page."""
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", page.read_text()))
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", read_page(page)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
@@ -143,11 +158,9 @@ def known_settings(name: str) -> None:
     check_names([name], config)
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *PAGES[1:]], ids=identify
-)
+@pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_links_lead_to_files(page: Path):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", FENCE.sub("", page.read_text())):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", FENCE.sub("", read_page(page))):
         if not re.match(r"[a-z]+:", target):
             path = (page.parent / target).resolve()
             generated = path.is_relative_to(DOCS) and set(path.relative_to(DOCS).parts) & set(GENERATED)
@@ -273,3 +286,14 @@ def test_a_row_gains_the_keys_of_its_picture_in_that_order():
         new = written - {keys.ACTION_MASK, keys.LOG_PROBS}  # empty after a reset, longer after each turn
         assert not new & before, who
         before |= present if who not in ("DataLoadingPrimer", "ChatEnv.step") else set()
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_warnings(tmp_path: Path):
+    """Tutorials are not executed: other tests run them."""
+    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", "--keep-going", "-b", "html"]
+    folders = [str(DOCS), str(tmp_path / "html"), "-d", str(tmp_path / "doctrees")]
+    done = subprocess.run([*command, "-D", "nb_execution_mode=off", *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "html" / "api" / "torchrl_rloo.replay.html").read_text()
+    assert 'id="torchrl_rloo.replay.MCAdvantage"' in page

@@ -1,10 +1,10 @@
-"""Recorded behaviour of TRL 1.16: inputs and outputs of its trainers' own functions, checked against ours.
+"""Recorded behavior of TRL 1.16: inputs and outputs of its trainers' own functions, checked against ours.
 
 Source of ``trl_cases.json``: TRL 1.16.0 with torch 2.13.0 and math-verify 0.9.0, run on small fixed tensors. It holds
 inputs and outputs only, no code. Floats are float32 results written as doubles, compared with an absolute tolerance of
 1e-5; ``null`` stands for None and NaN. Rows are group-major: rows ``i * G .. i * G + G - 1`` share a prompt. The
-``metrics`` of the advantage cases belong to the tests of the diagnostics; ``schedule`` and ``reward``
-cases have files of their own beside this one.
+``metrics`` of the advantage cases belong to the tests of the diagnostics. The ``schedule`` and ``reward`` cases have
+separate test files in this folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Inputs = dict[str, Any]
 
 
 def tensor(values: Any) -> torch.Tensor:
-    """Nested lists as float32, None as NaN."""
+    """Return nested lists as a float32 tensor, None as NaN."""
 
     def plain(value):
         return [plain(v) for v in value] if isinstance(value, list) else float("nan") if value is None else value
@@ -66,7 +66,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def completion_mask(inputs: Inputs) -> torch.Tensor:
-    """``[B, T]``: the tokens of each row that count."""
+    """Return the mask ``[B, T]`` of the tokens that count."""
     rows, length = tensor(inputs["old"]).shape
     lengths = torch.tensor(inputs.get("completion_lengths", [length] * rows))
     mask = torch.arange(length) < lengths[:, None]
@@ -76,7 +76,7 @@ def completion_mask(inputs: Inputs) -> torch.Tensor:
 
 
 def returns(inputs: Inputs) -> torch.Tensor:
-    """``[B]``: what each row earned, after clip and KL."""
+    """Return the return ``[B]`` of each row, after clip and KL."""
     rewards = tensor(inputs["rewards_per_function"]).T
     clip = inputs.get("reward_clip_range")
     total = combine_rewards(rewards, inputs.get("reward_weights", [1.0] * rewards.shape[1]), clip and tuple(clip))
@@ -214,7 +214,7 @@ def test_every_case_is_run_or_listed():
 
 @pytest.mark.parametrize("name", names_of("sampler"))
 def test_sampler(name: str) -> None:
-    """Which prompts make a batch. TRL hands it out ``repeat_count`` times; ours is drawn once and kept in a buffer."""
+    """Batches have the same prompts. TRL repeats a batch ``repeat_count`` times; ours is drawn once and buffered."""
     inputs = CASES[name]["inputs"]
     prompts, copies = inputs["batch_size"], inputs["mini_repeat_count"]
     data = load_prompts([{"prompt": str(i), "index": i} for i in range(inputs["n"])])

@@ -181,7 +181,7 @@ def test_a_fixed_port_can_be_opened_again_while_an_earlier_group_still_waits():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     transport = Collective(port=port)
-    transport.open([1], 64, TIMEOUT)  # nobody joins
+    transport.open([1], 64, TIMEOUT)  # no engine joins
     deliver(transport, connect(transport))
     transport.close()
 

@@ -16,7 +16,7 @@ from torchrl_rloo.envs.tools.tool import Columns, State, Tool, tool
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", near: Optional[list[str]] = None) -> str:  # noqa: UP045
-    """Forecasts the weather,
+    """Forecast the weather,
     roughly.
 
     Args:
@@ -33,7 +33,7 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", near: Optio
 
 
 async def later(text: str) -> str:
-    """Says it later.
+    """Say it later.
 
     Args:
         text: what.
@@ -43,7 +43,7 @@ async def later(text: str) -> str:
 
 
 def remember(note: str, notes: State, row: Columns) -> int:
-    """Remembers a note.
+    """Remember a note.
 
     Args:
         note: what to remember.
@@ -64,7 +64,7 @@ def test_the_schema_of_a_function() -> None:
         },
         "required": ["city"],
     }
-    description = "Forecasts the weather,\nroughly."
+    description = "Forecast the weather,\nroughly."
     assert made.schema == {
         "type": "function",
         "function": {"name": "weather", "description": description, "parameters": parameters},
@@ -79,7 +79,7 @@ def test_async_functions_and_methods() -> None:
             self.n = 0
 
         def add(self, n: int) -> int:
-            """Adds.
+            """Add.
 
             Args:
                 n: how many.
@@ -123,7 +123,7 @@ def undocumented(n: int) -> int:
 
 
 def undescribed(first: int, second: int) -> int:
-    """Adds.
+    """Add.
 
     Args:
         first: one.
@@ -132,7 +132,7 @@ def undescribed(first: int, second: int) -> int:
 
 
 def unhinted(first, second: int) -> int:
-    """Adds.
+    """Add.
 
     Args:
         first: one.
@@ -142,7 +142,7 @@ def unhinted(first, second: int) -> int:
 
 
 def dated(when: datetime.date | None) -> str:
-    """Writes a date.
+    """Write a date.
 
     Args:
         when: the date.
@@ -151,7 +151,7 @@ def dated(when: datetime.date | None) -> str:
 
 
 def by_number(names: dict[int, str]) -> str:
-    """Writes names.
+    """Write names.
 
     Args:
         names: by number.
@@ -160,7 +160,7 @@ def by_number(names: dict[int, str]) -> str:
 
 
 def many(*numbers: int) -> int:
-    """Adds.
+    """Add.
 
     Args:
         numbers: all.
