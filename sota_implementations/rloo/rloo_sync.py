@@ -1,11 +1,11 @@
 """Train a language model with RLOO: sample completions, score them, train on them, update the sampler, repeat.
 
 Examples:
-  rloo_sync.py                                             train the built-in model on the built-in task, on the CPU
-  rloo_sync.py --config rloo_tools                         train the built-in model to call a tool
-  rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6   a model from the hub
-  rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]  data and reward of yours
-  rloo_sync.py algorithm=grpo inference=vllm               train with another method, sample with vLLM
+  rloo_sync.py                                     the built-in task and model, on one CPU core
+  rloo_sync.py --config rloo_tools                 the built-in model learns to call a tool
+  rloo_sync.py algorithm=grpo inference=vllm       another method, sampled by vLLM
+  rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6  a model from the hub
+  rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]  your data and reward
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Config(c.RunConfig):
     """Settings of RLOO training."""
 
     output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
-    algorithm: str = "rloo_trl"  # method: rloo[_trl|_openrlhf], [dr_]grpo, dapo, gspo, cispo, reinforce_pp[_baseline]
+    algorithm: str = "rloo_trl"  # method: rloo, rloo_trl, grpo, dr_grpo, dapo, gspo, cispo, ...; a wrong name lists all
     loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
     advantage: dict[str, c.Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
     lora: c.Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights
