@@ -290,7 +290,7 @@ def main() -> int:
         count(args.paths or ["torchrl_rloo"])
         return 0
     found = findings(args.paths)
-    print(*found, sep="\n")
+    print("\n".join(found), end="\n" if found else "")
     return int(bool(found))
 
 

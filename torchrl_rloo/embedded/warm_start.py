@@ -55,7 +55,7 @@ def warm_start(
 ) -> Path:
     """Build the warm-started model and its tokenizer on the first call, and return their directory.
 
-    A build takes about 20 seconds of one CPU core. It runs in one thread and leaves the caller's number of threads and
+    A build takes 20 to 40 seconds of one CPU core. It runs in one thread and leaves the caller's number of threads and
     the global random state unchanged. The same seed gives bit-identical weights on the same kind of CPU. The directory
     appears atomically: a killed build leaves no partial result, and of concurrent builds the first to finish wins.
 

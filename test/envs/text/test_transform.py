@@ -19,6 +19,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper, event_loop
 from torchrl_rloo.envs.text import (
     GuessNumber,
@@ -30,6 +31,7 @@ from torchrl_rloo.envs.text import (
     text_env,
 )
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
+from torchrl_rloo.modules import vLLMWrapper
 
 
 def transform_of(env) -> TextEnvTransform:
@@ -364,3 +366,11 @@ def test_an_opening_that_the_template_refuses_costs_its_row(play: Callable, toke
 def test_what_stands_for_a_prompt_takes_little_room(play: Callable, tokenizer):
     env = text_env(GuessNumber, tokenizer, prompts_per_batch=1, max_tokens=48)
     assert stop_reason(play(env, lambda turn, prompt: "3")[0]) == "ended"
+
+
+def test_a_conversation_that_is_cut_before_the_first_step_has_no_metrics(tokenizer):
+    """Rewards and loops read ``log_extra`` of every row, so it is there, and empty."""
+    engine = ScriptedEngine(lambda request, index: ScriptedTurn([5], finish="length"))
+    env = text_env(GuessNumber, tokenizer, prompts_per_batch=1)
+    (row,) = LLMCollector(env, vLLMWrapper(engine, tokenizer=tokenizer)).collect().unbind(0)
+    assert row[keys.LOG_EXTRA] == {} and stop_reason(row) == "turn_tokens"

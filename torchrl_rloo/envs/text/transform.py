@@ -179,7 +179,7 @@ class TextEnvTransform(TurnTransform):
             end_row(next_row, "failed")
         elif next_row["terminated"].any():
             await self._step_session(held, row, next_row)
-        if held.metrics and next_row["done"].any():
+        if next_row["done"].any():
             next_row.set("log_extra", NonTensorData(dict(held.metrics)))
 
     async def _step_session(self, held: _Held, row: TensorDictBase, next_row: TensorDictBase) -> None:
