@@ -105,5 +105,5 @@ def test_a_manifest_survives_json(dtype: torch.dtype):
 def test_buckets_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes=0"):
         plan_buckets([TensorInfo("x", "float32", (2,))], 0)
-    with pytest.raises(ValueError, match="no tensors"):
+    with pytest.raises(ValueError, match="at least one tensor"):
         plan_buckets([], 10)

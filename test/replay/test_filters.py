@@ -74,7 +74,7 @@ def test_a_kl_does_not_hide_a_dead_group() -> None:
     assert groups_of(by_accuracy.keep_informative(rows)) == [1, 1]
     assert by_accuracy.counts["zero_signal/all_right"] == 1
     assert groups_of(ZeroSignalFilter(returns=EachScore()).keep_informative(rows)) == [0, 0, 1, 1]
-    with pytest.raises(ValueError, match=r"1 weights .* 2 scores"):
+    with pytest.raises(ValueError, match=r"one weight for each of the 2 scores"):
         ZeroSignalFilter(returns=WeightedScores([1.0])).keep_informative(rows)
 
 

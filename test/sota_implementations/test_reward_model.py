@@ -135,7 +135,7 @@ def test_any_source_with_its_own_held_out_pairs(overrides, tmp_path, capsys):
     assert re.search(r"4\d training pairs, 0 dropped", printed) and "12 held-out pairs" in printed
     result = json.loads(printed.splitlines()[-1])
     assert result["held_out_accuracy_after"] > 0.9 and result["separable"]
-    with pytest.raises(ValueError, match="have prompts of training pairs"):
+    with pytest.raises(ValueError, match="have prompts of training examples"):
         run_recipe_here("reward_model", *overrides, *more, f"data.eval_source={train}", "resume=never")
 
 
@@ -162,7 +162,7 @@ def few_pairs(tmp_path_factory) -> str:
         (["data.eval_size=0"], "data.eval_size=0 must be at least 1"),
         (["data.max_length=3"], "training pairs are longer than 3 tokens; raise data.max_length"),
         (["data.options.drop_bad_row=true"], "drop_bad_row"),
-        (["data.type=chatml.unknown"], "type='chatml.unknown' is none"),
+        (["data.type=chatml.unknown"], "type='chatml.unknown' must be one of"),
         (["loss.centering_coeff=-1"], "centering_coeff=-1"),
         (["model.dtype=float33"], "model.dtype=float33: unknown"),
         (["eval.bins=0"], "bins=0 must be at least 1"),

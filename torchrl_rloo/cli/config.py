@@ -356,11 +356,7 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(name: str, values: Any) -> None:
-    """Raise if a value is neither null nor a mapping of settings.
-
-    Raises:
-        ValueError: if it is another value.
-    """
+    """Raise ``ValueError`` if a value is neither null nor a mapping of settings."""
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{name}={values} must be null or a mapping of settings such as {{key: value}}")
 
@@ -391,11 +387,7 @@ def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:
 
 
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
-    """Raise if the collector would sample ahead with the weights that are being trained.
-
-    Raises:
-        ValueError: if both are set.
-    """
+    """Raise ``ValueError`` if the collector would sample ahead with the weights that are being trained."""
     if collector.ahead and sampler.share_weights:
         raise ValueError(
             f"collector.ahead={collector.ahead} samples while the model trains and cannot be combined with "

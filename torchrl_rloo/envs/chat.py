@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.data import Composite
 from torchrl.envs import EnvBase
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
@@ -35,6 +35,7 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
+from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
 
@@ -127,39 +128,9 @@ class ChatEnv(SignedEnv, EnvBase):
         self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
         self._ids = itertools.count()
         self.template_kwargs = dict(template_kwargs or {})
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        shape = self.batch_size
-        ragged = {"shape": (*shape, -1)}
-        tokens = Unbounded(**ragged, dtype=torch.int64)
-        state = {
-            "tokens": Composite(prompt=tokens, shape=shape, data_cls=Tokens),
-            "masks": Composite(all_assistant_mask=Binary(**ragged, dtype=torch.bool), shape=shape, data_cls=Masks),
-            "log_probs": Composite(full=Unbounded(**ragged), shape=shape, data_cls=LogProbs),
-            keys.NUM_TURNS: Unbounded(shape=shape, dtype=torch.int64),
-            keys.TRAJECTORY_ID: Unbounded(shape=shape, dtype=torch.int64),
-            keys.STOP_REASON[1]: Unbounded(shape=shape, dtype=torch.int64),
-            keys.COMPLETION: NonTensor(shape=shape, example_data=[]),
-        }
-        if self.max_tokens is not None or self.max_turn_tokens is not None:
-            state[keys.MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
-        if self.max_seconds is not None:
-            state[keys.STARTED] = Unbounded(shape=shape, dtype=torch.float64)
-        views = {"text": Text, "history": ChatHistory}
-        if self.input_mode in views:
-            state[self.input_mode] = _without_optional(views[self.input_mode].default_spec(shape, ["prompt"]))
-            action = _without_optional(views[self.input_mode].default_spec(shape, ["full"]))
-        else:
-            action = Composite(full=tokens, shape=shape, data_cls=Tokens)
-        self.full_observation_spec = Composite(state, shape=shape)
-        self.full_action_spec = Composite({self.input_mode: action}, shape=shape)
-        self.full_reward_spec = Composite(reward=Unbounded(shape=(*shape, 1, 1)), shape=shape)
-        self.full_done_spec = Composite(
-            {k: Binary(n=1, shape=(*shape, 1), dtype=torch.bool) for k in ("done", "terminated", "truncated")},
-            shape=shape,
-        )
-        self.full_state_spec = Composite({keys.QUERY: NonTensor(shape=shape, example_data="a question")}, shape=shape)
+        limits = {"limits_tokens": (max_tokens or max_turn_tokens) is not None, "limits_time": max_seconds is not None}
+        for name, spec in make_specs(self.batch_size, input_mode, **limits).items():
+            setattr(self, name, spec)
 
     def _set_seed(self, seed: int | None) -> None:
         """Do nothing: the primer draws prompts and the policy samples; the environment is deterministic."""
@@ -406,11 +377,3 @@ _CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", 
 def _record_tools(row: TensorDictBase) -> None:
     if keys.TOOLS in row.keys():
         row.set(keys.TOOLS_SEEN, row.get(keys.TOOLS))
-
-
-def _without_optional(spec: Composite) -> Composite:
-    """Remove the message fields that plain chats leave unset from a text or history spec."""
-    for messages in (v for v in spec.values() if isinstance(v, Composite)):
-        for field in ("tool_calls", "tool_responses"):
-            del messages[field]
-    return spec
