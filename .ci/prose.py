@@ -213,7 +213,8 @@ def sentences(text: str) -> Iterator[str]:
 def check(text: Text) -> Iterator[str]:
     """Yield what the house rules say against a piece of prose, one line a finding."""
     where = f"{text.path.relative_to(ROOT)}:{text.line}"
-    prose = re.sub(r"`+[^`]*`+", "X", text.text) if text.kind != "string" else text.text
+    prose = re.sub(r"^\s*(>>>|\.\.\.).*$|`+[^`]*`+", "X", text.text, flags=re.MULTILINE)
+    prose = text.text if text.kind == "string" else prose
     for match in BANNED_PATTERN.finditer(prose):
         better = next(v for p, v in BANNED.items() if re.fullmatch(p, match[0], re.IGNORECASE))
         yield f"{where}: {match[0]!r} -> {better}"
