@@ -15,6 +15,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,10 +111,17 @@ def python_files(paths: tuple[str, ...] | list[str] = CODE) -> Iterator[Path]:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []
 
 
+@cache
+def walk(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a Python file that hold prose: definitions and strings."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.JoinedStr)
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return tuple(n for n in nodes if isinstance(n, kinds) or isinstance(n, ast.Constant) and isinstance(n.value, str))
+
+
 def read_docstrings(path: Path) -> Iterator[Text]:
     """Yield the docstrings of a Python file."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in walk(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -148,16 +156,15 @@ def read_comments(path: Path) -> Iterator[Text]:
 
 def read_messages(path: Path) -> Iterator[Text]:
     """Yield the strings of a Python file that are sentences: messages, help texts, log lines."""
-    tree = ast.parse(path.read_text())
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in walk(path)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    parts = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
-    for node in ast.walk(tree):
+    parts = {id(value) for node in walk(path) if isinstance(node, ast.JoinedStr) for value in node.values}
+    for node in walk(path):
         if isinstance(node, ast.JoinedStr):
             text = "".join(v.value if isinstance(v, ast.Constant) else "X" for v in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings | parts:
