@@ -60,11 +60,21 @@ def _api_page(name: str) -> str:
     public = {n: getattr(module, n) for n in getattr(module, "__all__", ())}
     public = {n: value for n, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
     rows = [f"| [`{n}`](#{name}.{n}) | {_summary(public[n])} |" for n in sorted(public, key=str.lower)]
-    table = "\n".join(["| Name | Content |", "| --- | --- |", *rows]) if rows else ""
+    table = "\n".join(["| Name | Content |", "| --- | --- |", *rows]) if rows else _key_table(module)
     return (
         f"# {name}\n\n{table}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n   :imported-members:\n"
         "   :show-inheritance:\n```\n"
     )
+
+
+def _key_table(module) -> str:
+    """Return a table of the constants of ``data/keys.py`` that name an entry of a row."""
+    entries = {
+        n: v
+        for n, v in vars(module).items()
+        if n.isupper() and (isinstance(v, str) or isinstance(v, tuple) and n != "INPUT_MODES")
+    }
+    return "\n".join(["| Constant | Key |", "| --- | --- |", *(f"| `{n}` | `{v!r}` |" for n, v in entries.items())])
 
 
 def _summary(value) -> str:
@@ -78,15 +88,44 @@ def configuration_pages() -> dict[str, str]:
     """Return a page of settings for each recipe, from its typed configuration."""
     pages = {f"configuration/{name}.md": _configuration_page(name, file) for name, file in RECIPES.items()}
     entries = "\n".join(RECIPES)
-    pages["configuration/index.md"] = (
-        "# Configuration\n\nA setting is written `name=value` after a recipe's name: "
-        "`torchrl-rloo run rloo plan.steps=20`. An unknown name, a wrong type or a value out of range is refused in "
-        "one line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.\n\n"
-        "Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command "
-        "line. `null` is no value; the column *Meaning* says what takes its place.\n\n"
-        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+    pages["configuration/index.md"] = CONFIGURATION.format(
+        tasks=_group_table("task"), engines=_group_table("inference"), entries=entries
     )
     return pages
+
+
+CONFIGURATION = """# Configuration
+
+A setting is written `name=value` after a recipe's name: `torchrl-rloo run rloo plan.steps=20`. Quote a value that has braces,
+brackets or spaces: `lora='{{r: 16}}'`. An unknown name, a wrong type or a value out of range is refused in one line before
+anything loads. `torchrl-rloo run rloo --help` prints the same tables.
+
+Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command line. `null` is
+no value; the column *Meaning* says what takes its place.
+
+```{{toctree}}
+:maxdepth: 1
+
+{entries}
+```
+
+## Groups of settings
+
+Two names choose a file with several settings.
+
+{tasks}
+
+{engines}
+"""
+
+
+def _group_table(group: str) -> str:
+    """Return a table of the files of a group, each described by its first comment."""
+    lines = [f"| `{group}=` | Content |", "| --- | --- |"]
+    for path in sorted((ROOT / "sota_implementations/rloo/config" / group).glob("[a-z]*.yaml")):
+        comment = next(line for line in path.read_text().splitlines() if line.startswith("#"))
+        lines.append(f"| `{path.stem}` | {_plain(comment.lstrip('# '))} |")
+    return "\n".join(lines)
 
 
 def _configuration_page(name: str, file: str) -> str:
@@ -143,7 +182,7 @@ def metrics_page() -> dict[str, str]:
     """Return the page that defines the metrics."""
     from torchrl_rloo.diagnostics import DEFINITIONS
 
-    rows = [f"| `{_cell(name)}` | {_plain(_sentence(text))} |" for name, text in DEFINITIONS.items()]
+    rows = [f"| `{_cell(name)}` | {_plain(text)} |" for name, text in DEFINITIONS.items()]
     introduction = (
         "# Metrics\n\nEach metric has one definition, and it is the same in every collector. In names, `<a|b>` is one "
         "of the words and `<word>` is any word. Lengths count action tokens, the end-of-turn token included.\n\n"

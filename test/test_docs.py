@@ -19,7 +19,7 @@ from torchrl.data import ReplayBuffer
 
 from support.recipes import settings
 from torchrl_rloo.cli.main import RECIPES
-from torchrl_rloo.cli.schema import check_names
+from torchrl_rloo.cli.schema import check_names, given
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics import DEFINITIONS
@@ -28,7 +28,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.objectives import PRESETS, make_method
+from torchrl_rloo.objectives import RLOOLoss, make_method
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,7 +162,8 @@ def known_settings(name: str) -> None:
 def test_links_lead_to_files(page: Path):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", FENCE.sub("", read_page(page))):
         if not re.match(r"[a-z]+:", target):
-            path = (page.parent / target).resolve()
+            folder = page.parent if page.suffix == ".md" else DOCS / "tutorials"  # the build copies tutorials there
+            path = (folder / target).resolve()
             generated = path.is_relative_to(DOCS) and set(path.relative_to(DOCS).parts) & set(GENERATED)
             assert path.exists() or generated, target
 
@@ -187,19 +188,23 @@ CONTEXTS = {  # what a setting requires, by the start of its name; the first tha
 }
 
 
-def translations() -> dict[str, str]:
-    """Return the settings on our side of the table, each with the setting of another library that it translates."""
+def translations() -> list[str]:
+    """Return our side of the table: one or more settings a row."""
     libraries = yaml.safe_load((DOCS / "coming_from.yaml").read_text())
-    rows = [row for library in libraries.values() for group in library["settings"].values() for row in group.items()]
-    assert all(ours or note for _, (ours, note) in rows)
-    return {shlex.split(ours)[0]: theirs for theirs, (ours, _) in rows if ours}
+    rows = [row for library in libraries.values() for group in library["settings"].values() for row in group.values()]
+    assert all(ours or note for ours, note in rows)
+    return sorted({ours for ours, _ in rows if ours})
 
 
 def test_each_setting_of_the_translation_table_is_accepted(monkeypatch):
     """``...`` stands for a value of the reader's."""
     monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)
     batches: dict[str, list[dict[str, str]]] = {}  # settings that are checked at once: by context, a name once
-    for setting in translations():
+    for ours in translations():
+        if " " in ours:
+            settings("rloo", *shlex.split(ours))
+            continue
+        (setting,) = shlex.split(ours) if "..." not in ours else (ours,)
         name, _, value = setting.partition("=")
         assert value, setting
         if "..." in value:
@@ -215,42 +220,54 @@ def test_each_setting_of_the_translation_table_is_accepted(monkeypatch):
             settings("rloo", *(s for s in CONTEXTS[context] if s.split("=")[0] not in batch), *batch.values())
 
 
-@pytest.mark.parametrize("setting", sorted(s for s in translations() if s.startswith(("loss.", "advantage."))))
-def test_a_method_takes_each_setting_of_the_translation_table(setting: str):
-    cfg = settings("rloo", setting)
+@pytest.fixture(scope="module")
+def actor() -> TransformersWrapper:
+    """A scoring wrapper of a random model."""
+    tokenizer = build_tokenizer()
+    return TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate=False)
+
+
+@pytest.mark.parametrize("ours", [s for s in translations() if re.search(r"\b(loss\.|advantage\.|algorithm=)", s)])
+def test_methods_take_the_settings_of_the_translation_table(ours: str, actor: TransformersWrapper):
+    """The default algorithm takes them, unless the row names another one."""
+    cfg = settings("rloo", *shlex.split(ours))
     sizes = {"reward_weights": [1.0], "max_new_tokens": 8, "prompts_per_step": 2, "num_generations": 2}
-    refusals = []
-    for name in (name for name, preset in PRESETS.items() if not preset.critic):
-        try:
-            MCAdvantage(**make_method(name, loss=cfg.loss, advantage=cfg.advantage, **sizes).advantage_arguments)
-            return
-        except (ValueError, TypeError) as refusal:
-            refusals.append(refusal)
-    raise AssertionError(f"no method takes {setting}: {refusals}")
+    method = make_method(cfg.algorithm, loss=cfg.loss, advantage=cfg.advantage, kl=given(cfg.kl), **sizes)
+    MCAdvantage(**method.advantage_arguments)
+    RLOOLoss(actor, **method.loss_arguments)
 
 
-def test_every_setting_of_trl_is_translated():
-    """The names come from the source of the installed version, which is the version that the page names."""
-    library = yaml.safe_load((DOCS / "coming_from.yaml").read_text())["trl"]
-    folder = Path(importlib.util.find_spec("trl").submodule_search_locations[0]) / "trainer"
-    wanted = {
+def fields_of(path: Path, *classes: str) -> set[str]:
+    """Return the annotated fields of classes, from their source."""
+    return {
         node.target.id
-        for file in ("rloo_config.py", "base_config.py")
-        for cls in ast.parse((folder / file).read_text()).body
-        if isinstance(cls, ast.ClassDef)
+        for cls in ast.parse(path.read_text()).body
+        if isinstance(cls, ast.ClassDef) and cls.name in classes
         for node in cls.body
         if isinstance(node, ast.AnnAssign)
     }
+
+
+def test_every_setting_of_trl_is_translated():
+    """Names come from the source of the installed version, which is the version that the page names."""
+    library = yaml.safe_load((DOCS / "coming_from.yaml").read_text())["trl"]
+    trl, transformers = (
+        Path(importlib.util.find_spec(n).submodule_search_locations[0]) for n in ("trl", "transformers")
+    )
     (init,) = (
         node
-        for cls in ast.parse((folder / "rloo_trainer.py").read_text()).body
+        for cls in ast.parse((trl / "trainer/rloo_trainer.py").read_text()).body
         if isinstance(cls, ast.ClassDef) and cls.name == "RLOOTrainer"
         for node in cls.body
         if isinstance(node, ast.FunctionDef) and node.name == "__init__"
     )
-    wanted |= {a.arg for a in init.args.args} - {"self"}
+    wanted = {a.arg for a in init.args.args} - {"self"}
+    wanted |= fields_of(trl / "trainer/rloo_config.py", "RLOOConfig")
+    wanted |= fields_of(trl / "trainer/grpo_config.py", "GRPOConfig")
+    wanted |= fields_of(trl / "trainer/base_config.py", "_BaseConfig")
+    general = fields_of(transformers / "training_args.py", "TrainingArguments")
     told = {name.strip() for rows in library["settings"].values() for key in rows for name in key.split(",")}
-    assert wanted == told
+    assert wanted - told == set() and told - wanted <= general
     assert f"TRL {'.'.join(version('trl').split('.')[:2])}" in library["introduction"]
 
 

@@ -217,7 +217,7 @@ axes.grid(alpha=0.3)
 plt.show()
 
 # %% [markdown]
-# Both learn. One seed on one small task does not say which is better. `docs/methods.md` shows how much seeds of
+# Both learn. One seed on one small task does not say which is better. [Methods](../methods.md) shows how much seeds of
 # one method differ.
 #
 # ## What to try next
