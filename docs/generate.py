@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import pkgutil
 import re
 import sys
@@ -96,12 +97,12 @@ def configuration_pages() -> dict[str, str]:
 
 CONFIGURATION = """# Configuration
 
-A setting is written `name=value` after a recipe's name: `torchrl-rloo run rloo plan.steps=20`. Quote a value that has braces,
-brackets or spaces: `lora='{{r: 16}}'`. An unknown name, a wrong type or a value out of range is refused in one line before
-anything loads. `torchrl-rloo run rloo --help` prints the same tables.
+A setting is written `name=value` after a recipe's name: `torchrl-rloo run rloo plan.steps=20`. Quote a value that has
+braces, brackets or spaces: `lora='{{r: 16}}'`. An unknown name, a wrong type or a value out of range is refused in one
+line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.
 
-Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command line. `null` is
-no value; the column *Meaning* says what takes its place.
+Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command line.
+`null` is no value; the column *Meaning* says what takes its place.
 
 ```{{toctree}}
 :maxdepth: 1
@@ -123,8 +124,9 @@ def _group_table(group: str) -> str:
     """Return a table of the files of a group, each described by its first comment."""
     lines = [f"| `{group}=` | Content |", "| --- | --- |"]
     for path in sorted((ROOT / "sota_implementations/rloo/config" / group).glob("[a-z]*.yaml")):
-        comment = next(line for line in path.read_text().splitlines() if line.startswith("#"))
-        lines.append(f"| `{path.stem}` | {_plain(comment.lstrip('# '))} |")
+        text = [line for line in path.read_text().splitlines() if "@package" not in line]
+        comment = itertools.takewhile(lambda line: line.startswith("#"), text)
+        lines.append(f"| `{path.stem}` | {_plain(' '.join(line.lstrip('# ') for line in comment))} |")
     return "\n".join(lines)
 
 
