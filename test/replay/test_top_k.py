@@ -14,7 +14,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import EachScore, WeightedScores
+from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.replay.top_k import TopKSelector, most_varied, select_top_k
@@ -86,7 +86,7 @@ def test_another_return_decides() -> None:
     rows = make_rows((0, 0.0), (0, 0.5), (0, 1.0))
     assert rewards_of(select_top_k(rows, 1, returns=WeightedScores([1.0, 0.0]))) == [0.0]
     with pytest.raises(ValueError, match=r"returns gave \(3, 2\), .* \[3\]"):
-        select_top_k(rows, 1, returns=EachScore())
+        select_top_k(rows, 1, returns=SeparateScores())
 
 
 def test_the_callers_rows_are_left_alone() -> None:

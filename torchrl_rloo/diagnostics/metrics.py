@@ -100,7 +100,7 @@ DEFINITIONS = {
     "prompts so far that entered the target range, and that were retired as solved",
     "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "
     "a later try, or dropped after the last try",
-    "pool/<standing>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
+    "pool/<difficulty>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
     "count/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
     "count/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
     "count/failed_turns": "turns so far whose reward function raised or returned no finite number; their rows abstain",

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import action_tokens, as_lazy, concatenate, gather_actions, ragged, stack_rows
+from torchrl_rloo.data.rows import action_tokens, concatenate, gather_actions, ragged, stack_rows, to_lazy_stack
 from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, log_prob_gap
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
@@ -135,7 +135,7 @@ class ParityProbe:
 
     @torch.no_grad()
     def __call__(self) -> ParityReport:
-        rows = as_lazy(self.policy(self._rows()))
+        rows = to_lazy_stack(self.policy(self._rows()))
         rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
         gap, plain = self._gap(rows, self.scorer), None
         dtypes = (self.sampler_dtype, self.trainer_dtype)

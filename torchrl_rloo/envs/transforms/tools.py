@@ -12,7 +12,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import as_lazy
+from torchrl_rloo.data.rows import to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
@@ -224,7 +224,7 @@ class ToolTransform(TurnTransform):
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         if tensordict is None or not self.show_schemas:
             return tensordict
-        rows = as_lazy(tensordict)
+        rows = to_lazy_stack(tensordict)
         for row in rows.unbind(0):
             row.set(keys.TOOLS, NonTensorData(self._choice(row)[1]))
         return rows
