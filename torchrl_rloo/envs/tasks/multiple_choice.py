@@ -69,5 +69,5 @@ MULTIPLE_CHOICE = Task(
     dataset={"source": "cais/mmlu", "name": "all", "split": "auxiliary_train"},
     eval_split="test",
     system_prompt="Think, then put the letter of the right choice in \\boxed{}.",
-    extract_answer=MultipleChoice().chosen,
+    extract_answer=MultipleChoice().find_choice,
 )

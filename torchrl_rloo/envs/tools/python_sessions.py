@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.rewards.sandbox import Starter, checked_limits
+from torchrl_rloo.rewards.sandbox import Starter, check_limits
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class PythonSessions:
         max_sessions: int = 1024,
         allow_weaker: bool = False,
     ):
-        self.cpu_seconds = checked_limits(timeout, cpu_seconds, memory, max_output)
+        self.cpu_seconds = check_limits(timeout, cpu_seconds, memory, max_output)
         if max_output > _MAX_OUTPUT_BYTES:
             raise ValueError(f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES} bytes")
         if max_sessions < 1:
