@@ -308,7 +308,7 @@ def make_source(
     refill, cache = cfg.curriculum.refill, cfg.curriculum.cache
     observe = getattr(collector.env.primer.sampler, "update", None)  # a prompt sampler that learns from every batch
     if refill is not None:
-        if advantage.compares_groups:
+        if advantage.depends_on_other_groups:
             raise ValueError(
                 "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
                 "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"

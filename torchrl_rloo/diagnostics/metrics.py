@@ -94,8 +94,8 @@ DEFINITIONS = {
     "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far that were collected to "
     "fill steps, groups returned, groups still missing and the steps that lacked them, and surplus groups dropped as "
     "stale",
-    "count/cache/<added|used|evicted|stale|worn|missing>": "groups so far that the cache added, returned, evicted for "
-    "newer ones, dropped for age or for use, or lacked when requested",
+    "count/cache/<added|used|evicted|stale|used_up|missing>": "groups so far that the cache added, returned, "
+    "evicted for newer ones, dropped for age or for use, or lacked when requested",
     "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from preferred prompts and from all; "
     "prompts so far that entered the target range, and that were retired as solved",
     "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "

@@ -49,7 +49,7 @@ class GroupCache:
     Attributes:
         counts: numbers of groups: ``"cache/added"``; ``"cache/used"``, replayed; ``"cache/missing"``, requested but
             unavailable; ``"cache/evicted"``, beyond ``capacity``; ``"cache/stale"``, beyond ``max_age``;
-            ``"cache/worn"``, dropped after ``max_uses``.
+            ``"cache/used_up"``, dropped after ``max_uses``.
 
     Raises:
         ValueError: if a number is below 1.
@@ -130,7 +130,7 @@ class GroupCache:
         record_log_probs(self.scorer, replayed, log_probs=keys.LOG_PROBS, **self.limits)
         for group in chosen:
             cached[group].uses += 1
-        self._drop([g for g in chosen if cached[g].uses >= self.max_uses], "worn")
+        self._drop([g for g in chosen if cached[g].uses >= self.max_uses], "used_up")
         return concatenate([*fresh, replayed])
 
     def _copies(self, cached: _Cached) -> list[TensorDictBase]:

@@ -44,7 +44,7 @@ class Groups(NamedTuple):
         if getattr(advantages, "shape", None) != returns.shape:
             got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise ValueError(
-                f"estimator={name_of(self.estimator)} returned {got} for rewards of shape {tuple(returns.shape)}: "
+                f"estimator={estimator_name(self.estimator)} returned {got} for rewards of shape {tuple(returns.shape)}: "
                 "return one advantage for each reward"
             )
         return advantages
@@ -198,7 +198,7 @@ class TokenCredit(Credit):
         """Refuse an estimator that rescales, whose baseline cannot be recovered from its advantages."""
         if estimator_option(estimator, "rescales"):
             raise ValueError(
-                f"estimator={name_of(estimator)} rescales rewards (or does not say rescales=False), but {self} "
+                f"estimator={estimator_name(estimator)} rescales rewards (or does not say rescales=False), but {self} "
                 "requires its baseline: use 'rloo', 'dr_grpo' or 'reinforce'"
             )
 
@@ -238,7 +238,7 @@ def check_token_rewards(row: TensorDictBase) -> None:
         )
 
 
-def name_of(estimator: Estimator) -> str:
+def estimator_name(estimator: Estimator) -> str:
     """Return the name of an estimator in ``ESTIMATORS``, or the name of its function or class."""
     names = [repr(name) for name, known in ESTIMATORS.items() if known is estimator]
     return names[0] if names else getattr(estimator, "__name__", type(estimator).__name__)
@@ -247,6 +247,6 @@ def name_of(estimator: Estimator) -> str:
 def _refuse_prompt_baseline(estimator: Estimator, credit: Credit, unit: str) -> None:
     if estimator_option(estimator, "wants_prompts"):
         raise ValueError(
-            f"estimator={name_of(estimator)} keeps one baseline for each prompt, but {credit} requires one for each "
+            f"estimator={estimator_name(estimator)} keeps one baseline for each prompt, but {credit} requires one for each "
             f"{unit}: use credit='trajectory' or 'token'"
         )
