@@ -29,7 +29,7 @@ from torchrl_rloo.functional.advantages import (
 from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import reducer
+from torchrl_rloo.objectives.ranks import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
 
@@ -135,7 +135,7 @@ class MCAdvantage(Transform):
         if process_group is not None and self.normalize is None:
             raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
         self.kl = kl if kl is not None and kl.is_on else None
-        self._reduce = reducer(process_group)
+        self._reduce = make_reducer(process_group)
         groups_per_batch = None if self.normalize is None else self.normalize.groups
         self._groups = PendingGroups(
             num_generations, groups_per_batch=groups_per_batch, max_pending_groups=max_pending_groups
