@@ -183,8 +183,8 @@ class GroupRunner:
 
     def _truncate(self, conversation: _Conversation, reason: str) -> None:
         row = conversation.row.copy()
-        if hasattr(self.source.policy, "set_unsampled"):
-            self.source.policy.set_unsampled(row)
+        if hasattr(self.source.policy, "set_empty_outputs"):
+            self.source.policy.set_empty_outputs(row)
         conversation.row = self.stepper.cut(row, reason)
 
     def _score(self, conversations: list[_Conversation]) -> list[TensorDictBase]:

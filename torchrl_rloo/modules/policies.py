@@ -27,7 +27,7 @@ from torchrl_rloo.data.rows import (
 from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.modules.packing import action_hidden, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
@@ -278,7 +278,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        with checkpointed(self.model):
+        with recompute_in_eval(self.model):
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
                 return action_hidden(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None

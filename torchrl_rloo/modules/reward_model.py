@@ -15,7 +15,7 @@ from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import pad, ragged, stack_rows
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RewardModel(nn.Module):
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         device = self.model.device
-        with checkpointed(self.model):
+        with recompute_in_eval(self.model):
             logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
         return logits[:, 0].float()
 

@@ -176,7 +176,7 @@ class TurnPolicy(LLMWrapperBase):
             row.set("history", self._history(row["history", "prompt"], turn))
         return row
 
-    def set_unsampled(self, row: TensorDictBase) -> TensorDictBase:
+    def set_empty_outputs(self, row: TensorDictBase) -> TensorDictBase:
         """Set empty outputs on a row that ended before its first turn, so that it can be stacked with others."""
         if keys.ACTION_VERSIONS in self.out_keys and keys.ACTION_VERSIONS not in row.keys():
             row.set(keys.ACTION_VERSIONS, torch.zeros(0, dtype=torch.long))

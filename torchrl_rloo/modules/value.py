@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, place_actions, to_lazy_stack
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 
 
 class ValueHead(nn.Module):
@@ -61,7 +61,7 @@ class ValueHead(nn.Module):
             Values ``[B, A]`` float32, 0 beyond a row's action tokens, and the positions of action tokens.
         """
         actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(to_lazy_stack(rows))))
-        with checkpointed(self.trunk):
+        with recompute_in_eval(self.trunk):
             hidden = self.trunk(input_ids=actions.tokens, use_cache=False).last_hidden_state
         before = hidden[:, :-1][actions.action_mask[:, 1:]]
         return place_actions(self.projection(before.float())[:, 0], actions), actions

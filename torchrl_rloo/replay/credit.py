@@ -44,8 +44,8 @@ class Groups(NamedTuple):
         if getattr(advantages, "shape", None) != returns.shape:
             got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise ValueError(
-                f"estimator={estimator_name(self.estimator)} returned {got} for rewards of shape {tuple(returns.shape)}: "
-                "return one advantage for each reward"
+                f"estimator={estimator_name(self.estimator)} returned {got} for rewards of shape "
+                f"{tuple(returns.shape)}: return one advantage for each reward"
             )
         return advantages
 
@@ -247,6 +247,6 @@ def estimator_name(estimator: Estimator) -> str:
 def _refuse_prompt_baseline(estimator: Estimator, credit: Credit, unit: str) -> None:
     if estimator_option(estimator, "wants_prompts"):
         raise ValueError(
-            f"estimator={estimator_name(estimator)} keeps one baseline for each prompt, but {credit} requires one for each "
-            f"{unit}: use credit='trajectory' or 'token'"
+            f"estimator={estimator_name(estimator)} keeps one baseline for each prompt, but {credit} requires one for "
+            f"each {unit}: use credit='trajectory' or 'token'"
         )
