@@ -314,7 +314,7 @@ def make_source(
                 "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
             )
         settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
-        returns = problem.rewards.returns(each=isinstance(advantage.credit, replay.NormalizeThenSum))
+        returns = problem.rewards.returns(per_function=isinstance(advantage.credit, replay.NormalizeThenSum))
         signal = replay.ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
         refill = RefillingCollector(collector, signal, cfg.plan.prompts_per_step, **settings)
     if cache is not None:

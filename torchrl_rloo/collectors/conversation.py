@@ -185,7 +185,7 @@ class GroupRunner:
         row = conversation.row.copy()
         if hasattr(self.source.policy, "set_empty_outputs"):
             self.source.policy.set_empty_outputs(row)
-        conversation.row = self.stepper.cut(row, reason)
+        conversation.row = self.stepper.truncate(row, reason)
 
     def _score(self, conversations: list[_Conversation]) -> list[TensorDictBase]:
         self.stepper.finish([conversation.row for conversation in conversations])

@@ -85,7 +85,7 @@ DEFINITIONS = {
     "failed this way; it abstains on them",
     "count/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
     "count/<function>/repeated": "samples so far that were scored separately because a call with several had failed",
-    "count/<function>/<unnormalised|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
+    "count/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
     "or that it clipped",
     "count/shaped_truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",

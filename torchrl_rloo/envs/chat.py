@@ -218,7 +218,7 @@ class ChatEnv(SignedEnv, EnvBase):
     def _open(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
         """Put a row at the start of its conversation."""
         query = non_tensor_value(row, keys.QUERY)
-        prompt = encoded.ids(row, query, self._template_arguments(row))
+        prompt = encoded.encode(row, query, self._template_arguments(row))
         if self.max_tokens is not None and len(prompt) >= self.max_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves the policy none of max_tokens={self.max_tokens}; drop long "

@@ -96,7 +96,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
 
-    passes_to, sets = ChatEnv, frozenset({"batch_size"})
+    forwards_to, own_arguments = ChatEnv, frozenset({"batch_size"})
 
     def __init__(
         self,

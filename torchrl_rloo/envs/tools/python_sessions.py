@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 _SERVER = Path(__file__).with_name("python_child")
 _MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
 _MAX_CODE_BYTES = 1 << 16
-GRACE = 30.0  # seconds that the keeper may take in addition to a call's timeout
+GRACE_S = 30.0  # seconds that the keeper may take in addition to a call's timeout
 _LOST = {"reason": "lost", "ended": True}
 
 
@@ -193,11 +193,11 @@ class _Keeper:
 
     def __init__(self, settings: dict[str, Any]):
         self.starter = Starter(settings)
-        patience = struct.pack("ll", int(GRACE), 0)
+        patience = struct.pack("ll", int(GRACE_S), 0)
         self.starter.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self._calls, self._sending, self._ids = _Calls(), threading.Lock(), itertools.count()
         # The thread must not refer to this object, or it would keep it alive
-        listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE
+        listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE_S
         threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()
 
     @property

@@ -150,16 +150,16 @@ class RewardTransform(Transform):
         self.trainer_state.global_step, self.trainer_state.max_steps = step, max_steps
         self.trainer_state.epoch, self.trainer_state.num_input_tokens_seen = epoch, num_tokens
 
-    def returns(self, *, raw: bool = False, each: bool = False) -> Returns:
+    def returns(self, *, raw: bool = False, per_function: bool = False) -> Returns:
         """Return a function from rows to the returns that the baseline compares, before any KL.
 
         Args:
             raw: whether to use the scores from before shaping.
-            each: whether to return each function's scores instead of their weighted sum.
+            per_function: whether to return each function's scores instead of their weighted sum.
         """
         if not self.names:
             return final_return
-        return SeparateScores(raw) if each else WeightedScores(self.weights, self.clip_range, raw)
+        return SeparateScores(raw) if per_function else WeightedScores(self.weights, self.clip_range, raw)
 
     def metrics(self) -> dict[str, float]:
         """Return the means of what functions passed to ``log_metric`` since the last call, as ``logged/<name>``."""

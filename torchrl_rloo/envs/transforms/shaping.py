@@ -177,7 +177,7 @@ class NormalizeRewards(ShapingTransform):
 
     Attributes:
         moments: moments of the chosen functions' scores up to the last reset.
-        counts: ``"<function>/unnormalised"``, the number of scores left unchanged because of ``min_count``.
+        counts: ``"<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
 
     Example:
         >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
@@ -211,7 +211,7 @@ class NormalizeRewards(ShapingTransform):
         self._since_reset = merge_moments(self._since_reset, new)
         for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
             if known < self.min_count:
-                self.counts[f"{name}/unnormalised"] += int(count)
+                self.counts[f"{name}/unnormalized"] += int(count)
         return normalize_scores(
             scores, self.moments, center=self.center, min_count=self.min_count, epsilon=self.epsilon
         )
