@@ -107,7 +107,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import DEFINITIONS, Calibration, calibrate, write_calibration, write_report
-from torchrl_rloo.diagnostics.calibration import PICTURE
+from torchrl_rloo.diagnostics.calibration import CALIBRATION_PLOT
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
@@ -233,7 +233,7 @@ def finish(
         definitions=DEFINITIONS,
         settings=asdict(cfg),
         panels=PANELS,
-        figures={"Calibration on held-out pairs": folder / PICTURE},
+        figures={"Calibration on held-out pairs": folder / CALIBRATION_PLOT},
         title="Reward model",
     )
     print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))

@@ -70,7 +70,7 @@ def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PRO
     gap = row_gap(rows, trainer_log_probs)
     if not gap.tokens:
         return {}
-    figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside}
+    figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside_share}
     return {f"parity/{name}": float(value) for name, value in figures.items()}
 
 
@@ -222,11 +222,11 @@ def _advise_on_rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]
             "on GPUs of compute capability 8.0 or more set VLLM_BATCH_INVARIANT=1, so that vLLM's log-probs do not "
             "depend on the rest of the batch, and use the same attention kernel in sampler and trainer if possible",
         ]
-    if gap.outside > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
+    if gap.outside_share > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
         low, high = RATIO_BOUNDS
         steps.append(
-            f"{gap.outside:.1%} of the tokens have a ratio outside [{low}, {high}], and the rows' effective sample "
-            f"size is {gap.row_ess:.0%}; correct for the gap with RLOOLoss(old_log_probs='proximal', "
+            f"{gap.outside_share:.1%} of the tokens have a ratio outside [{low}, {high}], and the rows' effective "
+            f"sample size is {gap.row_ess:.0%}; correct for the gap with RLOOLoss(old_log_probs='proximal', "
             "correction='sequence_truncate'), or with correction='tis' if ratio='token'"
         )
     return steps

@@ -132,7 +132,8 @@ class LoRAUpdater(EngineUpdaterBase):
             cause = error.__cause__
             raise WeightSyncError(
                 f"{error.peer} has no adapter of version {version}: {error.purpose} failed with "
-                f"{type(cause).__name__}: {cause}. It samples with its previous adapter or refuses to sample; push again"
+                f"{type(cause).__name__}: {cause}. It samples with its previous adapter or refuses to sample; push "
+                "again"
             ) from cause
 
         # Remove earlier adapters, which no engine uses any more
