@@ -76,7 +76,7 @@ def configuration_pages() -> dict[str, str]:
 
 
 def _configuration_page(name: str, file: str) -> str:
-    from torchrl_rloo.cli.schema import describe
+    from torchrl_rloo.cli.schema import iter_settings
 
     config = load_recipe(name, file).Config
     lines = [
@@ -86,7 +86,7 @@ def _configuration_page(name: str, file: str) -> str:
     ]
     lines += ["", "## Top level", "", *_HEADER]
     sections: list[str] = []
-    for setting, default, comment in describe(config):
+    for setting, default, comment in iter_settings(config):
         if not default:
             sections.append(setting)
             lines += ["", f"## {setting}", "", *([_sentence(comment), ""] if comment else []), *_HEADER]

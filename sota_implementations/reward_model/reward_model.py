@@ -15,7 +15,7 @@ from typing import Any
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import given
+from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -128,7 +128,7 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)
-    model, tokenizer = load_reward_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+    model, tokenizer = load_reward_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
     train_set, eval_set = load_pairs(cfg, model, tokenizer)
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
 
@@ -160,7 +160,7 @@ def load_pairs(
 ) -> tuple[TensorDictBase, TensorDictBase]:
     """Load training and held-out pairs as rows; no prompt is in both."""
     max_length = cfg.data.max_length or context_length(model) or inf
-    options = given(cfg.data, "max_length", "options") | cfg.data.options
+    options = non_null_fields(cfg.data, "max_length", "options") | cfg.data.options
     options |= {"source": addition_preferences()} if cfg.data.source == "embedded" else {}
     # Encode both sets, and drop pairs that do not fit the model
     sets = []

@@ -1,6 +1,6 @@
 """Embedded tokenizer, model, tasks and warm starts, for an RLOO run on CPU cores without a download."""
 
-from torchrl_rloo.embedded.addition import addition_preferences, addition_prompts, demonstrations
+from torchrl_rloo.embedded.addition import addition_demonstrations, addition_preferences, addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_demonstrations, calculator_prompts
 from torchrl_rloo.embedded.guessing import guessing_demonstrations, guessing_prompts
 from torchrl_rloo.embedded.model import build_model
@@ -26,7 +26,7 @@ __all__ = [
     "build_tokenizer",
     "calculator_demonstrations",
     "calculator_prompts",
-    "demonstrations",
+    "addition_demonstrations",
     "guessing_demonstrations",
     "guessing_prompts",
     "resolve_model",
