@@ -175,7 +175,7 @@ def paced(collector: AsyncLLMCollector, engine: ScriptedEngine, now: list[float]
     thread.start()
     memory, looking = 0, 0.0
     while thread.is_alive():
-        if len(engine.requests) == count - sum(list(collector.runner.ended.values())) > 0:
+        if len(engine.requests) == count - sum(list(collector.runner.ended_counts.values())) > 0:
             begin = time.thread_time()
             memory = max(memory, resident())
             looking += time.thread_time() - begin

@@ -131,7 +131,7 @@ def _group_table(group: str) -> str:
 
 
 def _configuration_page(name: str, file: str) -> str:
-    from torchrl_rloo.cli.schema import describe
+    from torchrl_rloo.cli.schema import iter_settings
 
     config = load_recipe(name, file).Config
     lines = [
@@ -141,7 +141,7 @@ def _configuration_page(name: str, file: str) -> str:
     ]
     lines += ["", "## Top level", "", *_HEADER]
     sections: list[str] = []
-    for setting, default, comment in describe(config):
+    for setting, default, comment in iter_settings(config):
         if not default:
             sections.append(setting)
             lines += ["", f"## {setting}", "", *([_plain(_sentence(comment)), ""] if comment else []), *_HEADER]

@@ -19,7 +19,7 @@ from torchrl.data import ReplayBuffer
 
 from support.recipes import settings
 from torchrl_rloo.cli.main import RECIPES
-from torchrl_rloo.cli.schema import check_names, given
+from torchrl_rloo.cli.schema import check_names, non_null_fields
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics import DEFINITIONS
@@ -232,7 +232,7 @@ def test_methods_take_the_settings_of_the_translation_table(ours: str, actor: Tr
     """The default algorithm takes them, unless the row names another one."""
     cfg = settings("rloo", *shlex.split(ours))
     sizes = {"reward_weights": [1.0], "max_new_tokens": 8, "prompts_per_step": 2, "num_generations": 2}
-    method = make_method(cfg.algorithm, loss=cfg.loss, advantage=cfg.advantage, kl=given(cfg.kl), **sizes)
+    method = make_method(cfg.algorithm, loss=cfg.loss, advantage=cfg.advantage, kl=non_null_fields(cfg.kl), **sizes)
     MCAdvantage(**method.advantage_arguments)
     RLOOLoss(actor, **method.loss_arguments)
 

@@ -155,7 +155,7 @@ def test_preferences_run(run):
         edited(
             "preferences.py",
             steps=("STEPS, PAIRS_PER_STEP = 60, 32", "STEPS, PAIRS_PER_STEP = 2, 32"),
-            pairs=("demonstrations(4096", "demonstrations(128"),
+            pairs=("addition_demonstrations(4096", "addition_demonstrations(128"),
             evaluation=("size=256", "size=16"),
         )
     )

@@ -10,7 +10,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 
 from torchrl_rloo.data import encode_preferences, keys, load_preferences, load_prompts
 from torchrl_rloo.diagnostics import Evaluation
-from torchrl_rloo.embedded import addition_prompts, demonstrations, warm_start
+from torchrl_rloo.embedded import addition_demonstrations, addition_prompts, warm_start
 from torchrl_rloo.functional.preference import DPO
 from torchrl_rloo.modules import TransformersWrapper, load_model, record_log_probs
 from torchrl_rloo.objectives import PreferenceLoss, merge_outputs
@@ -25,7 +25,7 @@ scorer = policy.get_new_version(generate=False)
 
 # Let both teachers answer the same training problems. Pairs without an error of the sloppy teacher have no preferred
 # answer: they are dropped, and listed in `dataset.dropped`.
-clean, sloppy = (demonstrations(4096, seed=1, clean=is_clean) for is_clean in (True, False))
+clean, sloppy = (addition_demonstrations(4096, seed=1, clean=is_clean) for is_clean in (True, False))
 dataset = load_preferences(
     [{"chosen": good, "rejected": bad} for good, bad in zip(clean, sloppy, strict=True)],
     "chat_template.argilla_chat",

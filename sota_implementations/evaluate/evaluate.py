@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import given
+from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -107,10 +107,10 @@ def main(cfg: Config) -> None:
 def evaluate(cfg: Config, output: Path) -> EvaluationResult:
     """Complete and score the held-out prompts, save the result, and print it as text and as one line of JSON."""
     # Load task, policy, and the transforms that answer its turns
-    task = resolve_task(**given(cfg.task))
+    task = resolve_task(**non_null_fields(cfg.task))
     policy, engine = make_policy(cfg, str(resolve_model(cfg.model.name, cfg.seed, task.name, log=print)))
     limits, context = (
-        given(cfg.environment, "transforms"),
+        non_null_fields(cfg.environment, "transforms"),
         engine.context_length if engine else context_length(policy.model),
     )
     make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
@@ -149,10 +149,10 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
 
 def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
     """Load the policy, and the engine that samples for it; None if the Hugging Face model samples."""
-    turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}, cfg.inference.engine
+    turns, arguments = {"generate_kwargs": {"seed": cfg.seed} | non_null_fields(cfg.generate)}, cfg.inference.engine
     # Without an engine the Hugging Face model samples
     if arguments is None:
-        model, tokenizer = load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+        model, tokenizer = load_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
         return TransformersWrapper(model, tokenizer=tokenizer, **turns), None
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"model.name={name} is an adapter, which an engine cannot load; set inference=transformers")
@@ -165,8 +165,8 @@ def make_policy(cfg: Config, name: str) -> tuple[TurnPolicy, Engine | None]:
 def held_out_prompts(cfg: Config, task: TaskBase, tokenizer: object) -> PromptDataset:
     """Load the prompts that training with these settings holds out, or only ``eval_source``."""
     if cfg.data.eval_source is None or cfg.data.source is not None:
-        return task.load(**given(cfg.data), seed=cfg.seed, tokenizer=tokenizer)[1]
-    options = given(cfg.data, "eval_source", "eval_split")
+        return task.load(**non_null_fields(cfg.data), seed=cfg.seed, tokenizer=tokenizer)[1]
+    options = non_null_fields(cfg.data, "eval_source", "eval_split")
     options |= {"split": cfg.data.eval_split} if cfg.data.eval_split else {}
     return task.load_held_out(cfg.data.eval_source, **options, tokenizer=tokenizer)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import given
+from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -107,7 +107,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import DEFINITIONS, Calibration, calibrate, write_calibration, write_report
-from torchrl_rloo.diagnostics.calibration import PICTURE
+from torchrl_rloo.diagnostics.calibration import CALIBRATION_PLOT
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
@@ -128,7 +128,7 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)
-    model, tokenizer = load_reward_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+    model, tokenizer = load_reward_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
     train_set, eval_set = load_pairs(cfg, model, tokenizer)
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
 
@@ -160,7 +160,7 @@ def load_pairs(
 ) -> tuple[TensorDictBase, TensorDictBase]:
     """Load training and held-out pairs as rows; no prompt is in both."""
     max_length = cfg.data.max_length or context_length(model) or inf
-    options = given(cfg.data, "max_length", "options") | cfg.data.options
+    options = non_null_fields(cfg.data, "max_length", "options") | cfg.data.options
     options |= {"source": addition_preferences()} if cfg.data.source == "embedded" else {}
     # Encode both sets, and drop pairs that do not fit the model
     sets = []
@@ -233,7 +233,7 @@ def finish(
         definitions=DEFINITIONS,
         settings=asdict(cfg),
         panels=PANELS,
-        figures={"Calibration on held-out pairs": folder / PICTURE},
+        figures={"Calibration on held-out pairs": folder / CALIBRATION_PLOT},
         title="Reward model",
     )
     print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))

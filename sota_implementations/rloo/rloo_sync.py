@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import given
+from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
@@ -169,13 +169,13 @@ def load_problem(cfg: Config) -> Problem:
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     # Resolve the task: the user's own prompts and rewards replace the default one
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
-    task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**given(cfg.task))
+    task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**non_null_fields(cfg.task))
     rewards = make_rewards(cfg, task)
     method = make_method(
         cfg.algorithm,
         loss=cfg.loss,
         advantage=cfg.advantage,
-        kl=given(cfg.kl),
+        kl=non_null_fields(cfg.kl),
         max_new_tokens=cfg.generate.max_new_tokens,
         prompts_per_step=cfg.plan.prompts_per_step,
         num_generations=cfg.plan.num_generations,
@@ -183,11 +183,11 @@ def load_problem(cfg: Config) -> Problem:
     )
     # Load the model, the prompts, and the turns of a conversation
     name = resolve_model(cfg.model.name, cfg.seed, task.name, log=print)
-    model, tokenizer = modules.load_model(name, **given(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+    model, tokenizer = modules.load_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
     model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
-    train_set, eval_set = task.load(**given(cfg.data), seed=cfg.seed, tokenizer=tokenizer)
+    train_set, eval_set = task.load(**non_null_fields(cfg.data), seed=cfg.seed, tokenizer=tokenizer)
     context, template = modules.context_length(model), cfg.data.template_kwargs
-    limits = given(cfg.environment, "transforms")
+    limits = non_null_fields(cfg.environment, "transforms")
     make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
     # Check that prompts, completions and batches fit, and print the plan
     plan = diagnostics.TrainingPlan(
@@ -204,7 +204,7 @@ def load_problem(cfg: Config) -> Problem:
     print(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
     print(f"training: {train_set}\nheld out: {eval_set}\n{plan}", flush=True)
     diagnostics.check_engine(cfg.inference.engine, plan, cfg.lora, cfg.sampler.dtype)
-    wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | given(cfg.generate)}
+    wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | non_null_fields(cfg.generate)}
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
     chat |= {"template_kwargs": template}
     prompts = (train_set, eval_set)
@@ -257,9 +257,9 @@ def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> dat
     if curriculum.pass_rate is not None:
         if sampler is not None:
             raise ValueError("curriculum.pass_rate cannot be combined with a mixture's weights; set it to null")
-        sampler = data.PassRatePool(size, returns=returns, **given(curriculum.pass_rate))
+        sampler = data.PassRatePool(size, returns=returns, **non_null_fields(curriculum.pass_rate))
     if curriculum.rerolls is not None:
-        settings = {"delay": 10 * problem.plan.prompts_per_step} | given(curriculum.rerolls)
+        settings = {"delay": 10 * problem.plan.prompts_per_step} | non_null_fields(curriculum.rerolls)
         sampler = data.DeferredRerolls(sampler or data.MixtureSampler([size]), returns=returns, **settings)
     return sampler
 
@@ -308,17 +308,17 @@ def make_source(
     refill, cache = cfg.curriculum.refill, cfg.curriculum.cache
     observe = getattr(collector.env.primer.sampler, "update", None)  # a prompt sampler that learns from every batch
     if refill is not None:
-        if advantage.compares_groups:
+        if advantage.depends_on_other_groups:
             raise ValueError(
                 "curriculum.refill drops groups without signal and cannot be combined with advantages that compare "
                 "groups; set curriculum.refill=null, or use an algorithm that compares rows of a group (rloo, grpo)"
             )
-        settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | given(refill)
-        returns = problem.rewards.returns(each=isinstance(advantage.credit, replay.NormalizeThenSum))
+        settings = {"tolerance": 0.0, "observers": [observe] if observe else []} | non_null_fields(refill)
+        returns = problem.rewards.returns(per_function=isinstance(advantage.credit, replay.NormalizeThenSum))
         signal = replay.ZeroSignalFilter(settings.pop("tolerance"), returns=returns)
         refill = RefillingCollector(collector, signal, cfg.plan.prompts_per_step, **settings)
     if cache is not None:
-        cache = replay.GroupCache(scorer=trainer, **problem.limits, **given(cache))
+        cache = replay.GroupCache(scorer=trainer, **problem.limits, **non_null_fields(cache))
     return GroupSource(collector, refill, cache, observe)
 
 

@@ -206,6 +206,6 @@ def test_cached_groups_come_with_todays_log_probs_and_under_another_name(make: C
         assert torch.equal(row[keys.LOG_PROBS], before[tuple(row[keys.TOKENS].tolist())]), "theirs are as they were"
     again = run.cache.fill(None, GROUPS, policy_version=1)
     assert not set(again[keys.GROUP_ID].tolist()) & set(filled[keys.GROUP_ID].tolist())
-    assert len(run.cache) == 0 and run.cache.counts["cache/worn"] == GROUPS
+    assert len(run.cache) == 0 and run.cache.counts["cache/used_up"] == GROUPS
     assert run.cache.fill(None, GROUPS, policy_version=1) is None
     assert run.cache.counts["cache/missing"] == GROUPS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_rloo.collectors.turn_source import BatchedTurns, EngineTurns, TurnSource, turn_source
+from torchrl_rloo.collectors.turn_source import BatchedTurns, EngineTurns, TurnSource, make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineDeadError, EngineError
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
@@ -187,15 +187,15 @@ def policy_of(engine, tokenizer, recover=None, **kwargs) -> vLLMWrapper:
 def test_the_source_of_a_policy(model, tokenizer) -> None:
     version = lambda: 0  # noqa: E731
     with ScriptedEngine([]) as engine:
-        assert isinstance(turn_source(policy_of(engine, tokenizer), version), EngineTurns)
-    source = turn_source(policy_of(TransformersEngine(model), tokenizer), version, max_batch_size=3)
+        assert isinstance(make_turn_source(policy_of(engine, tokenizer), version), EngineTurns)
+    source = make_turn_source(policy_of(TransformersEngine(model), tokenizer), version, max_batch_size=3)
     assert isinstance(source, BatchedTurns) and source.max_batch_size == 3
-    assert isinstance(turn_source(lambda rows: rows, version), BatchedTurns)
+    assert isinstance(make_turn_source(lambda rows: rows, version), BatchedTurns)
     several = TransformersWrapper(model, tokenizer=tokenizer, num_samples=2)
     with pytest.raises(ValueError, match="num_samples=2"):
-        turn_source(several, version)
+        make_turn_source(several, version)
     with pytest.raises(ValueError, match="max_batch_size=0"):
-        turn_source(lambda rows: rows, version, max_batch_size=0)
+        make_turn_source(lambda rows: rows, version, max_batch_size=0)
 
 
 def test_turns_of_an_engine_are_those_of_the_policy(model, tokenizer) -> None:

@@ -36,7 +36,7 @@ from torchrl_rloo.functional import (
     masked_mean,
     nanstd,
     sequence_log_ratio,
-    share_out,
+    split_among_tokens,
     token_log_probs,
 )
 from torchrl_rloo.functional.rewards import combine_rewards
@@ -155,7 +155,7 @@ def run_grpo_loss(inputs: Inputs, outputs: dict[str, Any]) -> None:
         settings = {"high": inputs["epsilon_high"] - 1}  # TRL's is the bound itself
     log_probs.requires_grad_()
     log_ratio = RATIOS[ratio](log_probs, old, mask)
-    values = share_out(SURROGATES[surrogate](**settings)(log_ratio, advantages, log_probs, old), mask)
+    values = split_among_tokens(SURROGATES[surrogate](**settings)(log_ratio, advantages, log_probs, old), mask)
     loss = aggregate(values, mask, aggregation)
     loss.backward()
     check(loss.detach(), outputs["loss"])

@@ -57,7 +57,7 @@ def test_estimates_and_standings() -> None:
     )
     assert [pool.pass_rate(p) for p in range(6)] == [pytest.approx(1 / 3), 0.0, 1.0, 1.0, None, None]
     expected = ["in_range", "too_hard", "too_easy", "retired", "unseen", "unseen"]
-    assert [pool.standing(p) for p in range(6)] == expected
+    assert [pool.difficulty(p) for p in range(6)] == expected
     assert pool.metrics() == {
         "pool/unseen": 2 / 6,
         "pool/in_range": 1 / 6,
@@ -72,7 +72,7 @@ def test_only_the_last_groups_count() -> None:
     pool = PassRatePool(1, window=2)
     for group, returns in enumerate(([0.0, 0.0], [0.0, 1.0], [1.0, 1.0])):
         pool.update(outcome((group, 0, returns)))
-    assert pool.pass_rate(0) == 0.75 and pool.standing(0) == "in_range"
+    assert pool.pass_rate(0) == 0.75 and pool.difficulty(0) == "in_range"
     assert pool.counts["pool/entered"] == 1, "it was too hard before"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.preference_formats import LABELLED_FORMATS, PAIRED_FORMATS
+from torchrl_rloo.data.preference_formats import LABELED_FORMATS, PAIRED_FORMATS
 from torchrl_rloo.data.preferences import (
     CHOSEN,
     LABEL,
@@ -99,7 +99,7 @@ def test_labeled_completions_of_every_type(type_, row, expected):
 
 def test_no_type_is_untested():
     assert {name for name, *_ in PAIRS} | {"zephyr.nectar"} == set(PAIRED_FORMATS)
-    assert {name for name, *_ in LABELED} == set(LABELLED_FORMATS)
+    assert {name for name, *_ in LABELED} == set(LABELED_FORMATS)
 
 
 def test_nectar_pairs_the_best_with_all_that_are_ranked_behind_it():

@@ -23,12 +23,12 @@ from torchrl_rloo.data import (
 )
 from torchrl_rloo.data.rows import (
     PACKINGS,
-    as_lazy,
-    collection,
+    make_tensorclass,
     place_actions,
     prompt_groups,
     prompt_lengths,
     spread_actions,
+    to_lazy_stack,
 )
 
 lengths = st.lists(st.integers(0, 7), min_size=1, max_size=5)
@@ -149,7 +149,7 @@ def test_a_missing_entry_is_named(rows) -> None:
 
 def test_ragged_reads_dense_batches_and_tensorclasses() -> None:
     assert [v.tolist() for v in ragged(TensorDict({"a": torch.eye(2)}, [2]), "a")] == [[1.0, 0.0], [0.0, 1.0]]
-    rows = stack_rows([TensorDict({"tokens": collection(Tokens, full=numbers(n))}, []) for n in (2, 3)])
+    rows = stack_rows([TensorDict({"tokens": make_tensorclass(Tokens, full=numbers(n))}, []) for n in (2, 3)])
     assert [len(v) for v in ragged(rows, keys.TOKENS)] == [2, 3]
 
 
@@ -170,18 +170,18 @@ def test_tensor_rows_leaves_text_out() -> None:
     assert "query" in rows[0].keys(), "the rows given keep theirs"
 
 
-def test_as_lazy() -> None:
+def test_to_lazy_stack() -> None:
     dense = TensorDict({"a": torch.eye(2)}, [2])
-    lazy = as_lazy(dense)
+    lazy = to_lazy_stack(dense)
     assert isinstance(lazy, LazyStackedTensorDict) and torch.equal(lazy["a"], dense["a"])
-    assert as_lazy(lazy) is lazy
+    assert to_lazy_stack(lazy) is lazy
 
 
 @pytest.mark.parametrize("cls", [Tokens, Masks, LogProbs])
 def test_collection_is_the_class_itself(cls: type) -> None:
     """The fast construction of TorchRL's classes equals their constructors."""
     field = {Tokens: "full", Masks: "all_assistant_mask", LogProbs: "full"}[cls]
-    made, expected = collection(cls, **{field: torch.ones(3)}), cls(**{field: torch.ones(3)})
+    made, expected = make_tensorclass(cls, **{field: torch.ones(3)}), cls(**{field: torch.ones(3)})
     assert type(made) is cls and made.batch_size == expected.batch_size == torch.Size([])
     assert torch.equal(getattr(made, field), getattr(expected, field))
     assert made.padded is False

@@ -13,7 +13,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.merging import merge_identical
 from torchrl_rloo.data.plain import from_plain, to_plain
-from torchrl_rloo.data.rows import collection, stack_rows
+from torchrl_rloo.data.rows import make_tensorclass, stack_rows
 from torchrl_rloo.data.segments import refuse_segments, sampled_versions, split_segments, stash_segment
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
@@ -26,9 +26,9 @@ def context(row: TensorDictBase, sample: int, versions: bool, support: bool) -> 
     """Set a sample as the current one of a row."""
     mask = torch.tensor(MASKS[sample], dtype=torch.bool)
     actions = int(mask.sum())
-    row.set("tokens", collection(Tokens, prompt=torch.arange(len(mask)) + 10 * sample))
-    row.set("masks", collection(Masks, all_assistant_mask=mask))
-    row.set("log_probs", collection(LogProbs, full=-(mask * (torch.arange(len(mask)) + 10.0 * sample))))
+    row.set("tokens", make_tensorclass(Tokens, prompt=torch.arange(len(mask)) + 10 * sample))
+    row.set("masks", make_tensorclass(Masks, all_assistant_mask=mask))
+    row.set("log_probs", make_tensorclass(LogProbs, full=-(mask * (torch.arange(len(mask)) + 10.0 * sample))))
     if versions:
         row.set(keys.ACTION_VERSIONS, torch.arange(actions) + 3 - sample)
     if support:
@@ -45,8 +45,8 @@ def make_row(samples: int = 3, versions: bool = True, support: bool = True, grou
         stash_segment(row)
         context(row, sample, versions, support)
     tokens, mask = row[keys.PROMPT_TOKENS], row[keys.ACTION_MASK]
-    row.set("tokens", collection(Tokens, full=tokens, prompt=tokens[: int(mask.int().argmax())]))
-    row.set("masks", collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask))
+    row.set("tokens", make_tensorclass(Tokens, full=tokens, prompt=tokens[: int(mask.int().argmax())]))
+    row.set("masks", make_tensorclass(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask))
     oldest = sampled_versions(row).min() if versions else torch.tensor(1)
     row.set(keys.GROUP_ID, torch.tensor(group)).set(keys.POLICY_VERSION, oldest)
     row.set(keys.REWARD, torch.full((1, 1), float(samples))).set(keys.QUERY, NonTensorData("a question"))
@@ -135,7 +135,7 @@ def test_what_the_aggregation_makes_of_samples(tokenizer, model) -> None:
     for row, log_probs in zip(out.unbind(0), scorer.score(out).log_probs.detach(), strict=True):
         mask = row[keys.ACTION_MASK]
         log_probs = torch.zeros(len(mask)).masked_scatter(mask, log_probs[: int(mask.sum())])
-        row.set("log_probs", collection(LogProbs, full=log_probs))
+        row.set("log_probs", make_tensorclass(LogProbs, full=log_probs))
     lengths, advantages = [*(sum(mask) for mask in MASKS), sum(MASKS[0])], [1.0, 1.0, 1.0, -0.5]
     total = sum(a * n for a, n in zip(advantages, lengths, strict=True))
     expected = {"token_mean": total / sum(lengths), "sequence_sum": total / 4, "sequence_mean": sum(advantages) / 4}

@@ -458,11 +458,11 @@ def test_other_tools_are_another_past_if_the_template_shows_them(make_tokenizer:
     tokenizer = make_tokenizer()
     other = [{"type": "function", "function": {"name": "g", "parameters": {}}}]
     arguments = {"conversation": chat("abc", "cab"), "feedback": chat("b"), "last_token": tokenizer.eos_token_id}
-    assert not answer_turn(tokenizer, **arguments, shown={"tools": TOOLS}, tools=other).rewritten
+    assert not answer_turn(tokenizer, **arguments, seen_arguments={"tools": TOOLS}, tools=other).rewritten
     tokenizer.chat_template = SHOWS_TOOLS + tokenizer.chat_template
     for before, now in ((TOOLS, other), (TOOLS, None), (None, TOOLS), (TOOLS, [*TOOLS, *other])):
-        assert answer_turn(tokenizer, **arguments, shown={"tools": before}, tools=now).rewritten
-        assert not answer_turn(tokenizer, **arguments, shown={"tools": now}, tools=now).rewritten
+        assert answer_turn(tokenizer, **arguments, seen_arguments={"tools": before}, tools=now).rewritten
+        assert not answer_turn(tokenizer, **arguments, seen_arguments={"tools": now}, tools=now).rewritten
 
 
 def test_what_only_opens_a_turn_is_missed_later(make_tokenizer: Callable) -> None:

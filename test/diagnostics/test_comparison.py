@@ -36,34 +36,36 @@ def test_each_metric_is_tested_prompt_by_prompt():
     assert list(found.metrics) == list(first.values)
     greedy = found.metrics["greedy"]
     gained = [i for i in range(40) if second.values["greedy"][i] > first.values["greedy"][i]]
-    assert list(greedy.gained) == gained and greedy.test.better == len(gained) and greedy.prompts == 40
-    assert greedy.test.p_value == mcnemar_test(len(greedy.gained), len(greedy.lost)) < 0.01
+    assert list(greedy.improved_ids) == gained and greedy.test.better == len(gained) and greedy.prompts == 40
+    assert greedy.test.p_value == mcnemar_test(len(greedy.improved_ids), len(greedy.worsened_ids)) < 0.01
     assert greedy.test.difference == pytest.approx(greedy.second.mean - greedy.first.mean)
     assert found.metrics["short/avg@4"].test.low < 0 < found.metrics["short/avg@4"].test.high
     assert found.metrics["sampled"].test.low > 0.2  # four samples per prompt give a narrower interval than one
     back = compare(second, first).metrics["greedy"]
-    assert (back.gained, back.lost) == (greedy.lost, greedy.gained) and back.test.p_value == greedy.test.p_value
+    assert (back.improved_ids, back.worsened_ids) == (greedy.worsened_ids, greedy.improved_ids)
+    assert back.test.p_value == greedy.test.p_value
 
 
 def test_the_same_result_does_not_differ_from_itself():
     first = evaluated(0.5)
     for metric in compare(first, first).metrics.values():
-        assert (metric.test.difference, metric.test.p_value, metric.gained, metric.lost) == (0.0, 1.0, (), ())
+        assert (metric.test.difference, metric.test.p_value) == (0.0, 1.0)
+        assert (metric.improved_ids, metric.worsened_ids) == ((), ())
     assert compare(first, first).labels == ("first", "second")
 
 
-def test_table_and_flipped_prompts_read_well():
+def test_table_and_changed_prompts_read_well():
     found = compare(evaluated(0.3, label="base"), evaluated(0.8, seed=1, label="base"))
     lines = found.table().splitlines()
     assert len(lines) == 2 + len(found.metrics) and len({len(line) for line in lines}) == 1
     assert "base (1)" in lines[0] and "base (2)" in lines[0] and set(lines[1]) == {"|", "-"}
-    flipped, greedy = found.flipped(), found.metrics["greedy"]
-    assert [f["prompt_id"] for f in flipped] == [*greedy.gained, *greedy.lost]
+    flipped, greedy = found.changed_prompts(), found.metrics["greedy"]
+    assert [f["prompt_id"] for f in flipped] == [*greedy.improved_ids, *greedy.worsened_ids]
     assert flipped[0]["change"] == 1.0 and flipped[-1]["change"] == -1.0
     assert flipped[0]["first"].endswith("None 0.0") and flipped[0]["second"].endswith("None 1.0")
-    assert found.flipped("sampled")[0]["second"].split()[1] == "0"
+    assert found.changed_prompts("sampled")[0]["second"].split()[1] == "0"
     with pytest.raises(KeyError, match="metric='speed' must be one of"):
-        found.flipped("speed")
+        found.changed_prompts("speed")
     assert json.loads(json.dumps(found.to_dict()))["metrics"]["greedy"]["p_value"] == greedy.test.p_value
 
 
@@ -73,7 +75,8 @@ def test_saved_results_can_be_compared(tmp_path):
     assert compare(*loaded).table() == compare(first, second).table()
     stops = {"generate_kwargs": {"stop_token_ids": (1, 2)}}  # a tuple, which a file returns as a list
     first = evaluated(0.3, **stops)
-    assert not compare(EvaluationResult.load(first.save(tmp_path / "again")), evaluated(0.3, **stops)).differing
+    loaded = EvaluationResult.load(first.save(tmp_path / "again"))
+    assert not compare(loaded, evaluated(0.3, **stops)).differing_settings
 
 
 def test_means_of_three_samples_that_are_equally_far_apart_tie():

@@ -74,7 +74,7 @@ def test_bytes_wait_for_the_one_that_makes_them_a_character():
         "!",
     ]
     first = tokenizer.convert_tokens_to_ids("\u00f0")  # byte-level spelling of the byte 0xf0
-    assert texts.own_text(first) is None and texts.own_bytes(first) == b"\xf0"
+    assert texts.token_text(first) is None and texts.token_bytes(first) == b"\xf0"
     assert texts([first, tokenizer.convert_tokens_to_ids("A")]) == ["\ufffd", "A"]
 
 
@@ -83,10 +83,10 @@ def test_a_space_belongs_to_the_word_after_it():
     texts, ids = TokenTexts(tokenizer), tokenizer("the answer", add_special_tokens=False)["input_ids"]
     assert "".join(texts(ids)) == "the answer"
     assert texts([tokenizer.bos_token_id, *ids])[1].startswith(" ")
-    assert texts.own_text(ids[-1]).strip() == texts(ids)[-1].strip()
+    assert texts.token_text(ids[-1]).strip() == texts(ids)[-1].strip()
 
 
 def test_ids_beyond_the_vocabulary_have_no_text():
     texts = TokenTexts(build_tokenizer())
-    assert texts.piece(383) is None and texts([383, 3]) == ["", texts.own_text(3)]
+    assert texts.vocabulary_entry(383) is None and texts([383, 3]) == ["", texts.token_text(3)]
     assert texts.is_special(texts.tokenizer.eos_token_id) and not texts.is_special(3)

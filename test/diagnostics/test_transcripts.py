@@ -20,7 +20,7 @@ from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
 from torchrl_rloo.diagnostics.evaluation import Evaluation
-from torchrl_rloo.diagnostics.transcript_blocks import contexts_of, find_blocks, find_calls
+from torchrl_rloo.diagnostics.transcript_blocks import find_blocks, find_calls, group_contexts
 from torchrl_rloo.diagnostics.transcripts import write_evaluation_transcripts, write_transcripts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.envs import DatasetChatEnv
@@ -275,7 +275,7 @@ def test_blocks_begin_where_messages_do(template):
         flags += [(ahead - len(message["content"]), ahead + 1)] if sampled else []
     texts, special = pieces(text)
     actions = [any(start <= i < end for start, end in flags) for i in range(len(texts))]
-    blocks = find_blocks(texts, special, actions, contexts_of(query, completion))
+    blocks = find_blocks(texts, special, actions, group_contexts(query, completion))
     found = [(block.start, block.role) for block in blocks]
     assert found[:6] == expected
     assert [(b.label, b.error) for b in blocks[3:5]] == [("echo", False), ("", True)]
@@ -284,7 +284,7 @@ def test_blocks_begin_where_messages_do(template):
 def test_blocks_of_an_unknown_template_are_context():
     texts, special = pieces("<s>something else<e>said<e>more")
     actions = [17 <= i < 22 for i in range(len(texts))]
-    blocks = find_blocks(texts, special, actions, contexts_of([{"role": "system", "content": "a"}] * 2, []))
+    blocks = find_blocks(texts, special, actions, group_contexts([{"role": "system", "content": "a"}] * 2, []))
     assert [block.role for block in blocks] == ["context", "assistant", "context"]
 
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from torchrl_rloo.embedded import addition_prompts, build_tokenizer, demonstrations
-from torchrl_rloo.embedded.addition import FORGETS_CARRY, LEAVES_OUT_BOX, SLIPS
+from torchrl_rloo.embedded import addition_demonstrations, addition_prompts, build_tokenizer
+from torchrl_rloo.embedded.addition import P_FORGET_CARRY, P_OMIT_BOX, P_SLIP
 from torchrl_rloo.rewards import boxed_accuracy
 
 STEP = re.compile(r"(\d)\+(\d)(?:\+(\d))?=(\d+)")
@@ -60,19 +60,19 @@ def test_an_unknown_split_is_an_error():
 
 def test_demonstrations_are_deterministic_and_leave_the_global_random_state_alone():
     state = random.getstate()
-    first = demonstrations(64, 3)
+    first = addition_demonstrations(64, 3)
     assert random.getstate() == state
-    assert demonstrations(64, 3) == first
-    assert demonstrations(64, 4) != first
+    assert addition_demonstrations(64, 3) == first
+    assert addition_demonstrations(64, 4) != first
 
 
 def test_demonstrations_show_training_problems_only():
     held_out = {problem(row["query"]) for row in addition_prompts("test")}
-    assert not held_out & {problem(messages) for messages in demonstrations(5000, 0)}
+    assert not held_out & {problem(messages) for messages in addition_demonstrations(5000, 0)}
 
 
 def test_clean_demonstrations_are_right_in_every_step_and_short():
-    shown = demonstrations(3000, 0, clean=True)
+    shown = addition_demonstrations(3000, 0, clean=True)
     texts = [messages[-1]["content"] for messages in shown]
     answers = [str(sum(problem(messages))) for messages in shown]
     assert boxed_accuracy(shown, texts, answer=answers) == [1.0] * len(shown)
@@ -89,7 +89,7 @@ def test_clean_demonstrations_are_right_in_every_step_and_short():
 
 def test_the_sloppy_teacher_errs_as_often_as_it_should():
     carries = forgotten = shown = slips = boxes = 0
-    for messages in demonstrations(6000, 0):
+    for messages in addition_demonstrations(6000, 0):
         text, previous, said = messages[-1]["content"], 0, ""
         for i, (x, y, carry, total) in enumerate(columns(text)):
             if i and previous >= 10:
@@ -103,6 +103,6 @@ def test_the_sloppy_teacher_errs_as_often_as_it_should():
         boxed, plain = ANSWER.search(text).groups()
         assert int(boxed or plain) == int(f"{previous // 10}{said}")  # the answer follows from what is written
         boxes += boxed is not None
-    assert forgotten / carries == pytest.approx(FORGETS_CARRY, abs=0.04)
-    assert slips / shown == pytest.approx(SLIPS, abs=0.01)
-    assert boxes / 6000 == pytest.approx(1 - LEAVES_OUT_BOX, abs=0.03)
+    assert forgotten / carries == pytest.approx(P_FORGET_CARRY, abs=0.04)
+    assert slips / shown == pytest.approx(P_SLIP, abs=0.01)
+    assert boxes / 6000 == pytest.approx(1 - P_OMIT_BOX, abs=0.03)

@@ -18,7 +18,7 @@ from torchrl_rloo.embedded import (
     calculator_demonstrations,
     calculator_prompts,
 )
-from torchrl_rloo.embedded.calculator import GUESSES, LEAVES_OUT_BOX, WRONG_OPERATOR
+from torchrl_rloo.embedded.calculator import P_GUESS, P_OMIT_BOX, P_WRONG_OPERATOR
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy
@@ -85,9 +85,9 @@ def test_the_sloppy_teacher_errs_as_often_as_it_should():
         assert (int(x), int(y)) == (a, b) and messages[3]["content"] == str(WORKED_OUT[asked](a, b))
         wrong += asked != op
         boxes += turns(messages)[1] == f"\\boxed{{{messages[3]['content']}}}"
-    assert 1 - len(calls) / 6000 == pytest.approx(GUESSES, abs=0.03)
-    assert wrong / len(calls) == pytest.approx(WRONG_OPERATOR, abs=0.03)
-    assert 1 - boxes / len(calls) == pytest.approx(LEAVES_OUT_BOX, abs=0.04)
+    assert 1 - len(calls) / 6000 == pytest.approx(P_GUESS, abs=0.03)
+    assert wrong / len(calls) == pytest.approx(P_WRONG_OPERATOR, abs=0.03)
+    assert 1 - boxes / len(calls) == pytest.approx(P_OMIT_BOX, abs=0.04)
 
 
 # ------------------------------------------------------------------------------------------------------ the environment

@@ -14,7 +14,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import GUESSING, build_model, build_tokenizer, guessing_demonstrations, guessing_prompts
-from torchrl_rloo.embedded.guessing import HIGHEST, LOWEST, MAX_GUESSES, SECRETS, SIZES, THOUGHTLESS
+from torchrl_rloo.embedded.guessing import HIGHEST, LOWEST, MAX_GUESSES, P_THOUGHTLESS, RANGE_SIZES, SECRETS_PER_RANGE
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 
@@ -38,11 +38,11 @@ def test_splits_share_no_bounds_and_all_numbers():
     seen, held_out = ({bounds(row["query"]) for row in rows} for rows in (train, test))
     assert not seen & held_out
     assert seen | held_out == {
-        (low, low + size + 1) for size in SIZES for low in range(LOWEST, HIGHEST + 1) if low + size + 1 <= HIGHEST
+        (low, low + size + 1) for size in RANGE_SIZES for low in range(LOWEST, HIGHEST + 1) if low + size + 1 <= HIGHEST
     }
-    assert len(held_out) == 91 and len(test) == 91 * SECRETS  # pins the hash
+    assert len(held_out) == 91 and len(test) == 91 * SECRETS_PER_RANGE  # pins the hash
     assert {row["secret"] for row in train} >= {row["secret"] for row in test}
-    assert set(Counter(bounds(row["query"]) for row in train).values()) == {SECRETS}
+    assert set(Counter(bounds(row["query"]) for row in train).values()) == {SECRETS_PER_RANGE}
 
 
 def test_rows():
@@ -80,7 +80,7 @@ def test_the_sloppy_teacher_errs_as_often_as_it_should():
     games = guessing_demonstrations(3000, 3)
     assert random.getstate() == state and guessing_demonstrations(3000, 3) == games
     thoughtless = [game for game in games if guesses(game)[0][0] is None]
-    assert len(thoughtless) / 3000 == pytest.approx(THOUGHTLESS, abs=0.03)
+    assert len(thoughtless) / 3000 == pytest.approx(P_THOUGHTLESS, abs=0.03)
     for game in thoughtless:
         low, high = bounds(game)
         assert all(written is None and low < guess < high for written, _, guess in guesses(game))

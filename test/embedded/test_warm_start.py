@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_rloo.data.templates import encode_conversation
-from torchrl_rloo.embedded import EMBEDDED_TASKS, build_model, build_tokenizer, demonstrations, warm_start
+from torchrl_rloo.embedded import EMBEDDED_TASKS, addition_demonstrations, build_model, build_tokenizer, warm_start
 from torchrl_rloo.embedded.warm_start import TEACHERS, _assistant_loss, _default_cache_dir, _encode_demonstrations
 
 STEPS = 8  # the recipe's 500 are too many for a unit test
@@ -161,7 +161,7 @@ def test_all_turns_of_a_demonstration_are_learnt_and_nothing_else(task):
 
 def test_the_result_loads_as_a_hugging_face_model(built):
     tokenizer, model = AutoTokenizer.from_pretrained(built), AutoModelForCausalLM.from_pretrained(built)
-    messages = demonstrations(1, 0)[0]
+    messages = addition_demonstrations(1, 0)[0]
     assert encode_conversation(tokenizer, messages) == encode_conversation(TOKENIZER, messages)
     assert tokenizer.padding_side == "left" and tokenizer.pad_token_id != tokenizer.eos_token_id
     assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 152_256

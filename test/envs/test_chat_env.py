@@ -13,7 +13,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import encode_prompt, keys, load_prompts, to_history
-from torchrl_rloo.data.rows import collection, ragged, stack_rows
+from torchrl_rloo.data.rows import make_tensorclass, ragged, stack_rows
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, prompt_ids, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
@@ -39,9 +39,9 @@ def act(row: TensorDictBase, ids: list[int], truncated: bool = False) -> TensorD
     prompt, new = row[keys.PROMPT_TOKENS], torch.tensor(ids)
     mask = torch.cat([row[keys.ACTION_MASK], torch.ones(len(ids), dtype=torch.bool)])
     log_probs = torch.cat([row[keys.LOG_PROBS], torch.full((len(ids),), -0.5)])
-    row.set("tokens", collection(Tokens, prompt=prompt, full=torch.cat([prompt, new])))
-    row.set("masks", collection(Masks, all_assistant_mask=mask))
-    row.set("log_probs", collection(LogProbs, full=log_probs))
+    row.set("tokens", make_tensorclass(Tokens, prompt=prompt, full=torch.cat([prompt, new])))
+    row.set("masks", make_tensorclass(Masks, all_assistant_mask=mask))
+    row.set("log_probs", make_tensorclass(LogProbs, full=log_probs))
     return row.set(keys.RESPONSE_TRUNCATED, torch.tensor([truncated]))
 
 

@@ -166,13 +166,13 @@ def test_scores_are_judged_by_what_came_before_the_last_reset() -> None:
     first = step(norm, [[0.0, 10.0], [2.0, NAN]])
     assert first["rewards"].nan_to_num(-9).tolist() == [[0.0, 10.0], [2.0, -9]], "nothing is known yet"
     assert step(norm, [[4.0, 0.0]])["rewards"].tolist() == [[4.0, 0.0]], "nor before a reset"
-    assert dict(norm.counts) == {"a/unnormalised": 3, "b/unnormalised": 2}
+    assert dict(norm.counts) == {"a/unnormalized": 3, "b/unnormalized": 2}
     norm._reset(None, None)
     rows = step(norm, [[3.0, 5.0], [NAN, 20.0]])
     spread = [torch.tensor([0.0, 2.0, 4.0]).std(correction=0).item(), 5.0]
     expected = [[3 / spread[0], 1.0], [NAN, 4.0]]
     torch.testing.assert_close(rows["rewards"], torch.tensor(expected), equal_nan=True)
-    assert dict(norm.counts) == {"a/unnormalised": 3, "b/unnormalised": 2}
+    assert dict(norm.counts) == {"a/unnormalized": 3, "b/unnormalized": 2}
 
 
 def test_the_order_in_which_rows_end_changes_nothing() -> None:

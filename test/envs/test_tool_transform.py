@@ -597,7 +597,7 @@ def test_a_result_that_is_no_json_is_a_failure(world: Callable) -> None:
 
 
 def test_results_as_a_message_of_the_user(world: Callable) -> None:
-    made = world([[called("echo", text="a") + called("echo", text="b"), ANSWER]], echo, as_role="user")
+    made = world([[called("echo", text="a") + called("echo", text="b"), ANSWER]], echo, result_role="user")
     shown = "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>"
     assert made.completions()[0][1:2] == [{"role": "user", "content": shown}]
 
@@ -712,7 +712,7 @@ def test_tools_may_share_a_state_and_their_order(world: Callable) -> None:
     class Other(Session):
         def __init__(self, first: Session):
             super().__init__()
-            self.name, self.state_of = "other", first.state_of
+            self.name, self.state_key = "other", first.state_key
             self.opened, self.closed = first.opened, first.closed
 
     session = Session()
@@ -727,7 +727,7 @@ def test_a_call_that_took_too_long_costs_no_state_but_its_own(world: Callable) -
     class Parallel(Session):
         def __init__(self):
             super().__init__()
-            self.in_order = False
+            self.sequential = False
 
     session = Parallel()
 
@@ -850,7 +850,7 @@ def test_closing_the_environment_closes_what_is_open(world: Callable) -> None:
     ("kwargs", "match"),
     [
         ({"parser": "xml"}, "parser='xml'.*hermes"),
-        ({"as_role": "system"}, "as_role='system'"),
+        ({"result_role": "system"}, "result_role='system'"),
         ({"timeout": 0}, "timeout=0"),
         ({"max_calls": 0}, "max_calls=0"),
         ({"max_calls_per_turn": 0}, "max_calls_per_turn=0"),

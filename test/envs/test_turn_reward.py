@@ -180,13 +180,13 @@ def test_conversations_stepped_alone_earn_what_they_do_together(collect, monkeyp
 def test_a_conversation_given_up_before_its_turn_has_no_turn_more_to_reward(collect):
     _, env, policy = collect(lambda conversation, row: 7.0)
     stepper, rows = RowStepper(env), env.reset()
-    fresh = stepper.cut(rows[0].copy(), "cancelled")
+    fresh = stepper.truncate(rows[0].copy(), "cancelled")
     stepper.finish([fresh])
     assert float(fresh["next", "reward"]) == 100.0
     assert not fresh["next", "token_rewards", "full"].any()  # no action to credit
     stepped = [event_loop.run(stepper.step(row)) for row in policy(rows).unbind(0)]
     row = next_turn(next(row for row in stepped if not row["next", "done"].any()))
-    row = stepper.cut(row, "cancelled")
+    row = stepper.truncate(row, "cancelled")
     stepper.finish([row])
     assert float(row["next", "reward"]) == 100.0
     earned = row["next", "token_rewards", "full"]

@@ -332,7 +332,7 @@ def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
     async def step(goal: str):
         row, next_row = turn([say("user", "Hm.")], [say("assistant", "Yes.")], goal=goal)
         next_row.set(keys.STOP_REASON[1], torch.tensor(1)).set(keys.NUM_TURNS, torch.tensor(1))
-        await simulator.take_turn(row, next_row)
+        await simulator.process_turn(row, next_row)
 
     async def all_of_them():
         await asyncio.wait_for(asyncio.gather(*map(step, ["help", "a", "b", "c"])), 60)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrl_rloo.functional.kl import (
     KL_ESTIMATORS,
-    adapted_coefficient,
+    adapt_coefficient,
     k1,
     k2,
     k3,
@@ -160,7 +160,7 @@ def test_terms_are_zero_on_padding_and_take_functions():
 @settings(deadline=None, max_examples=60)
 @given(st.floats(1e-3, 10), st.floats(-5, 50), st.floats(0.01, 10), st.floats(0, 4.9))
 def test_the_controller_moves_towards_the_target(coeff, kl, target, gain):
-    adapted = adapted_coefficient(coeff, kl, target, gain)
+    adapted = adapt_coefficient(coeff, kl, target, gain)
     error = kl / target - 1
     expected = coeff + coeff * gain * (0.2 if error > 0.2 else -0.2 if error < -0.2 else error)
     assert adapted == pytest.approx(expected) and adapted > 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrl_rloo.functional.aggregation import AGGREGATIONS, aggregate
 from torchrl_rloo.functional.policy_loss import SURROGATES, VESPO, Clip
-from torchrl_rloo.functional.ratios import RATIOS, share_out, token_log_ratio
+from torchrl_rloo.functional.ratios import RATIOS, split_among_tokens, token_log_ratio
 
 log_probs_of_tokens = st.floats(-6, -0.01)
 tokens = st.lists(st.tuples(log_probs_of_tokens, log_probs_of_tokens, st.floats(-4, 4)), min_size=1, max_size=6)
@@ -157,7 +157,9 @@ def test_on_policy_all_ratios_have_one_gradient_under_one_aggregation(ratio, sur
     column = torch.tensor(advantages, dtype=torch.float64)[:, None]
     loss = SURROGATES[surrogate]()(RATIOS[ratio](new, new.detach(), mask), column, new, new.detach())
     total = aggregate(
-        share_out(loss, mask), mask, {"name": "constant", "length": 8.0} if aggregation == "constant" else aggregation
+        split_among_tokens(loss, mask),
+        mask,
+        {"name": "constant", "length": 8.0} if aggregation == "constant" else aggregation,
     )
     (gradient,) = torch.autograd.grad(total, new)
     for i, length in enumerate(lengths):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torchrl_rloo.functional.ratios import (
     MAX_LOG_RATIO,
     RATIOS,
+    exp_log_ratio,
     mean_log_ratio,
     no_ratio,
-    ratio_of,
     sequence_log_ratio,
-    share_out,
+    split_among_tokens,
     token_log_ratio,
 )
 
@@ -92,7 +92,9 @@ def test_gradcheck():
     new.requires_grad_()
     for function in (token_log_ratio, sequence_log_ratio):
         assert torch.autograd.gradcheck(lambda x, f=function: f(x, old, mask), new)
-    assert torch.autograd.gradcheck(ratio_of, torch.tensor([-3.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(
+        exp_log_ratio, torch.tensor([-3.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    )
 
 
 def test_the_gradient_of_no_ratio_is_that_of_the_log_prob_whoever_sampled():
@@ -107,7 +109,7 @@ def test_the_gradient_of_no_ratio_is_that_of_the_log_prob_whoever_sampled():
 def test_the_mean_ratio_averaged_over_its_sequence_has_gspos_gradient():
     new, old, mask = padded([[(-1.0, -1.5), (-2.0, -1.8), (-0.5, -0.6)]])
     new.requires_grad_()
-    ratio = ratio_of(mean_log_ratio(new, old, mask))
+    ratio = exp_log_ratio(mean_log_ratio(new, old, mask))
     (ours,) = torch.autograd.grad((ratio * mask).sum() / 3, new)
     (gspo,) = torch.autograd.grad(((new - old).sum() / 3).exp(), new)
     torch.testing.assert_close(ours, gspo)
@@ -141,20 +143,20 @@ def test_padding_changes_no_row(name, rows, padding):
 @pytest.mark.parametrize("name", RATIOS)
 def test_ratios_are_one_while_the_policy_is_the_one_that_sampled(name):
     new, _, mask = padded([[(-1.0, 0.0), (-2.0, 0.0)], [(-0.3, 0.0)]])
-    assert (ratio_of(RATIOS[name](new, new, mask)) == 1).all()
+    assert (exp_log_ratio(RATIOS[name](new, new, mask)) == 1).all()
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.floats(-30, MAX_LOG_RATIO))
 def test_ratio_of_is_the_exponential(x):
-    assert ratio_of(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(math.exp(x), rel=1e-12)
+    assert exp_log_ratio(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(math.exp(x), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("x", [21.0, 88.8, 100.0, 1000.0])
 def test_ratio_of_continues_as_a_straight_line(x, dtype):
     log_ratio = torch.tensor(x, dtype=dtype, requires_grad=True)
-    ratio = ratio_of(log_ratio)
+    ratio = exp_log_ratio(log_ratio)
     (slope,) = torch.autograd.grad(ratio, log_ratio)
     top = math.exp(MAX_LOG_RATIO)
     assert ratio.item() == pytest.approx(top * (1 + x - MAX_LOG_RATIO), rel=1e-5)
@@ -164,7 +166,7 @@ def test_ratio_of_continues_as_a_straight_line(x, dtype):
 @pytest.mark.parametrize("x", [-100.0, -1000.0])
 def test_ratio_of_far_below_one_is_zero_without_gradient(x):
     log_ratio = torch.tensor(x, requires_grad=True)
-    ratio = ratio_of(log_ratio)
+    ratio = exp_log_ratio(log_ratio)
     (slope,) = torch.autograd.grad(ratio, log_ratio)
     assert ratio.item() == pytest.approx(0, abs=1e-40) and slope.item() == pytest.approx(0, abs=1e-40)
 
@@ -174,7 +176,7 @@ def test_ratio_of_far_below_one_is_zero_without_gradient(x):
 def test_sharing_out_keeps_each_sequences_sum(rows):
     objective = torch.tensor([[x] for x, _ in rows], dtype=torch.float64)
     mask = torch.tensor([[t < n for t in range(4)] for _, n in rows])
-    shares = share_out(objective, mask)
+    shares = split_among_tokens(objective, mask)
     assert shares.shape == mask.shape
     for i, (x, n) in enumerate(rows):
         for t in range(n):
@@ -183,13 +185,13 @@ def test_sharing_out_keeps_each_sequences_sum(rows):
 
 def test_an_objective_of_each_token_is_not_shared_out():
     objective = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert torch.equal(share_out(objective, torch.ones(2, 2, dtype=torch.bool)), objective)
+    assert torch.equal(split_among_tokens(objective, torch.ones(2, 2, dtype=torch.bool)), objective)
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])
 def test_a_row_without_tokens_has_nothing_to_share(width):
     objective = torch.tensor([[2.0]], requires_grad=True)
-    shares = share_out(objective, torch.zeros(1, width, dtype=torch.bool))
+    shares = split_among_tokens(objective, torch.zeros(1, width, dtype=torch.bool))
     (gradient,) = torch.autograd.grad(shares.sum(), objective)
     assert shares.isfinite().all() and gradient.isfinite().all()
 

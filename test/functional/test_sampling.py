@@ -196,10 +196,10 @@ def test_a_recorded_support_gives_the_same_distribution():
     distribution = SamplingDistribution(temperature=0.7, top_k=5, top_p=0.8, repetition_penalty=1.2)
     sampled = process_logits(logits, distribution, seen)
     support = Support(sampled.isfinite().nonzero()[:, 1].int(), sampled.isfinite().sum(1).int())
-    ends = support.ends()
-    assert ends[0] == 0 and ends[-1] == len(support.ids) and len(ends) == len(logits) + 1
+    offsets = support.offsets()
+    assert offsets[0] == 0 and offsets[-1] == len(support.ids) and len(offsets) == len(logits) + 1
     for rows in (slice(0, 6), slice(2, 4), slice(5, 6), slice(3, 3)):
-        mask = support.mask(rows, ends, logits.shape[1])
+        mask = support.mask(rows, offsets, logits.shape[1])
         assert torch.equal(mask, sampled[rows].isfinite())
         assert torch.equal(process_logits(logits[rows], distribution, seen[rows], support=mask), sampled[rows])
 

@@ -16,10 +16,10 @@ from torchrl_rloo.functional.shaping import (
     Moments,
     calibrate_scores,
     column_moments,
-    forget,
+    decay_moments,
     merge_moments,
     normalize_scores,
-    truncated_scores,
+    shape_truncated_scores,
 )
 
 NAN = math.nan
@@ -50,7 +50,7 @@ def test_a_large_mean_does_not_drown_the_spread() -> None:
 
 def test_forgetting_changes_weights_only() -> None:
     old = column_moments(torch.tensor([[0.0], [2.0]]))
-    half = forget(old, 0.5)
+    half = decay_moments(old, 0.5)
     assert (half.mean, half.std, half.count) == (old.mean, old.std, 1.0)
     merged = merge_moments(half, column_moments(torch.tensor([[4.0]])))
     assert merged.mean.item() == pytest.approx((0.5 * 0 + 0.5 * 2 + 4) / 2)
@@ -102,13 +102,13 @@ def test_truncated_rows_have_the_return_they_should(rows: list, value: float) ->
         "abstain": torch.full_like(before, NAN),
     }
     for mode, target in expected.items():
-        shaped = truncated_scores(scores, truncated, torch.tensor(WEIGHTS), mode, value)
+        shaped = shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), mode, value)
         total = combine_rewards(shaped, WEIGHTS)
         wanted = torch.where(truncated, target, before)
         torch.testing.assert_close(total, wanted, equal_nan=True, rtol=1e-4, atol=1e-4)
         if mode != "abstain":
             assert torch.equal(shaped.isnan(), scores.isnan()), "exactly the entries that abstained still abstain"
-    scaled = combine_rewards(truncated_scores(scores, truncated, torch.tensor(WEIGHTS), "scale", 0.25), WEIGHTS)
+    scaled = combine_rewards(shape_truncated_scores(scores, truncated, torch.tensor(WEIGHTS), "scale", 0.25), WEIGHTS)
     torch.testing.assert_close(scaled, torch.where(truncated, before * 0.25, before), equal_nan=True)
 
 

@@ -15,7 +15,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper, ValueHead, add_adapter, frozen_copy, load_model
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_dropout_of_the_layer_itself_stays_off(reentrant: bool) -> None:
     expected = model(input_ids=ids).logits
     expected_gradients = torch.autograd.grad(expected.square().sum(), list(model.parameters()), allow_unused=True)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    with checkpointed(model), calls_of(model.model.decoder.layers[0].self_attn) as calls:
+    with recompute_in_eval(model), calls_of(model.model.decoder.layers[0].self_attn) as calls:
         logits = model(input_ids=ids, use_cache=False).logits
         logits.square().sum().backward()
     assert len(calls) == 2

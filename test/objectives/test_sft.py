@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys, micro_batches, stack_rows
 from torchrl_rloo.data.preferences import encode_demonstrations
-from torchrl_rloo.embedded import build_model, demonstrations
+from torchrl_rloo.embedded import addition_demonstrations, build_model
 from torchrl_rloo.functional import ConstantLength
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import SFTLoss, merge_outputs
@@ -113,7 +113,7 @@ def test_metrics_are_of_action_tokens_alone(model, make_loss, rows):
 def test_it_fits_demonstrations(tokenizer):
     model = build_model(tokenizer, seed=1)
     loss_fn = SFTLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
-    rows = encode_demonstrations(demonstrations(8, seed=0), tokenizer)
+    rows = encode_demonstrations(addition_demonstrations(8, seed=0), tokenizer)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(15):

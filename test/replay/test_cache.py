@@ -86,7 +86,7 @@ def test_uses_age_and_capacity() -> None:
     cache.add(batch(group(1, version=0), group(2, version=1), group(3, version=2)))
     assert len(cache) == 2 and cache.counts["cache/evicted"] == 1
     assert origins(cache.fill(None, 1, policy_version=4)) == [3, 3], "2 is three versions behind"
-    assert cache.counts["cache/stale"] == 1 and cache.counts["cache/worn"] == 1 and len(cache) == 0
+    assert cache.counts["cache/stale"] == 1 and cache.counts["cache/used_up"] == 1 and len(cache) == 0
     assert cache.fill(None, 2, policy_version=4) is None and cache.counts["cache/missing"] == 2
 
 

@@ -14,7 +14,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import EachScore, WeightedScores
+from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay import MCAdvantage
 from torchrl_rloo.replay.filters import ZeroSignalFilter
@@ -73,7 +73,7 @@ def test_a_kl_does_not_hide_a_dead_group() -> None:
     by_accuracy = ZeroSignalFilter(returns=WeightedScores([1.0, 0.0]))
     assert groups_of(by_accuracy.keep_informative(rows)) == [1, 1]
     assert by_accuracy.counts["zero_signal/all_right"] == 1
-    assert groups_of(ZeroSignalFilter(returns=EachScore()).keep_informative(rows)) == [0, 0, 1, 1]
+    assert groups_of(ZeroSignalFilter(returns=SeparateScores()).keep_informative(rows)) == [0, 0, 1, 1]
     with pytest.raises(ValueError, match=r"one weight for each of the 2 scores"):
         ZeroSignalFilter(returns=WeightedScores([1.0])).keep_informative(rows)
 

@@ -14,10 +14,10 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import EachScore, WeightedScores
+from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay import MCAdvantage
-from torchrl_rloo.replay.top_k import TopKSelector, most_varied, select_top_k
+from torchrl_rloo.replay.top_k import TopKSelector, select_top_k, top_by_variance
 
 NAN = math.nan
 QUARTERS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])  # exact in float32, with many ties
@@ -47,7 +47,7 @@ def written(transform: Transform, *batches: TensorDictBase) -> TensorDictBase:
 @given(st.lists(QUARTERS, min_size=1, max_size=7), st.integers(1, 7))
 def test_no_choice_varies_more(rewards: list[float], k: int) -> None:
     returns, k = torch.tensor(rewards, dtype=torch.float64), min(k, len(rewards))
-    chosen = most_varied(returns, k).tolist()
+    chosen = top_by_variance(returns, k).tolist()
     assert len(set(chosen)) == k
     spread = [float(returns[list(some)].var(correction=0)) for some in combinations(range(len(rewards)), k)]
     assert float(returns[chosen].var(correction=0)) == pytest.approx(max(spread))
@@ -86,7 +86,7 @@ def test_another_return_decides() -> None:
     rows = make_rows((0, 0.0), (0, 0.5), (0, 1.0))
     assert rewards_of(select_top_k(rows, 1, returns=WeightedScores([1.0, 0.0]))) == [0.0]
     with pytest.raises(ValueError, match=r"returns gave \(3, 2\), .* \[3\]"):
-        select_top_k(rows, 1, returns=EachScore())
+        select_top_k(rows, 1, returns=SeparateScores())
 
 
 def test_the_callers_rows_are_left_alone() -> None:

@@ -15,7 +15,7 @@ import pytest
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.boxed import boxed_accuracy
 from torchrl_rloo.rewards.math_judge import MathJudge
-from torchrl_rloo.rewards.math_worker import as_formula
+from torchrl_rloo.rewards.math_worker import wrap_formula
 
 ENDLESS = r"\boxed{9^{9^{9}}}"  # SymPy multiplies it out, in one operation that no signal interrupts
 
@@ -106,12 +106,12 @@ def test_a_gold_that_is_a_percentage(accuracy):
 
 @pytest.mark.parametrize("gold", FORMULAS)
 def test_formulas_without_dollar_signs_are_as_with_them(gold):
-    assert as_formula(gold) is not None
+    assert wrap_formula(gold) is not None
 
 
 @pytest.mark.parametrize("gold", [*sorted(OTHERS.keys() - {"1,234", "5 m"}), "no idea", "Yes", r"\(x\)", r"\boxed{2}"])
 def test_other_golds_are_left_to_math_verify(gold):
-    assert as_formula(gold) is None
+    assert wrap_formula(gold) is None
 
 
 def test_only_reasoning(accuracy):

@@ -65,14 +65,14 @@ PIECES = st.lists(
         "": None,
     }.items(),
 )
-def test_chosen(text, letter):
-    assert ABCD.chosen(text) == letter
+def test_find_choice(text, letter):
+    assert ABCD.find_choice(text) == letter
 
 
 @settings(deadline=None, max_examples=100)
 @given(PIECES | st.text(max_size=40))
 def test_no_text_raises_and_a_choice_is_a_letter_of_the_text(text):
-    chosen = ABCD.chosen(text)
+    chosen = ABCD.find_choice(text)
     assert chosen is None or (chosen in "ABCD" and chosen in text.upper())
 
 
@@ -80,7 +80,7 @@ def test_no_text_raises_and_a_choice_is_a_letter_of_the_text(text):
     "piece", ["answer is ", "(A)", "A, ", "\n", r"\boxed{", "{", "answer ", "A)\n", "answer is A or ", " "]
 )
 def test_time_is_linear_in_the_text(piece):
-    assert_linear(lambda n: ABCD.chosen(piece * n), 2_000)
+    assert_linear(lambda n: ABCD.find_choice(piece * n), 2_000)
 
 
 @pytest.mark.parametrize("gold", ["B", "b", "(B)", "B.", " B ", 1])
@@ -109,7 +109,7 @@ def test_digits_name_choices_and_messages_are_read():
     reward = MultipleChoice(choices="1234")
     texts = ["The answer is 3.", "The answer is 3.5", [{"role": "assistant", "content": "3"}], []]
     assert reward(["?"] * 4, texts, [[1]] * 4, answer=["3"] * 4) == [1, 0, 1, 0]
-    assert MultipleChoice().chosen("The answer is I think B") is None
+    assert MultipleChoice().find_choice("The answer is I think B") is None
 
 
 @pytest.mark.parametrize("choices", ["A", "", "AA", "Aa", ["A", "BC"], "A-"])

@@ -26,8 +26,8 @@ from torchrl_rloo.rewards.protocol import (
     call_reward_async,
     check_columns,
     final_text,
+    find_missing_columns,
     is_async,
-    missing_columns,
     reward_name,
 )
 
@@ -208,8 +208,8 @@ def test_columns_that_are_missing():
             return [1.0] * len(completions)
 
     judge = Judge("gold")
-    assert missing_columns(judge, ["gold", "hint"]) == [] == missing_columns(Judge(None), ["hint"])
-    assert missing_columns(judge, ["answer"]) == ["hint", "gold"]
+    assert find_missing_columns(judge, ["gold", "hint"]) == [] == find_missing_columns(Judge(None), ["hint"])
+    assert find_missing_columns(judge, ["answer"]) == ["hint", "gold"]
     check_columns([judge, dict], ["gold", "hint"])
     for takes_nothing in (len, lambda: [1.0], lambda *texts: [1.0]):
         with pytest.raises(ValueError, match="accepts none of the arguments of a reward: add completions"):

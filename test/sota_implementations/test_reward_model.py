@@ -14,7 +14,7 @@ from support.recipes import load_recipe, run_recipe_here
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
-from torchrl_rloo.embedded import addition_preferences, addition_prompts, demonstrations
+from torchrl_rloo.embedded import addition_demonstrations, addition_preferences, addition_prompts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.transforms.shaping import CalibrateScores
@@ -126,7 +126,7 @@ def test_any_source_with_its_own_held_out_pairs(overrides, tmp_path, capsys):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return tmp_path / name
 
-    conversations = demonstrations(60, seed=3, clean=True)
+    conversations = addition_demonstrations(60, seed=3, clean=True)
     train, held_out = write("train.jsonl", conversations[:48]), write("held_out.jsonl", conversations[48:])
     more = [f"data.source={train}", f"data.eval_source={held_out}", "data.type=chatml.intel", "train.pairs_per_step=8"]
     more += ["train.steps=6", "schedule.warmup_steps=1", f"output_dir={tmp_path / 'out'}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchrl_rloo.cli.schema import section
+from torchrl_rloo.cli.schema import parse_section
 from torchrl_rloo.lookup import check_path
 
 
@@ -211,10 +211,10 @@ class CurriculumConfig:
     cache: Any = None  # fill the rest of a refilled batch with earlier groups: {capacity: 64, max_uses, max_age}
 
     def __post_init__(self):
-        self.pass_rate = section(PassRateConfig, self.pass_rate, "curriculum.pass_rate")
-        self.rerolls = section(RerollsConfig, self.rerolls, "curriculum.rerolls")
-        self.refill = section(RefillConfig, self.refill, "curriculum.refill")
-        self.cache = section(CacheConfig, self.cache, "curriculum.cache")
+        self.pass_rate = parse_section(PassRateConfig, self.pass_rate, "curriculum.pass_rate")
+        self.rerolls = parse_section(RerollsConfig, self.rerolls, "curriculum.rerolls")
+        self.refill = parse_section(RefillConfig, self.refill, "curriculum.refill")
+        self.cache = parse_section(CacheConfig, self.cache, "curriculum.cache")
         if self.cache is not None and self.refill is None:
             raise ValueError("curriculum.cache requires curriculum.refill; set curriculum.refill={}")
 

@@ -28,10 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrl_rloo.cli.schema import (
     SettingError,
     check_names,
-    explain,
+    explain_error,
     free_sections,
     help_text,
-    near,
+    near_match_hint,
     text_settings,
     to_object,
 )
@@ -128,14 +128,16 @@ def load_config(
             name = primary.stem if primary else "schema"
             return compose(name, overrides=overrides, return_hydra_config=with_hydra)
     except OmegaConfBaseException as error:
-        raise SettingError(explain(error)) from error
+        raise SettingError(explain_error(error)) from error
     except OverrideParseException as error:
         raise SettingError(
             f"{str(error.override).lstrip('+')} is malformed: {_line(error)}; quote text as in 'name=\"a, b\"'"
         ) from error
     except HydraException as error:
         cause = error.__cause__
-        raise SettingError(explain(cause) if isinstance(cause, OmegaConfBaseException) else _line(error)) from error
+        raise SettingError(
+            explain_error(cause) if isinstance(cause, OmegaConfBaseException) else _line(error)
+        ) from error
 
 
 def _check_effects(cfg: Any, overrides: Sequence[str]) -> None:
@@ -195,7 +197,7 @@ def _primary(recipe: Path, file: str | None) -> Path | None:
         if place.suffix in (".yaml", ".yml") and place.is_file():
             return place.resolve()
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise SettingError(f"--config {file}: no such file{near(file, names) if names else ''}")
+    raise SettingError(f"--config {file}: no such file{near_match_hint(file, names) if names else ''}")
 
 
 def _check_file(file: Path, config: type, others: Sequence[str]) -> None:
@@ -238,7 +240,7 @@ def _normalize(override: str, config: type) -> str:
             return f"{name}={value}"
         if name == "task" and "." in value:
             return f"task.name={value}"
-        raise SettingError(f"{name}={value} is unknown{near(value, names)}; valid: {', '.join(names)}")
+        raise SettingError(f"{name}={value} is unknown{near_match_hint(value, names)}; valid: {', '.join(names)}")
     # Check the name, and quote text that Hydra would parse
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))

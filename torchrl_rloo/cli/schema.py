@@ -20,19 +20,19 @@ class SettingError(ValueError):
     """Error for a setting that a configuration does not have, or a value of the wrong type."""
 
 
-def given(section: Any, *without: str) -> dict[str, Any]:
+def non_null_fields(section: Any, *without: str) -> dict[str, Any]:
     """Return the fields of a section that are not null, so the callee's defaults apply; ``without`` excludes fields.
 
     Example:
         >>> from torchrl_rloo.cli.config import GenerateConfig
-        >>> given(GenerateConfig(top_p=0.9))["top_p"], "top_k" in given(GenerateConfig())
+        >>> non_null_fields(GenerateConfig(top_p=0.9))["top_p"], "top_k" in non_null_fields(GenerateConfig())
         (0.9, False)
     """
     values = {f.name: getattr(section, f.name) for f in fields(section) if f.name not in without}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def describe(config: type) -> Iterator[tuple[str, str, str]]:
+def iter_settings(config: type) -> Iterator[tuple[str, str, str]]:
     """Yield ``(name, default, comment)`` of each field; fields of sections come last, with dotted names.
 
     A section itself has an empty default and its own comment.
@@ -42,7 +42,7 @@ def describe(config: type) -> Iterator[tuple[str, str, str]]:
         section, comment = hints[f.name], comments.get(f.name, "")
         if is_dataclass(section):
             yield f.name, "", comment
-            for name, default, text in describe(section):
+            for name, default, text in iter_settings(section):
                 yield f"{f.name}.{name}", default, text
         else:
             yield f.name, _yaml(_default(f)), comment
@@ -51,7 +51,7 @@ def describe(config: type) -> Iterator[tuple[str, str, str]]:
 @cache  # it is read for each override
 def known_settings(config: type) -> tuple[str, ...]:
     """Return all dotted names of a configuration."""
-    return tuple(name for name, _, _ in describe(config))
+    return tuple(name for name, _, _ in iter_settings(config))
 
 
 @cache
@@ -87,10 +87,10 @@ def check_names(names: list[str], config: type, groups: list[str] = ()) -> None:
     known, free = [*known_settings(config), *groups], tuple(f"{name}." for name in free_sections(config))
     for name in names:
         if name not in known and not name.startswith(free):
-            raise SettingError(f"unknown setting {name}{near(name, known)}")
+            raise SettingError(f"unknown setting {name}{near_match_hint(name, known)}")
 
 
-def near(name: str, known: list[str]) -> str:
+def near_match_hint(name: str, known: list[str]) -> str:
     """Return a hint at the nearest known name, or at the list of names."""
     last = {k.rpartition(".")[2]: k for k in reversed(known)}  # so a right name in a wrong section is near as well
     leaf = get_close_matches(name.rpartition(".")[2], last, n=1, cutoff=0.75)
@@ -98,7 +98,7 @@ def near(name: str, known: list[str]) -> str:
     return f": did you mean {matches[0]}?" if matches else ": --help lists the settings"
 
 
-def explain(error: OmegaConfBaseException) -> str:
+def explain_error(error: OmegaConfBaseException) -> str:
     """Return an OmegaConf error as one line: name, value and expected type."""
     message = str(error.msg or error).splitlines()[0]
     key = error.full_key or ""
@@ -115,7 +115,7 @@ def explain(error: OmegaConfBaseException) -> str:
     return f"{key}: {message}" if key and key not in message else message
 
 
-def section(config: type, values: Any, name: str) -> Any:
+def parse_section(config: type, values: Any, name: str) -> Any:
     """Return a section that may be null as its dataclass.
 
     Args:
@@ -133,11 +133,11 @@ def section(config: type, values: Any, name: str) -> Any:
     known = {f.name: f"{name}.{f.name}" for f in fields(config)}
     for key in values:
         if key not in known:
-            raise SettingError(f"unknown setting {name}.{key}{near(f'{name}.{key}', [*known.values()])}")
+            raise SettingError(f"unknown setting {name}.{key}{near_match_hint(f'{name}.{key}', [*known.values()])}")
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), values))
     except OmegaConfBaseException as error:
-        raise SettingError(f"{name}.{explain(error)}") from error
+        raise SettingError(f"{name}.{explain_error(error)}") from error
 
 
 def to_object(cfg: DictConfig) -> Any:
@@ -145,13 +145,13 @@ def to_object(cfg: DictConfig) -> Any:
     try:
         return OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise SettingError(explain(error)) from error
+        raise SettingError(explain_error(error)) from error
 
 
 def help_text(config: type, values: DictConfig | None = None) -> str:
     """Return all settings with their values and comments, one line each, by section."""
     lines = []
-    for name, default, comment in describe(config):
+    for name, default, comment in iter_settings(config):
         if values is not None and default:
             value = OmegaConf.select(values, name)
             default = _yaml(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)

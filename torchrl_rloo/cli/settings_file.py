@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from torchrl_rloo.cli.schema import describe
+from torchrl_rloo.cli.schema import iter_settings
 
 HEADER = """\
 # Settings of {name}. The command line overrides them; they override those of the task and the engine chosen below.
@@ -37,7 +37,7 @@ def settings_file(
     values = OmegaConf.to_container(cfg, resolve=False)
     groups = "".join(f"\n  - override {group}: {file}" for group, file in choices.items())
     lines = [HEADER.format(name=name, groups=groups)]
-    for setting, default, comment in describe(config):
+    for setting, default, comment in iter_settings(config):
         *sections, leaf = setting.split(".")
         if (sections or [leaf])[0] in choices:
             continue

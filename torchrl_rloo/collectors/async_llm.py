@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
 from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
-from torchrl_rloo.collectors.turn_source import turn_source
+from torchrl_rloo.collectors.turn_source import make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs import event_loop
@@ -142,7 +142,7 @@ class AsyncLLMCollector(LLMCollector):
         self.primer = _find_primer(env)
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // self.primer.num_generations
         self.ahead = ahead
-        self.source = turn_source(policy, self._version, self._notify, max_batch_size=max_batch_size)
+        self.source = make_turn_source(policy, self._version, self._notify, max_batch_size=max_batch_size)
         self.runner = GroupRunner(
             env,
             self.source,
@@ -253,7 +253,7 @@ class AsyncLLMCollector(LLMCollector):
         """Return the oldest complete groups, sorted by id."""
         with self._draw_lock, self._changed:
             chosen = sorted([group for group in self._undelivered if group in self._complete][:groups])
-            turns = sum(self.runner.turns[group] for group in chosen)
+            turns = sum(self.runner.turn_counts[group] for group in chosen)
             rows = [row for group in chosen for row in self._complete[group]]
             for group in chosen:
                 del self._undelivered[group], self._complete[group]
@@ -264,7 +264,7 @@ class AsyncLLMCollector(LLMCollector):
 
     def _progress(self, groups: int) -> CollectionProgress:
         total = groups * self.primer.num_generations
-        ended, turns = (sum(list(counter.values())) for counter in (self.runner.ended, self.runner.turns))
+        ended, turns = (sum(list(counter.values())) for counter in (self.runner.ended_counts, self.runner.turn_counts))
         return CollectionProgress(min(ended, total), total, turns)
 
     def cancel(self, group_ids: Iterable[int] | None = None) -> int:

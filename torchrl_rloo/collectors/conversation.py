@@ -41,12 +41,13 @@ class GroupRunner:
     Attributes:
         counts: ``"collector/failed_turns"``, turns on which the policy failed, and ``"collector/timed_out"``,
             conversations that the environment's ``max_seconds`` ended while they waited.
-        turns: number of turns by ``group_id``, until :meth:`forget`.
-        ended: number of ended conversations by ``group_id``, until :meth:`forget`.
+        turn_counts: number of turns by ``group_id``, until :meth:`forget`.
+        ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
 
     Example::
 
-        runner = GroupRunner(env, turn_source(policy, version), version, seed=0, max_in_flight=None, reward_threads=1,
+        source = make_turn_source(policy, version)
+        runner = GroupRunner(env, source, version, seed=0, max_in_flight=None, reward_threads=1,
                              max_consecutive_failures=None)
         rows = event_loop.run(runner.run(primer.draw_groups(1)[0]))  # one finished row per member of the group
     """
@@ -66,8 +67,8 @@ class GroupRunner:
         self.max_seconds = getattr(self.stepper.base, "max_seconds", None)
         self.max_consecutive_failures = max_consecutive_failures
         self.counts: Counter[str] = Counter()
-        self.turns: Counter[int] = Counter()
-        self.ended: Counter[int] = Counter()
+        self.turn_counts: Counter[int] = Counter()
+        self.ended_counts: Counter[int] = Counter()
         self._conversation_slots = nullcontext() if max_in_flight is None else asyncio.Semaphore(max_in_flight)
         self._reset_slots, self._scoring_slots = asyncio.Semaphore(_MAX_RESETS), asyncio.Semaphore(reward_threads)
         self._consecutive_failures = 0
@@ -104,8 +105,8 @@ class GroupRunner:
 
     def forget(self, group_id: int) -> None:
         """Drop the counts of a delivered or cancelled group."""
-        self.turns.pop(group_id, None)
-        self.ended.pop(group_id, None)
+        self.turn_counts.pop(group_id, None)
+        self.ended_counts.pop(group_id, None)
 
     async def _open(self, drawn: TensorDictBase) -> list[TensorDictBase]:
         async with self._reset_slots:
@@ -150,7 +151,7 @@ class GroupRunner:
             elif not await _finish_within(self.max_seconds, turns):
                 self.counts["collector/timed_out"] += 1
                 self._truncate(conversation, "time")
-        self.ended[conversation.group_id] += 1
+        self.ended_counts[conversation.group_id] += 1
 
     async def _take_turns(self, conversation: _Conversation) -> None:
         while True:
@@ -163,7 +164,7 @@ class GroupRunner:
                 return
             self._consecutive_failures, conversation.row = 0, row
             await self.stepper.step(row)
-            self.turns[conversation.group_id] += 1
+            self.turn_counts[conversation.group_id] += 1
             if row[keys.DONE].any():
                 return
             conversation.reward += row[keys.REWARD]
@@ -183,9 +184,9 @@ class GroupRunner:
 
     def _truncate(self, conversation: _Conversation, reason: str) -> None:
         row = conversation.row.copy()
-        if hasattr(self.source.policy, "set_unsampled"):
-            self.source.policy.set_unsampled(row)
-        conversation.row = self.stepper.cut(row, reason)
+        if hasattr(self.source.policy, "set_empty_outputs"):
+            self.source.policy.set_empty_outputs(row)
+        conversation.row = self.stepper.truncate(row, reason)
 
     def _score(self, conversations: list[_Conversation]) -> list[TensorDictBase]:
         self.stepper.finish([conversation.row for conversation in conversations])

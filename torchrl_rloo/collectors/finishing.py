@@ -7,14 +7,14 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import collection
+from torchrl_rloo.data.rows import make_tensorclass
 from torchrl_rloo.data.segments import sampled_versions
 
 # Entries of a stepped row that the next turn or the finished row keeps, replaces or drops
 _TURN_KEYS = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
 _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
 _OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra")
-_DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.OWN_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+_DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
 _SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
 _STEP_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
 
@@ -50,9 +50,9 @@ def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> Tenso
     sampled = versions is not None and len(versions)
     out |= {
         keys.POLICY_VERSION: versions.min() if sampled else torch.tensor(version),
-        "tokens": collection(Tokens, full=tokens, prompt=tokens[:first_action]),
-        "masks": collection(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
-        "log_probs": collection(LogProbs, full=log_probs),
+        "tokens": make_tensorclass(Tokens, full=tokens, prompt=tokens[:first_action]),
+        "masks": make_tensorclass(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+        "log_probs": make_tensorclass(LogProbs, full=log_probs),
         "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
     }
     return TensorDict._new_unsafe(out, batch_size=torch.Size([]))

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import as_lazy, concatenate, ragged, stack_rows, tensor_rows
+from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, tensor_rows, to_lazy_stack
 from torchrl_rloo.envs.stepping import release_rows, step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
@@ -198,7 +198,7 @@ class LLMCollector(BaseCollector):
 
     def _rollout(self, rows_before: int, turns_before: int) -> TensorDictBase:
         """Run all conversations of one reset of the environment to their end."""
-        active = as_lazy(self.env.reset())
+        active = to_lazy_stack(self.env.reset())
         if keys.GROUP_ID not in active.keys():
             raise KeyError(
                 f"the environment's rows have no {keys.GROUP_ID!r}, so their groups are unknown; use DatasetChatEnv "

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors.llm import LLMCollector
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import by_group
+from torchrl_rloo.data.outcomes import group_rows
 from torchrl_rloo.data.plain import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
@@ -109,7 +109,7 @@ class RefillingCollector:
             for observe in self.observers:
                 observe(rows)
             informative = tensor_rows(rows) if len(rows := self.signal.keep_informative(rows)) else rows
-            self._surplus += [list(group.unbind(0)) for group in by_group(informative).values()]
+            self._surplus += [list(group.unbind(0)) for group in group_rows(informative).values()]
         # Deliver the oldest groups first
         self._surplus.sort(key=lambda group: (_version(group), int(group[0][keys.GROUP_ID])))
         delivered, self._surplus = self._surplus[: self.groups_per_batch], self._surplus[self.groups_per_batch :]

@@ -253,7 +253,7 @@ def _deliver(turns: tuple[asyncio.Future, ...], outcomes: list[TensorDictBase | 
             turn.set_result(outcome)
 
 
-def turn_source(
+def make_turn_source(
     policy: Policy,
     version: Callable[[], int],
     on_death: Callable[[], None] = lambda: None,

@@ -3,7 +3,7 @@
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.merging import merge_identical
-from torchrl_rloo.data.outcomes import EachScore, WeightedScores, final_return
+from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores, final_return
 from torchrl_rloo.data.pass_rates import PassRatePool
 from torchrl_rloo.data.preferences import (
     PreferenceDataset,
@@ -44,7 +44,7 @@ from torchrl_rloo.data.templates import (
 
 __all__ = [
     "parse_dtype",
-    "EachScore",
+    "SeparateScores",
     "WeightedScores",
     "final_return",
     "PassRatePool",

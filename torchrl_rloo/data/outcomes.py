@@ -57,7 +57,7 @@ class WeightedScores:
 
 
 @dataclass(frozen=True)
-class EachScore:
+class SeparateScores:
     """Separate scores of each reward function, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO).
 
     Attributes:
@@ -76,7 +76,7 @@ def _scores(rows: TensorDictBase, raw: bool) -> torch.Tensor:
     return torch.stack(ragged(rows, key))
 
 
-def by_group(rows: TensorDictBase) -> dict[int, TensorDictBase]:
+def group_rows(rows: TensorDictBase) -> dict[int, TensorDictBase]:
     """Return the rows of each group, sorted by ``"group_id"`` so that their order of arrival does not matter."""
     members: dict[int, list[TensorDictBase]] = {}
     for row in rows.unbind(0):

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import Returns, by_group, final_return
+from torchrl_rloo.data.outcomes import Returns, final_return, group_rows
 
 Difficulty = Literal["unseen", "in_range", "too_hard", "too_easy", "retired"]
 _PREFERRED = ("unseen", "in_range")
@@ -50,7 +50,7 @@ class PassRatePool:
 
     Example:
         >>> pool, generator = PassRatePool(3, floor=0.0), torch.Generator().manual_seed(0)
-        >>> pool.standing(1), pool.pass_rate(1)
+        >>> pool.difficulty(1), pool.pass_rate(1)
         ('unseen', None)
         >>> sorted(pool.draw(generator) for _ in range(3))
         [0, 1, 2]
@@ -99,7 +99,7 @@ class PassRatePool:
 
     def _drawable(self) -> tuple[list[int], list[int]]:
         if self._candidates is None:
-            difficulties = [self.standing(prompt) for prompt in range(self.size)]
+            difficulties = [self.difficulty(prompt) for prompt in range(self.size)]
             drawable = [p for p, difficulty in enumerate(difficulties) if difficulty != "retired"] or list(
                 range(self.size)
             )
@@ -112,7 +112,7 @@ class PassRatePool:
         groups = self._groups.get(prompt)
         return sum(p for p, _ in groups.values()) / sum(n for _, n in groups.values()) if groups else None
 
-    def standing(self, prompt: int) -> Difficulty:
+    def difficulty(self, prompt: int) -> Difficulty:
         """Return the difficulty of a prompt relative to the range."""
         return self._difficulties.get(prompt, "unseen")
 
@@ -135,7 +135,7 @@ class PassRatePool:
             ValueError: if a ``"prompt_id"`` is not below ``size``.
         """
         outcomes: dict[int, list[tuple[int, int, int]]] = {}
-        for group_id, members in by_group(rows).items():
+        for group_id, members in group_rows(rows).items():
             prompt = int(members[0][keys.PROMPT_ID])
             if not 0 <= prompt < self.size:
                 raise ValueError(f"prompt_id={prompt} must be at least 0 and below the pool's size={self.size}")
@@ -149,7 +149,7 @@ class PassRatePool:
         self._candidates = None
 
     def _record_outcomes(self, prompt: int, outcomes: list[tuple[int, int, int]]) -> None:
-        before, groups = self.standing(prompt), self._groups.setdefault(prompt, {})
+        before, groups = self.difficulty(prompt), self._groups.setdefault(prompt, {})
         for group_id, passed, answered in outcomes:
             total = groups.setdefault(group_id, [0, 0])  # other rows of the group may have arrived before
             total[0] += passed

@@ -7,7 +7,7 @@ from typing import Any
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
-from torchrl_rloo.data.rows import collection
+from torchrl_rloo.data.rows import make_tensorclass
 
 _VALUE, _CLASS = "non-tensor value", "tensorclass"
 _CLASSES = {cls.__name__: cls for cls in (Tokens, Masks, LogProbs)}
@@ -35,4 +35,4 @@ def from_plain(row: dict[str, Any]) -> TensorDictBase:
         return value
 
     entries = {k: entry(v) for k, v in row.items() if k != _CLASS}
-    return collection(_CLASSES[row[_CLASS]], **entries) if _CLASS in row else TensorDict(entries, [])
+    return make_tensorclass(_CLASSES[row[_CLASS]], **entries) if _CLASS in row else TensorDict(entries, [])

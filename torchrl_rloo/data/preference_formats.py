@@ -187,7 +187,7 @@ PAIRED_FORMATS: dict[str, Reader] = {
     "chat_template.default": _read_template_default,
     "user_defined.default": _read_user_pair,
 }
-LABELLED_FORMATS: dict[str, Reader] = {
+LABELED_FORMATS: dict[str, Reader] = {
     **{
         f"{m}.{name}": partial(_read_labeled, prompt)
         for m in ("chatml", "llama3")

@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.preference_formats import LABELLED_FORMATS, PAIRED_FORMATS, Example
+from torchrl_rloo.data.preference_formats import LABELED_FORMATS, PAIRED_FORMATS, Example
 from torchrl_rloo.data.rows import ragged, stack_rows
-from torchrl_rloo.data.sources import read_source, shown
+from torchrl_rloo.data.sources import describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode, encode_conversation, encode_prompt
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
@@ -59,7 +59,7 @@ MARKUPS = {
     ),
     "zephyr": Markup("<|", "|>\n", "</s>", "\n", ("</s>",)),
 }
-OWN_MARKUP = "tokenizer"
+TOKENIZER_MARKUP = "tokenizer"
 
 
 class PreferenceDataset(Sequence):
@@ -71,7 +71,7 @@ class PreferenceDataset(Sequence):
         dropped: fault of each dropped row.
     """
 
-    def __init__(self, examples: Iterable[Example], *, markup: str = OWN_MARKUP, dropped: Sequence[str] = ()):
+    def __init__(self, examples: Iterable[Example], *, markup: str = TOKENIZER_MARKUP, dropped: Sequence[str] = ()):
         self._examples, self.markup, self.dropped = list(examples), markup, tuple(dropped)
 
     def __len__(self) -> int:
@@ -140,16 +140,16 @@ def load_preferences(
     # Resolve the type and its options
     if objective not in PREFERENCE_OBJECTIVES:
         raise ValueError(f"objective={objective!r} must be one of {list(PREFERENCE_OBJECTIVES)}")
-    formats = PAIRED_FORMATS if PREFERENCE_OBJECTIVES[objective].paired else LABELLED_FORMATS
+    formats = PAIRED_FORMATS if PREFERENCE_OBJECTIVES[objective].paired else LABELED_FORMATS
     if type not in formats:
         raise ValueError(f"type={type!r} must be one of {sorted(formats)} for objective={objective!r}")
     known = sorted(inspect.getfullargspec(formats[type]).kwonlyargs)
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(f"unknown options {unknown} of type={type!r}; valid: {known}")
     prefix = type.split(".")[0]
-    markup = markup or (prefix if prefix in MARKUPS else OWN_MARKUP)
-    if markup not in (*MARKUPS, OWN_MARKUP):
-        raise ValueError(f"markup={markup!r} must be one of {[*MARKUPS, OWN_MARKUP]}")
+    markup = markup or (prefix if prefix in MARKUPS else TOKENIZER_MARKUP)
+    if markup not in (*MARKUPS, TOKENIZER_MARKUP):
+        raise ValueError(f"markup={markup!r} must be one of {[*MARKUPS, TOKENIZER_MARKUP]}")
 
     # Read rows; a row may hold several examples
     examples, faults = [], []
@@ -165,7 +165,9 @@ def load_preferences(
                 raise ValueError(f"{where} as {type!r}: {error}") from error
             faults.append(f"{where}: {error}")
     if not examples:
-        raise ValueError(f"{shown(source)} has no valid row" + (f"; the first fault: {faults[0]}" if faults else ""))
+        raise ValueError(
+            f"{describe_source(source)} has no valid row" + (f"; the first fault: {faults[0]}" if faults else "")
+        )
     return PreferenceDataset(examples, markup=markup, dropped=faults)
 
 
@@ -252,7 +254,7 @@ def encode_preferences(examples: PreferenceDataset | Iterable[Example], tokenize
         ValueError: if the tokenizer lacks tokens of the dataset's markup, or if the completions of a pair have the
             same tokens.
     """
-    tokenizer = _with_markup(tokenizer, getattr(examples, "markup", OWN_MARKUP))
+    tokenizer = _with_markup(tokenizer, getattr(examples, "markup", TOKENIZER_MARKUP))
     rows = []
     for i, example in enumerate(examples):
         if LABEL in example:
@@ -317,13 +319,13 @@ def _margin(row: Mapping[str, Any], column: str) -> float:
 
 def _with_markup(tokenizer, markup: str):
     """Return a copy of the tokenizer with the markup's chat template."""
-    if markup == OWN_MARKUP:
+    if markup == TOKENIZER_MARKUP:
         return tokenizer
     tokens = MARKUPS[markup].tokens
     if missing := [token for token in tokens if len(encode(tokenizer, token)) != 1]:
         raise ValueError(
-            f"markup={markup!r} requires the tokens {missing}, which the tokenizer lacks; set markup={OWN_MARKUP!r} "
-            "for the tokenizer's chat template, or add the tokens"
+            f"markup={markup!r} requires the tokens {missing}, which the tokenizer lacks; set "
+            f"markup={TOKENIZER_MARKUP!r} for the tokenizer's chat template, or add the tokens"
         )
     adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]  # some tokenizers never add their BOS
     tokenizer = copy.copy(tokenizer)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.notices import notify_once
-from torchrl_rloo.data.sources import Located, read_source, shown
+from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
 from torchrl_rloo.lookup import import_object
 
@@ -215,9 +215,9 @@ def load_prompts(
     located = located if row_map is None else _mapped(located, row_map)
     rows = _rows(located, prompt_column, column_map or {}, columns)
     if not rows:
-        raise ValueError(f"{shown(source)} is empty; give at least one row")
+        raise ValueError(f"{describe_source(source)} is empty; give at least one row")
     if chat is False and not isinstance(rows[0][keys.QUERY], str):
-        raise ValueError(f"chat=False requires text prompts, but {shown(source)} has messages; remove chat")
+        raise ValueError(f"chat=False requires text prompts, but {describe_source(source)} has messages; remove chat")
     for row in rows if chat or system_prompt is not None else ():
         row[keys.QUERY] = _as_chat(row[keys.QUERY], system_prompt, bool(chat))
     dataset = PromptDataset(rows, chat=chat)
@@ -225,8 +225,8 @@ def load_prompts(
     if tokenizer is not None:
         dataset = _drop_long(dataset.for_tokenizer(tokenizer), tokenizer, template_kwargs or {}, max_prompt_length)
     if 1 < len(dataset) == dataset.counts.duplicates + 1:
-        same = f"all {len(dataset)} prompts of {shown(source)} are equal, {dataset.rows[0][keys.QUERY]!r:.200}"
-        raise ValueError(f"{same}; check prompt_column, or give one row")
+        same = f"prompts of {describe_source(source)} are equal, {dataset.rows[0][keys.QUERY]!r:.200}"
+        raise ValueError(f"all {len(dataset)} {same}; check prompt_column, or give one row")
     return dataset
 
 

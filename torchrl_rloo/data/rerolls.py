@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import Returns, by_group, final_return
+from torchrl_rloo.data.outcomes import Returns, final_return, group_rows
 from torchrl_rloo.data.sampling import PromptSampler
 
 
@@ -115,7 +115,7 @@ class DeferredRerolls:
         """
         if hasattr(self.sampler, "update"):
             self.sampler.update(rows)
-        for members in by_group(rows).values():
+        for members in group_rows(rows).values():
             returns, prompt = self.returns(members), int(members[0][keys.PROMPT_ID])
             given = returns[~returns.isnan()]
             if not len(given):

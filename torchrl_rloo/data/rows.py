@@ -257,25 +257,25 @@ def spread_actions(values: torch.Tensor, rows: TensorDictBase, actions: ActionTo
     return unpad(full.to(tokens[0].device), [len(t) for t in tokens])
 
 
-def as_lazy(rows: TensorDictBase) -> LazyStackedTensorDict:
+def to_lazy_stack(rows: TensorDictBase) -> LazyStackedTensorDict:
     """Return the batch as a lazy stack, on which entries of different lengths can be set."""
     return rows if isinstance(rows, LazyStackedTensorDict) else rows.to_lazystack(0)
 
 
-def collection(cls: type, **tensors: torch.Tensor):
+def make_tensorclass(cls: type, **tensors: torch.Tensor):
     """Make one row's ``Tokens``, ``Masks`` or ``LogProbs`` without checks that cost more than the data."""
     absent = dict.fromkeys(cls.__expected_keys__ - tensors.keys())
     return _tensorclass(cls, tensors, absent | {"padded": False})
 
 
-def collection_like(entry: TensorDictBase, **tensors: torch.Tensor):
+def make_tensorclass_like(entry: TensorDictBase, **tensors: torch.Tensor):
     """Make one row's tokens, masks or log-probs of the type of ``entry``: a tensorclass or a TensorDict."""
     if is_tensorclass(entry):
-        return collection(type(entry), **tensors)
+        return make_tensorclass(type(entry), **tensors)
     return TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
 
 
-def non_tensor(value: Any) -> NonTensorData:
+def make_non_tensor(value: Any) -> NonTensorData:
     """Make a non-tensor entry of a row; ``NonTensorData(value)`` takes ten times as long."""
     made = _tensorclass(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})
     made.__dict__["_is_initialized"] = True
@@ -289,7 +289,7 @@ def _tensorclass(cls: type, tensors: dict[str, torch.Tensor], values: dict[str, 
     return made
 
 
-def put(row: TensorDictBase, entries: dict[str, Any]) -> TensorDictBase:
+def set_entries(row: TensorDictBase, entries: dict[str, Any]) -> TensorDictBase:
     """Set entries of one row in place without the checks of ``TensorDict.set``, which unbatched values do not need."""
     if type(row) is TensorDict and not row.is_locked:
         row._tensordict.update(entries)
@@ -297,12 +297,12 @@ def put(row: TensorDictBase, entries: dict[str, Any]) -> TensorDictBase:
     return row.update(entries)
 
 
-def without(row: TensorDictBase, names: Collection[str]) -> TensorDictBase:
+def drop_entries(row: TensorDictBase, names: Collection[str]) -> TensorDictBase:
     """Return a shallow copy of one row without some entries."""
     return TensorDict._new_unsafe({k: v for k, v in row.items() if k not in names}, batch_size=_NO_SHAPE)
 
 
-def value_of(row: TensorDictBase, key: str) -> Any:
+def non_tensor_value(row: TensorDictBase, key: str) -> Any:
     """Return ``row[key]`` of a non-tensor entry; the row's own lookup takes ten times as long."""
     entry = row._get_str(key, None) if type(row) is TensorDict else None
     return entry._non_tensordict["data"] if type(entry) is NonTensorData else row[key]

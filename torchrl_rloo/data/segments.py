@@ -26,7 +26,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import collection_like, stack_rows
+from torchrl_rloo.data.rows import make_tensorclass_like, stack_rows
 
 _TOKEN_ENTRIES = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
 _ACTION_ENTRIES = {
@@ -62,10 +62,10 @@ def stash_segment(row: TensorDictBase) -> None:
             current[name] = value
     if previous is not None:
         current = {name: torch.cat([previous[name], value]) for name, value in current.items()}
-    forget_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(current, batch_size=[]))
+    drop_samples(row).set(keys.PREVIOUS_SEGMENTS, TensorDict(current, batch_size=[]))
 
 
-def forget_samples(row: TensorDictBase) -> TensorDictBase:
+def drop_samples(row: TensorDictBase) -> TensorDictBase:
     """Drop a row's previous samples and the per-action entries of the current one, in place."""
     row.pop(keys.PREVIOUS_SEGMENTS, None)
     if keys.ACTION_VERSIONS in row.keys():
@@ -110,7 +110,7 @@ def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
     return versions if versions is None or previous is None else torch.cat([previous["versions"], versions])
 
 
-def sampled_ids(row: TensorDictBase) -> torch.Tensor:
+def action_ids(row: TensorDictBase) -> torch.Tensor:
     """Return the action tokens of a trajectory, over all its samples.
 
     Args:
@@ -123,21 +123,21 @@ def sampled_ids(row: TensorDictBase) -> torch.Tensor:
     return ids if previous is None else torch.cat([previous["tokens"][previous["mask"]], ids])
 
 
-def refuse_segments(row: TensorDictBase, who: str) -> None:
+def refuse_segments(row: TensorDictBase, caller: str) -> None:
     """Raise if a row has several samples, for callers that read the tokens of whole trajectories.
 
     Args:
         row: a row, or one row of the ``"next"`` entry of a step.
-        who: name of the caller in the message.
+        caller: name of the caller in the message.
 
     Raises:
         ValueError: if the row has previous samples.
     """
     if keys.PREVIOUS_SEGMENTS in row.keys():
         raise ValueError(
-            f"{who} requires all tokens of a trajectory in one sample, but this row has "
+            f"{caller} requires all tokens of a trajectory in one sample, but this row has "
             f"{len(row[keys.PREVIOUS_SEGMENTS]['sizes'])} more samples under {keys.PREVIOUS_SEGMENTS!r}; "
-            f"use ChatEnv(on_rewrite='keep'), or remove {who}"
+            f"use ChatEnv(on_rewrite='keep'), or remove {caller}"
         )
 
 
@@ -180,7 +180,7 @@ def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBas
         "log_probs": {"full": part["log_probs"]},
     }
     for name, tensors in entries.items():
-        row.set(name, collection_like(row.get(name), **tensors))
+        row.set(name, make_tensorclass_like(row.get(name), **tensors))
     if "versions" in part:
         row.set(keys.ACTION_VERSIONS, part["versions"])
     if "support_ids" in part:

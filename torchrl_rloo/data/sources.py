@@ -35,7 +35,7 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         TypeError: if the source is neither a path nor iterable.
         ValueError: if ``split`` or ``name`` does not fit the source, or if a file is malformed.
     """
-    described, rows = shown(source), source
+    described, rows = describe_source(source), source
     # Resolve a path or hub id
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
@@ -133,7 +133,7 @@ _READERS = dict(zip(DATA_SUFFIXES, (_read_json_lines, _read_json, _read_parquet,
 _SUFFIXES = " or ".join(_READERS)
 
 
-def shown(source: Any) -> str:
+def describe_source(source: Any) -> str:
     """Describe a source in an error message."""
     return (
         f"source={os.fspath(source)!r}"

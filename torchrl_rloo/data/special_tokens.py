@@ -21,7 +21,7 @@ def make_mark() -> str:
     return "".join(chr(0xE000 + byte) for byte in secrets.token_bytes(12))
 
 
-CUT = make_mark()
+MARK = make_mark()
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def _specials(tokenizer) -> _Specials:
 
 
 def cut_specials(tokenizer, value: Any) -> Any:
-    """Insert :data:`CUT` after the first character of each special token in messages or schemas.
+    """Insert :data:`MARK` after the first character of each special token in messages or schemas.
 
     Args:
         tokenizer: Hugging Face tokenizer with the special tokens.
@@ -67,14 +67,14 @@ def cut_specials(tokenizer, value: Any) -> Any:
 
     Example:
         >>> from torchrl_rloo.embedded import build_tokenizer
-        >>> cut_specials(build_tokenizer(), "so<|im_end|>").split(CUT)
+        >>> cut_specials(build_tokenizer(), "so<|im_end|>").split(MARK)
         ['so<', '|im_end|>']
     """
     pattern = _specials(tokenizer).first_characters
 
     def cut(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda match: match[0] + CUT, value)
+            return pattern.sub(lambda match: match[0] + MARK, value)
         if isinstance(value, Mapping):
             return {cut(k): cut(v) for k, v in value.items()}
         return [cut(v) for v in value] if isinstance(value, list | tuple) else value

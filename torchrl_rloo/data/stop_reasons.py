@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import put
+from torchrl_rloo.data.rows import set_entries
 
 # The index of a reason is its id in buffers and checkpoints: append only.
 STOP_REASONS = {
@@ -37,13 +37,13 @@ def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:
     Raises:
         KeyError: if the reason is unknown.
     """
-    return put(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
+    return set_entries(set_done(row, reason), {keys.STOP_REASON[1]: _IDS[reason]})
 
 
 def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
     """Set ``done``, ``terminated`` and ``truncated`` of a row in place, but not its stop reason."""
     done, terminated, truncated = _FLAGS[reason].clone().split(1)
-    return put(row, {"done": done, "terminated": terminated, "truncated": truncated})
+    return set_entries(row, {"done": done, "terminated": terminated, "truncated": truncated})
 
 
 def stop_reason(row: TensorDictBase) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from torchrl.data.llm import History
 
-from torchrl_rloo.data.special_tokens import CUT, cut_arguments, cut_specials, make_mark, special_texts
+from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_specials, make_mark, special_texts
 
 Messages = list[dict[str, Any]]
 
@@ -66,7 +66,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
 def _pieces(text: str) -> list[str]:
     """Split the rendered text of cut messages at the cuts."""
-    return [piece for piece in text.split(CUT) if piece]
+    return [piece for piece in text.split(MARK) if piece]
 
 
 def _encode_pieces(tokenizer, text: str) -> list[int]:
@@ -168,7 +168,7 @@ def answer_turn(
     feedback: Messages,
     *,
     last_token: int,
-    shown: Mapping[str, Any] | None = None,
+    seen_arguments: Mapping[str, Any] | None = None,
     **template_kwargs,
 ) -> Answer:
     """Encode the feedback on a sampled assistant turn, and detect whether the template rewrites earlier text.
@@ -185,7 +185,7 @@ def answer_turn(
         conversation: messages so far. The last one is the assistant turn that was just sampled.
         feedback: messages that answer it (tool results, user replies).
         last_token: last sampled id. It is not repeated if it is the template's end of turn.
-        shown: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
+        seen_arguments: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
         **template_kwargs: arguments of the template.
 
     Returns:
@@ -196,19 +196,19 @@ def answer_turn(
     """
     # Cut special tokens, also in the conversation: some templates show the system message with the last message
     feedback, kwargs = cut_specials(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
-    shown = kwargs if shown is None else cut_arguments(tokenizer, shown)
+    seen_arguments = kwargs if seen_arguments is None else cut_arguments(tokenizer, seen_arguments)
     conversation = cut_specials(tokenizer, conversation)
 
     # Render the feedback, if necessary with tool calls before the tools' results
     try:
-        tail, rewritten = _tail(tokenizer, conversation, feedback, kwargs, shown)
+        tail, rewritten = _tail(tokenizer, conversation, feedback, kwargs, seen_arguments)
     except _REFUSALS as error:
         if not any(m["role"] == "tool" for m in (*conversation, *feedback)):
             raise ValueError(_cannot(error)) from error
         whole, n = _with_calls([*conversation, *feedback]), len(conversation)
         tail_of = _tail_of_calls if feedback[0]["role"] == "tool" else _tail
         try:
-            tail, rewritten = tail_of(tokenizer, whole[:n], whole[n:], kwargs, shown)
+            tail, rewritten = tail_of(tokenizer, whole[:n], whole[n:], kwargs, seen_arguments)
         except _REFUSALS as second:
             raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
 
@@ -236,7 +236,7 @@ def _cannot(error: Exception) -> str:
     return f"several turns require a chat template that shows feedback on an assistant message: {error}"
 
 
-def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) -> tuple[str, bool]:
+def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
     """Return the rendered text after the last turn, and whether the text before differs from what the policy saw."""
     *before, turn = conversation
 
@@ -246,7 +246,7 @@ def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) 
         return text.split(_BOUNDARY)
 
     # Compare the text before the mark with the text that the policy saw
-    seen = _opening(tokenizer, before, **shown) + turn["content"]
+    seen = _opening(tokenizer, before, **seen_arguments) + turn["content"]
     parts = render_around(turn["content"])
     if len(parts) == 2 and parts[0] == seen:
         return parts[1], False
@@ -259,13 +259,13 @@ def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) 
     return parts[1], rewritten
 
 
-def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs, shown) -> tuple[str, bool]:
+def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
     """Return the same as :func:`_tail` if the last turn shows calls, not text: all after its end-of-turn token."""
     closed = render(tokenizer, conversation, **kwargs)
     after = render(tokenizer, [*conversation, *feedback], **kwargs | {"add_generation_prompt": True})
     if not after.startswith(closed):
         raise _NotShownOnceError("it changes the messages before the tools' results")
-    seen = _opening(tokenizer, conversation[:-1], **shown)
+    seen = _opening(tokenizer, conversation[:-1], **seen_arguments)
     turn = closed.rstrip()
     ends = [len(text) for text in special_texts(tokenizer) if turn.endswith(text)]
     start = len(turn) - max(ends) if ends else len(closed)
@@ -355,12 +355,12 @@ def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str,
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
     ids, mask, start = [], [], 0
-    for piece in texts[0].split(CUT):
+    for piece in texts[0].split(MARK):
         out = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
         ids += out["input_ids"]
         for first, last in out["offset_mapping"]:
             mask.append(any(begin < start + last and start + first < end for begin, end in spans[0]))
-        start += len(piece) + len(CUT)
+        start += len(piece) + len(MARK)
     return ids, mask
 
 

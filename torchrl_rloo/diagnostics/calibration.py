@@ -21,8 +21,8 @@ from torchrl_rloo.functional.statistics import wilson_interval
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FILE = "calibration.json"
-PICTURE = "calibration.png"
+CALIBRATION_FILE = "calibration.json"
+CALIBRATION_PLOT = "calibration.png"
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def write_calibration(found: Calibration, directory: str | Path) -> Path:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    plot_calibration(found, directory / PICTURE)
-    path = directory / FILE
+    plot_calibration(found, directory / CALIBRATION_PLOT)
+    path = directory / CALIBRATION_FILE
     path.write_text(json.dumps(asdict(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
-from torchrl_rloo.diagnostics.statistics.evaluation import Interval, clean
+from torchrl_rloo.diagnostics.statistics.evaluation import Interval, round_values
 from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class MetricComparison:
         first: mean and interval of the first evaluation.
         second: mean and interval of the second evaluation.
         test: paired test of ``second - first`` over the prompts.
-        gained: ids of the prompts on which the second is higher.
-        lost: ids of the prompts on which the second is lower.
+        improved_ids: ids of the prompts on which the second is higher.
+        worsened_ids: ids of the prompts on which the second is lower.
     """
 
     metric: str
@@ -40,8 +40,8 @@ class MetricComparison:
     first: Interval
     second: Interval
     test: PairedTest
-    gained: tuple[int, ...]
-    lost: tuple[int, ...]
+    improved_ids: tuple[int, ...]
+    worsened_ids: tuple[int, ...]
 
 
 class Comparison:
@@ -51,7 +51,7 @@ class Comparison:
         first: the first evaluation.
         second: the second evaluation.
         metrics: comparisons by metric name.
-        differing: settings that differ, as ``{name: (value of first, value of second)}``.
+        differing_settings: settings that differ, as ``{name: (value of first, value of second)}``.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Comparison:
         first: EvaluationResult,
         second: EvaluationResult,
         metrics: dict[str, MetricComparison],
-        differing: dict[str, tuple[Any, Any]],
+        differing_settings: dict[str, tuple[Any, Any]],
     ):
-        self.first, self.second, self.metrics, self.differing = first, second, metrics, differing
+        self.first, self.second, self.metrics = first, second, metrics
+        self.differing_settings = differing_settings
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -90,10 +91,10 @@ class Comparison:
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["| " + " | ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
         lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-        lines += [f"note: {name} differs: {a!r} and {b!r}" for name, (a, b) in self.differing.items()]
+        lines += [f"note: {name} differs: {a!r} and {b!r}" for name, (a, b) in self.differing_settings.items()]
         return "\n".join(lines)
 
-    def flipped(self, metric: str | None = None) -> list[dict[str, Any]]:
+    def changed_prompts(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return the prompts on which a metric differs, gains before losses, with a completion of each evaluation.
 
         Args:
@@ -119,28 +120,29 @@ class Comparison:
                 "first": before[i].completion,
                 "second": after[i].completion,
             }
-            for i in (*chosen.gained, *chosen.lost)
+            for i in (*chosen.improved_ids, *chosen.worsened_ids)
         ]
 
     def save(self, directory: str | Path) -> None:
         """Write ``comparison.json``, with the prompts whose first metric changed, and ``comparison.png``."""
         path = plot_comparison(self, Path(directory) / "comparison.png")
-        text = json.dumps(self.to_dict() | {"flipped": self.flipped()}, indent=2, ensure_ascii=False, default=str)
+        content = self.to_dict() | {"flipped": self.changed_prompts()}
+        text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
         path.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values for JSON."""
         return {
             "labels": list(self.labels),
-            "differing": {name: list(both) for name, both in self.differing.items()},
+            "differing": {name: list(both) for name, both in self.differing_settings.items()},
             "metrics": {
                 name: {
                     "prompts": m.prompts,
                     "first": m.first.mean,
                     "second": m.second.mean,
                     **m.test._asdict(),
-                    "gained": list(m.gained),
-                    "lost": list(m.lost),
+                    "gained": list(m.improved_ids),
+                    "lost": list(m.worsened_ids),
                 }
                 for name, m in self.metrics.items()
             },
@@ -166,9 +168,9 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
     _check_prompts(first, second)
     # Compare settings as they are saved: a loaded evaluation has lists where a new one has tuples
     ours, theirs = (json.loads(json.dumps(asdict(r.settings), default=str)) for r in (first, second))
-    differing = {name: (ours[name], theirs[name]) for name in _COMPARED_SETTINGS if ours[name] != theirs[name]}
-    if differing and same_settings:
-        shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in differing.items())
+    differing_settings = {name: (ours[name], theirs[name]) for name in _COMPARED_SETTINGS if ours[name] != theirs[name]}
+    if differing_settings and same_settings:
+        shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in differing_settings.items())
         raise ValueError(
             f"the evaluations differ in {shown}; evaluate both with the same settings, or pass same_settings=False"
         )
@@ -177,20 +179,20 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
     for name in [name for name in first.values if name in second.values]:
         ids = list(first.values[name])
         before, after = (
-            clean(torch.tensor([r.values[name][i] for i in ids], dtype=torch.float64)) for r in (first, second)
+            round_values(torch.tensor([r.values[name][i] for i in ids], dtype=torch.float64)) for r in (first, second)
         )
         test = paired_test(before, after)
-        gained = tuple(i for i, up in zip(ids, (after > before).tolist(), strict=True) if up)
-        lost = tuple(i for i, down in zip(ids, (after < before).tolist(), strict=True) if down)
+        improved_ids = tuple(i for i, up in zip(ids, (after > before).tolist(), strict=True) if up)
+        worsened_ids = tuple(i for i, down in zip(ids, (after < before).tolist(), strict=True) if down)
         metrics[name] = MetricComparison(
-            name, len(ids), first.intervals[name], second.intervals[name], test, gained, lost
+            name, len(ids), first.intervals[name], second.intervals[name], test, improved_ids, worsened_ids
         )
     if not metrics:
         raise ValueError(
             f"the evaluations must share a metric, got {list(first.values)} and {list(second.values)}; evaluate both "
             "with the same scorers"
         )
-    return Comparison(first, second, metrics, differing)
+    return Comparison(first, second, metrics, differing_settings)
 
 
 def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequence[str] | None = None) -> Path:

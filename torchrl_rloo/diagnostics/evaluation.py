@@ -25,7 +25,7 @@ from torchrl_rloo.rewards.protocol import (
     RewardFunction,
     check_columns,
     final_text,
-    missing_columns,
+    find_missing_columns,
     reward_name,
 )
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
@@ -144,7 +144,11 @@ class Evaluation:
     def _check_columns(self) -> None:
         """Raise if a scorer requires a column that neither the dataset nor a transform provides."""
         functions, columns = [f for f in self.scorers.values() if f is not None], self.dataset.columns
-        if any(missing_columns(f, columns) for f in functions) and self.make_env is None and not self.make_transforms():
+        if (
+            any(find_missing_columns(f, columns) for f in functions)
+            and self.make_env is None
+            and not self.make_transforms()
+        ):
             check_columns(functions, columns, "scorer")
 
     def __call__(self) -> tuple[dict[str, float], list[dict[str, Any]]]:

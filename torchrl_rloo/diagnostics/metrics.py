@@ -85,7 +85,7 @@ DEFINITIONS = {
     "failed this way; it abstains on them",
     "count/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
     "count/<function>/repeated": "samples so far that were scored separately because a call with several had failed",
-    "count/<function>/<unnormalised|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
+    "count/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
     "or that it clipped",
     "count/shaped_truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",
@@ -94,13 +94,13 @@ DEFINITIONS = {
     "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far that were collected to "
     "fill steps, groups returned, groups still missing and the steps that lacked them, and surplus groups dropped as "
     "stale",
-    "count/cache/<added|used|evicted|stale|worn|missing>": "groups so far that the cache added, returned, evicted for "
-    "newer ones, dropped for age or for use, or lacked when requested",
+    "count/cache/<added|used|evicted|stale|used_up|missing>": "groups so far that the cache added, returned, "
+    "evicted for newer ones, dropped for age or for use, or lacked when requested",
     "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from preferred prompts and from all; "
     "prompts so far that entered the target range, and that were retired as solved",
     "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "
     "a later try, or dropped after the last try",
-    "pool/<standing>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
+    "pool/<difficulty>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
     "count/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
     "count/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
     "count/failed_turns": "turns so far whose reward function raised or returned no finite number; their rows abstain",

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import action_tokens, as_lazy, concatenate, gather_actions, ragged, stack_rows
+from torchrl_rloo.data.rows import action_tokens, concatenate, gather_actions, ragged, stack_rows, to_lazy_stack
 from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, log_prob_gap
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
@@ -70,7 +70,7 @@ def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PRO
     gap = row_gap(rows, trainer_log_probs)
     if not gap.tokens:
         return {}
-    figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside}
+    figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside_share}
     return {f"parity/{name}": float(value) for name, value in figures.items()}
 
 
@@ -135,7 +135,7 @@ class ParityProbe:
 
     @torch.no_grad()
     def __call__(self) -> ParityReport:
-        rows = as_lazy(self.policy(self._rows()))
+        rows = to_lazy_stack(self.policy(self._rows()))
         rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
         gap, plain = self._gap(rows, self.scorer), None
         dtypes = (self.sampler_dtype, self.trainer_dtype)
@@ -222,11 +222,11 @@ def _advise_on_rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]
             "on GPUs of compute capability 8.0 or more set VLLM_BATCH_INVARIANT=1, so that vLLM's log-probs do not "
             "depend on the rest of the batch, and use the same attention kernel in sampler and trainer if possible",
         ]
-    if gap.outside > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
+    if gap.outside_share > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
         low, high = RATIO_BOUNDS
         steps.append(
-            f"{gap.outside:.1%} of the tokens have a ratio outside [{low}, {high}], and the rows' effective sample "
-            f"size is {gap.row_ess:.0%}; correct for the gap with RLOOLoss(old_log_probs='proximal', "
+            f"{gap.outside_share:.1%} of the tokens have a ratio outside [{low}, {high}], and the rows' effective "
+            f"sample size is {gap.row_ess:.0%}; correct for the gap with RLOOLoss(old_log_probs='proximal', "
             "correction='sequence_truncate'), or with correction='tis' if ratio='token'"
         )
     return steps

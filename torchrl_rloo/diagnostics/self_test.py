@@ -28,10 +28,10 @@ PROMPTS = (
 PROMPT_TOKENS, NEW_TOKENS = 96, 16  # largest number of tokens of each prompt and its continuation
 
 FLOAT32_GAP = 1e-3  # nats at any token, more than rounding to float32 explains
-HALF_GAP = 1.0  # nats at any token, more than rounding to bfloat16 or float16 explains
+HALF_PRECISION_GAP = 1.0  # nats at any token, more than rounding to bfloat16 or float16 explains
 MARGIN = 3.0  # changed weights must move log-probs by this multiple of the tolerance
 
-CHANGE = 0.2  # noise scale as a share of a tensor's RMS: deep models stay finite, log-probs move by nats
+NOISE_SCALE = 0.2  # share of a tensor's RMS: deep models stay finite, log-probs move by nats
 ZERO_CHANGE = 0.05  # noise scale of tensors that are all zeros, as the second factor of a new LoRA adapter
 
 
@@ -133,7 +133,7 @@ def _check_result(found: SelfTest, tolerance: float | None) -> None:
     figures = (
         f"{', '.join(f'{name} {value:.2g}' for name, value in found._asdict().items())}, tolerance {limit:.2g} nats"
     )
-    if not found.gap_before <= (HALF_GAP if tolerance is None else tolerance):
+    if not found.gap_before <= (HALF_PRECISION_GAP if tolerance is None else tolerance):
         raise WeightSyncError(
             f"engine and model differ with the current weights, right after a push ({figures}): the engine has another "
             "model, dtype, head (float32 in the scorer) or log-prob mode, or the push had no effect; compare the two "
@@ -221,7 +221,7 @@ def _changed(model: nn.Module) -> Iterator[None]:
             generator = torch.Generator(p.device).manual_seed(number)
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float32, device=p.device)
             size = p.float().square().mean().sqrt()
-            p.add_(noise.mul_(torch.where(size > 0, CHANGE * size, ZERO_CHANGE)).to(p.dtype))
+            p.add_(noise.mul_(torch.where(size > 0, NOISE_SCALE * size, ZERO_CHANGE)).to(p.dtype))
         yield
     finally:
         for p, values in zip(trained, kept, strict=True):

@@ -48,14 +48,14 @@ class TokenTexts:
         """Decode a sequence, including special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def piece(self, token: int) -> str | None:
+    def vocabulary_entry(self, token: int) -> str | None:
         """Return a token as the vocabulary spells it, or None for an unknown id."""
         try:
             return self.tokenizer.convert_ids_to_tokens(token)
         except (IndexError, KeyError, OverflowError, TypeError):
             return None
 
-    def own_text(self, token: int) -> str | None:
+    def token_text(self, token: int) -> str | None:
         """Return the text of a token, or None if it depends on neighboring tokens."""
         known = self._get_own(token)
         if isinstance(known, str):
@@ -65,10 +65,10 @@ class TokenTexts:
         except UnicodeDecodeError:
             return None
 
-    def own_bytes(self, token: int) -> bytes | None:
+    def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token that is not valid text by itself, or None."""
         known = self._get_own(token)
-        return known if isinstance(known, bytes) and self.own_text(token) is None else None
+        return known if isinstance(known, bytes) and self.token_text(token) is None else None
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is special to the tokenizer, or looks special (``<|...|>``)."""
@@ -92,7 +92,7 @@ class TokenTexts:
         return self._known[token]
 
     def _find_own(self, token: int) -> bytes | str:
-        piece = self.piece(token)
+        piece = self.vocabulary_entry(token)
         if piece is None:
             return ""
         if self._byte_level:  # as in tokenizers, a piece with any other character is literal text

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchrl_rloo.data.templates import Messages, is_conversation
 
-CALLS = re.compile(
+TOOL_CALL_PATTERN = re.compile(
     r"<(?P<tag>tool|tool_call|function_call)>.*?(?:</(?P=tag)>|\Z)"
     r"|<function=.*?(?:</function>|\Z)"
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>).*",
@@ -73,7 +73,7 @@ def find_blocks(
     return blocks
 
 
-def contexts_of(query: Any, completion: Any, before: int = 0) -> list[Messages]:
+def group_contexts(query: Any, completion: Any, before: int = 0) -> list[Messages]:
     """Group the messages of a conversation by the policy turn that follows them.
 
     Args:
@@ -98,7 +98,9 @@ def contexts_of(query: Any, completion: Any, before: int = 0) -> list[Messages]:
     return contexts
 
 
-def find_calls(texts: Sequence[str], actions: Sequence[bool], pattern: re.Pattern[str] = CALLS) -> list[list[int]]:
+def find_calls(
+    texts: Sequence[str], actions: Sequence[bool], pattern: re.Pattern[str] = TOOL_CALL_PATTERN
+) -> list[list[int]]:
     """Return ``[start, end]``, in tokens, of each tool call that the policy wrote."""
     found, start = [], 0
     for is_action, run in groupby(actions):

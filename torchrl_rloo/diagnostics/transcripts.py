@@ -23,7 +23,7 @@ from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
-from torchrl_rloo.diagnostics.transcript_blocks import CALLS, contexts_of, find_blocks, find_calls
+from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_blocks, find_calls, group_contexts
 
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
@@ -41,7 +41,7 @@ def write_transcripts(
     title: str = "Transcripts",
     settings: Mapping[str, Any] | None = None,
     reward_names: Sequence[str] = (),
-    call_pattern: re.Pattern[str] = CALLS,
+    call_pattern: re.Pattern[str] = TOOL_CALL_PATTERN,
     max_rows: int = 500,
 ) -> Path:
     """Write finished conversations as one self-contained HTML page.
@@ -81,7 +81,7 @@ def write_evaluation_transcripts(
     *,
     title: str = "",
     settings: Mapping[str, Any] | None = None,
-    call_pattern: re.Pattern[str] = CALLS,
+    call_pattern: re.Pattern[str] = TOOL_CALL_PATTERN,
     max_rows: int = 500,
 ) -> Path:
     """Write the conversations of an evaluation as a page, with its scores in place of rewards.
@@ -152,7 +152,7 @@ class _Reader:
         # Split the row into samples: a template that rewrites the past makes several
         parts, turns = [], 0
         for sample in _split_samples(row):
-            parts.append(self._part(sample, contexts_of(query, completion, before=turns)))
+            parts.append(self._part(sample, group_contexts(query, completion, before=turns)))
             turns += len(parts[-1]["mask"])
         ended = any(key in row.keys(True) for key in (keys.STOP_REASON, keys.STOP_REASON[1]))
         return {
@@ -189,7 +189,7 @@ class _Reader:
             "mask": _find_runs(actions),
             "blocks": [list(b) for b in find_blocks(texts, special, actions, contexts)],
             "calls": find_calls(texts, actions, self.call_pattern),
-            "texts": {i: text for i, text in enumerate(texts) if text != self.texts.own_text(ids[i])},
+            "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
         for name, key in (("log_probs", keys.LOG_PROBS), ("ref_log_probs", keys.REF_LOG_PROBS)):
             if (values := row.get(key, None)) is not None:
@@ -223,7 +223,8 @@ class _Reader:
         return {token: self._token(token) for token in sorted(self.used)}
 
     def _token(self, token: int) -> list[Any]:
-        text, piece, own = self.texts.own_text(token), self.texts.piece(token), self.texts.own_bytes(token)
+        text, piece = self.texts.token_text(token), self.texts.vocabulary_entry(token)
+        own = self.texts.token_bytes(token)
         if own is not None:
             return [None, piece, 0, own.hex(" ")]
         if piece is None or self.texts.is_special(token):

@@ -1,6 +1,6 @@
 """Embedded tokenizer, model, tasks and warm starts, for an RLOO run on CPU cores without a download."""
 
-from torchrl_rloo.embedded.addition import addition_preferences, addition_prompts, demonstrations
+from torchrl_rloo.embedded.addition import addition_demonstrations, addition_preferences, addition_prompts
 from torchrl_rloo.embedded.calculator import calculator_demonstrations, calculator_prompts
 from torchrl_rloo.embedded.guessing import guessing_demonstrations, guessing_prompts
 from torchrl_rloo.embedded.model import build_model
@@ -20,13 +20,13 @@ __all__ = [
     "CALCULATOR",
     "EMBEDDED_TASKS",
     "GUESSING",
+    "addition_demonstrations",
     "addition_preferences",
     "addition_prompts",
     "build_model",
     "build_tokenizer",
     "calculator_demonstrations",
     "calculator_prompts",
-    "demonstrations",
     "guessing_demonstrations",
     "guessing_prompts",
     "resolve_model",

@@ -19,9 +19,9 @@ Messages = list[dict[str, str]]
 
 SYSTEM_PROMPT = "Think, then put the answer in \\boxed{}."
 
-FORGETS_CARRY = 0.7  # probability per carry into a column
-SLIPS = 0.05  # probability per column that its sum is off by one
-LEAVES_OUT_BOX = 0.6  # probability per answer
+P_FORGET_CARRY = 0.7  # probability per carry into a column
+P_SLIP = 0.05  # probability per column that its sum is off by one
+P_OMIT_BOX = 0.6  # probability per answer
 
 
 def addition_prompts(
@@ -55,11 +55,11 @@ def addition_prompts(
     return [{"query": _query(a, b), "answer": str(a + b)} for a, b in problems[:size]]
 
 
-def demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
+def addition_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
     """Return conversations of a teacher about training problems, drawn with replacement.
 
-    The teacher is sloppy: it forgets a carry with probability ``FORGETS_CARRY``, is off by one in a column with
-    probability ``SLIPS`` and omits the box with probability ``LEAVES_OUT_BOX``. A model that imitates it can solve the
+    The teacher is sloppy: it forgets a carry with probability ``P_FORGET_CARRY``, is off by one in a column with
+    probability ``P_SLIP`` and omits the box with probability ``P_OMIT_BOX``. A model that imitates it can solve the
     task but rarely does, so reinforcement learning has something to improve.
 
     Args:
@@ -71,7 +71,7 @@ def demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
         ``n`` conversations of a system, a user and an assistant message.
 
     Example:
-        >>> [message["role"] for message in demonstrations(1, seed=0)[0]]
+        >>> [message["role"] for message in addition_demonstrations(1, seed=0)[0]]
         ['system', 'user', 'assistant']
     """
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def addition_preferences(n: int = 8192, *, seed: int = 1) -> list[dict[str, Mess
     Returns:
         At most ``n`` pairs ``{"chosen": messages, "rejected": messages}``.
     """
-    teachers = (demonstrations(n, seed=seed, clean=clean) for clean in (True, False))
+    teachers = (addition_demonstrations(n, seed=seed, clean=clean) for clean in (True, False))
     return [{"chosen": good, "rejected": bad} for good, bad in zip(*teachers, strict=True) if good != bad]
 
 
@@ -116,14 +116,14 @@ def _solve(a: int, b: int, rng: random.Random | None) -> str:
     columns = max(len(str(a)), len(str(b)))
     for i in range(columns):
         x, y = a // 10**i % 10, b // 10**i % 10
-        if rng and carry and rng.random() < FORGETS_CARRY:
+        if rng and carry and rng.random() < P_FORGET_CARRY:
             carry = 0
         total = x + y + carry
-        if rng and rng.random() < SLIPS:
+        if rng and rng.random() < P_SLIP:
             total = max(0, total + rng.choice((-1, 1)))
         steps.append(f"{x}+{y}+{carry}={total}" if i else f"{x}+{y}={total}")
         carry = total // 10
         answer += total % 10 * 10**i
     answer += carry * 10**columns
-    boxed = not (rng and rng.random() < LEAVES_OUT_BOX)
+    boxed = not (rng and rng.random() < P_OMIT_BOX)
     return f"<think>{' '.join(steps)}</think>" + (f"\\boxed{{{answer}}}" if boxed else f"The answer is {answer}")

@@ -22,9 +22,9 @@ Messages = list[dict[str, str]]
 SYSTEM_PROMPT = "Call the tool, then put the answer in \\boxed{}."
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
-GUESSES = 0.6  # probability that the answer is invented without a call
-WRONG_OPERATOR = 0.2  # probability per call
-LEAVES_OUT_BOX = 0.6  # probability per answer that is not invented
+P_GUESS = 0.6  # probability that the answer is invented without a call
+P_WRONG_OPERATOR = 0.2  # probability per call
+P_OMIT_BOX = 0.6  # probability per answer that is not invented
 
 
 def calculator_prompts(
@@ -62,8 +62,8 @@ def calculator_prompts(
 def calculator_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[Messages]:
     """Return conversations of a teacher about training problems, drawn with replacement.
 
-    The teacher is sloppy: it invents an answer with probability ``GUESSES``. Otherwise it calls the tool, with a wrong
-    operator with probability ``WRONG_OPERATOR``, and omits the box with probability ``LEAVES_OUT_BOX``.
+    The teacher is sloppy: it invents an answer with probability ``P_GUESS``. Otherwise it calls the tool, with a wrong
+    operator with probability ``P_WRONG_OPERATOR``, and omits the box with probability ``P_OMIT_BOX``.
 
     Args:
         n: number of conversations.
@@ -106,12 +106,12 @@ def _answer(a: int, op: str, b: int) -> str:
 
 def _solve(a: int, op: str, b: int, rng: random.Random | None) -> Messages:
     """Write the messages after the question, with errors drawn from ``rng`` unless it is None."""
-    if rng and rng.random() < GUESSES:
+    if rng and rng.random() < P_GUESS:
         return [{"role": "assistant", "content": f"\\boxed{{{rng.randint(10, 9999)}}}"}]
-    if rng and rng.random() < WRONG_OPERATOR:
+    if rng and rng.random() < P_WRONG_OPERATOR:
         op = rng.choice([other for other in OPERATORS if other != op])
     answer = _answer(a, op, b)
-    boxed = not (rng and rng.random() < LEAVES_OUT_BOX)
+    boxed = not (rng and rng.random() < P_OMIT_BOX)
     return [
         {"role": "assistant", "content": f"<tool>{a}{op}{b}</tool>"},
         {"role": "tool", "content": answer},

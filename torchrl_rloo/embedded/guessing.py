@@ -24,11 +24,11 @@ from torchrl_rloo.envs.text.games import GuessNumber
 Messages = list[dict[str, str]]
 
 LOWEST, HIGHEST = 10, 99  # every number has two digits
-SIZES = range(24, 40)  # how many numbers lie between the bounds, without the bounds
-SECRETS = 8  # problems per pair of bounds
+RANGE_SIZES = range(24, 40)  # how many numbers lie between the bounds, without the bounds
+SECRETS_PER_RANGE = 8  # problems per pair of bounds
 MAX_GUESSES = 7
 
-THOUGHTLESS = 0.6  # probability that a game is played without written bounds
+P_THOUGHTLESS = 0.6  # probability that a game is played without written bounds
 
 
 class RangedGuessNumber(GuessNumber):
@@ -52,9 +52,9 @@ def guessing_prompts(
 ) -> list[dict[str, Any]]:
     """Return the rows of the guessing task, each problem once.
 
-    A problem is a secret between two bounds, with one of ``SIZES`` numbers between them. A hash, which does not depend
-    on ``seed``, holds out about 10 % of the pairs of bounds for ``"test"``. Secrets are not held out, because a player
-    would learn never to guess a number that is never the secret.
+    A problem is a secret between two bounds, with one of ``RANGE_SIZES`` numbers between them. A hash, which does not
+    depend on ``seed``, holds out about 10 % of the pairs of bounds for ``"test"``. Secrets are not held out, because a
+    player would learn never to guess a number that is never the secret.
 
     Args:
         split: ``"train"`` or ``"test"``.
@@ -75,7 +75,7 @@ def guessing_prompts(
     problems = [
         (low, high, secret)
         for low, high in _bounds(split)
-        for secret in random.Random(f"{low} {high}").sample(range(low + 1, high), SECRETS)
+        for secret in random.Random(f"{low} {high}").sample(range(low + 1, high), SECRETS_PER_RANGE)
     ]
     if size is not None and not 1 <= size <= len(problems):
         raise ValueError(f"size={size} must be None or between 1 and {len(problems)} for split={split!r}")
@@ -90,7 +90,7 @@ def guessing_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[M
     """Return games of a teacher with training bounds, drawn with replacement.
 
     The teacher writes down the remaining bounds and guesses in the middle fifth between them. It is sloppy: with
-    probability ``THOUGHTLESS`` it writes nothing and guesses anywhere between the first bounds.
+    probability ``P_THOUGHTLESS`` it writes nothing and guesses anywhere between the first bounds.
 
     Args:
         n: number of games.
@@ -102,13 +102,13 @@ def guessing_demonstrations(n: int, seed: int, *, clean: bool = False) -> list[M
     """
     rng = random.Random(seed)
     bounds = rng.choices(_bounds("train"), k=n)
-    return [[*_query(low, high), *_play(low, high, rng, 0.0 if clean else THOUGHTLESS)] for low, high in bounds]
+    return [[*_query(low, high), *_play(low, high, rng, 0.0 if clean else P_THOUGHTLESS)] for low, high in bounds]
 
 
 def _bounds(split: str) -> list[tuple[int, int]]:
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} must be 'train' or 'test'")
-    bounds = [(low, low + size + 1) for size in SIZES for low in range(LOWEST, HIGHEST - size)]
+    bounds = [(low, low + size + 1) for size in RANGE_SIZES for low in range(LOWEST, HIGHEST - size)]
     return [(low, high) for low, high in bounds if _is_held_out(low, high) == (split == "test")]
 
 

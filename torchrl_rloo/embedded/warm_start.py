@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.data.templates import encode_conversation
-from torchrl_rloo.embedded.addition import demonstrations
+from torchrl_rloo.embedded.addition import addition_demonstrations
 from torchrl_rloo.embedded.calculator import calculator_demonstrations
 from torchrl_rloo.embedded.guessing import guessing_demonstrations
 from torchrl_rloo.embedded.model import build_model
@@ -38,7 +38,7 @@ WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
 LOG_EVERY = 50
 TEACHERS = {
-    "addition": demonstrations,
+    "addition": addition_demonstrations,
     "calculator": calculator_demonstrations,
     "guessing": guessing_demonstrations,
 }

@@ -10,7 +10,7 @@ _LOCK = threading.RLock()  # without it, threads that switch one model would res
 
 
 @contextmanager
-def attention_of(config, name: str) -> Iterator[None]:
+def attention_implementation(config, name: str) -> Iterator[None]:
     """Use another attention implementation within the context, then restore the model's original one.
 
     Args:

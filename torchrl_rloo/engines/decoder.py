@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from torchrl_rloo.data.rows import pad
-from torchrl_rloo.engines.attention import attention_of
+from torchrl_rloo.engines.attention import attention_implementation
 from torchrl_rloo.engines.head import Head
 
 _GROUPED = "torchrl_rloo_grouped"
@@ -107,7 +107,7 @@ class Decoder:
         if self.padded:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
             mask = self.mask.bool()[:, None, None] if self.own_mask else self.mask
-        with nullcontext() if self.grouped is None else attention_of(self.grouped, _GROUPED):
+        with nullcontext() if self.grouped is None else attention_implementation(self.grouped, _GROUPED):
             self.logits = self._forward(tokens[:, None], mask, self.position[:, None])
         self.position = self.position + 1
         if self.seen is not None:

@@ -243,7 +243,7 @@ def score_positions(
     # Without a head, normalize full logits
     mask = None
     if support is not None:
-        mask = support.mask(slice(0, len(targets)), support.ends(), hidden.shape[-1])
+        mask = support.mask(slice(0, len(targets)), support.offsets(), hidden.shape[-1])
     full = process_logits(hidden.to(accumulation_dtype(hidden)), distribution, seen, targets, mask).log_softmax(-1)
     log_probs = full.gather(-1, targets[:, None])[:, 0]
     top = full.detach().topk(top_k, -1) if top_k else None

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from torchrl_rloo.engines import base
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, open_for
+from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, require_open
 from torchrl_rloo.weight_update.protocol import read_manifest
 from torchrl_rloo.weight_update.transport import DirectReceiver
 
@@ -304,7 +304,7 @@ class ScriptedEngine(base.AsyncEngine):
             self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
             update = self._update  # the update that this step belongs to
             if step in ("bucket", "finish"):
-                open_for(update, info)
+                require_open(update, info)
             if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
                 self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
         # Take the scripted time without the lock. Another call may abort the update in that time

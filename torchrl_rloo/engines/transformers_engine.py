@@ -22,7 +22,7 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import GenerationConfig, generate
 from torchrl_rloo.engines.head import current_head, find_head
-from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, open_for
+from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
 from torchrl_rloo.weight_update.protocol import checksum, read_manifest
 from torchrl_rloo.weight_update.transport import Receiver
 
@@ -209,7 +209,7 @@ class TransformersEngine(Engine):
         self._update = OpenUpdate(self._manifest, info["version"])
 
     def _take(self, info: Mapping[str, Any]) -> None:
-        weights = open_for(self._update, info).take(info, self._receiver)
+        weights = require_open(self._update, info).take(info, self._receiver)
         if self._staged:
             self._staging |= {name: tensor.cpu() for name, tensor in weights.items()}
         else:
@@ -217,7 +217,7 @@ class TransformersEngine(Engine):
             self._load(weights)
 
     def _finish(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        update, version = open_for(self._update, info), info["version"]
+        update, version = require_open(self._update, info), info["version"]
         update.complete()
         if self._staged:
             for name, first in self._aliases.items():

@@ -35,7 +35,7 @@ PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continu
 
 # Warnings of vLLM that mean nothing here, by logger. The first is of layers without weights, at each update. The second
 # is of a thread count that does not change
-NOISE = {
+SILENCED_WARNINGS = {
     "vllm.model_executor.model_loader.reload.layerwise": "Failed to load weights",
     "vllm.v1.worker.cpu_worker": "torch.set_num_threads",
 }
@@ -92,15 +92,15 @@ def vllm_environment(own_process: bool, threads: int | None = None, **more: str)
 
 
 def silence_noise() -> None:
-    """Drop the messages of :data:`NOISE` in this process."""
-    for name, words in NOISE.items():
+    """Drop the messages of :data:`SILENCED_WARNINGS` in this process."""
+    for name, words in SILENCED_WARNINGS.items():
         logger = logging.getLogger(name)
         if not logger.filters:
             logger.addFilter(lambda record, words=words: words not in record.msg)
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Restore the random generators of Python, NumPy and torch after the context, since vLLM seeds and uses them."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -125,7 +125,7 @@ def require_vllm() -> None:
         ) from error
 
 
-def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the arguments of a vLLM engine, for log-probs of the sampled distribution and weights from an updater.
 
     Raises:
@@ -151,21 +151,21 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(model: str | PathLike, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return :func:`plain_arguments` in the form that vLLM's classes take.
+    """Return :func:`complete_arguments` in the form that vLLM's classes take.
 
     Raises:
         ValueError: if the toolkit sets an argument itself.
     """
     from vllm.config import WeightTransferConfig
 
-    plain = plain_arguments(arguments)
+    plain = complete_arguments(arguments)
     return plain | {
         "model": os.fspath(model),
         "weight_transfer_config": WeightTransferConfig(**plain["weight_transfer_config"]),
     }
 
 
-def stop_ids_of(model_config: Any) -> tuple[int, ...]:
+def model_stop_ids(model_config: Any) -> tuple[int, ...]:
     """Return the ids that end a turn according to the model's generation config."""
     ids = model_config.try_get_generation_config().get("eos_token_id")
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
@@ -221,7 +221,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def sample_of(request: Request, output: Any) -> Sample:
+def sample_from_output(request: Request, output: Any) -> Sample:
     """Convert a finished ``CompletionOutput`` of vLLM to a sample.
 
     Raises:
@@ -234,8 +234,8 @@ def sample_of(request: Request, output: Any) -> Sample:
     return _sample(request, tokens, log_probs, output.finish_reason, spans)
 
 
-def sample_of_reply(request: Request, choice: Mapping[str, Any]) -> Sample:
-    """Convert a choice in the reply of vLLM's server to a sample, with the errors of :func:`sample_of`."""
+def sample_from_reply(request: Request, choice: Mapping[str, Any]) -> Sample:
+    """Convert a choice in the reply of vLLM's server to a sample, with the errors of :func:`sample_from_output`."""
     log_probs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
     spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
     return _sample(request, choice["token_ids"] or [], log_probs, choice["finish_reason"], spans)

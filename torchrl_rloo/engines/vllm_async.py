@@ -24,15 +24,15 @@ import torch
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_api import (
     CHILD_WORKER,
-    NOISE,
+    SILENCED_WARNINGS,
     TRAINER_PID,
     UNIPROC,
     adapter_request,
     engine_arguments,
+    model_stop_ids,
     require_vllm,
-    sample_of,
+    sample_from_output,
     sampling_arguments,
-    stop_ids_of,
     vllm_environment,
 )
 from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
@@ -98,7 +98,7 @@ class AsyncVLLMEngine(LoopEngine):
         self._core = self._start_core()
         self._loop = self._core.loop
         self._finalizer = weakref.finalize(self, self._core.close, CLOSED)  # also runs at exit
-        self.stop_ids = stop_ids_of(self._core.llm.model_config)
+        self.stop_ids = model_stop_ids(self._core.llm.model_config)
         self.context_length = self._core.llm.model_config.max_model_len
         self._stamp(0, timeout=60.0)
 
@@ -126,7 +126,7 @@ class AsyncVLLMEngine(LoopEngine):
 
     async def _sample(self, request: Request) -> Sample:
         output = await self._core.ask(self._core.complete(request, str(next(self._ids)), self._adapter))
-        return sample_of(request, output)
+        return sample_from_output(request, output)
 
     async def _pause_engine(self, mode: str) -> None:
         await self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=True))
@@ -304,7 +304,7 @@ class _Core:
             "formatters": {"line": {"format": line}},
             "handlers": {"console": console, "file": file},
             "loggers": {"vllm": {"handlers": ["console", "file"], "level": level, "propagate": False}}
-            | {name: {"level": "ERROR"} for name in NOISE},
+            | {name: {"level": "ERROR"} for name in SILENCED_WARNINGS},
         }
         (folder / "logging.json").write_text(json.dumps(settings))
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(folder / "logging.json")

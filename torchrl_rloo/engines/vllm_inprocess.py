@@ -25,16 +25,16 @@ from torchrl_rloo.engines.vllm_api import (
     VLLMEngineBase,
     adapter_request,
     engine_arguments,
-    random_states_kept,
+    model_stop_ids,
+    preserve_random_states,
     require_vllm,
-    sample_of,
+    sample_from_output,
     sampling_arguments,
     silence_noise,
-    stop_ids_of,
     vllm_environment,
 )
 
-PATIENCE = 600.0  # seconds that generate waits for resume()
+RESUME_TIMEOUT_S = 600.0  # seconds that generate waits for resume()
 
 
 class VLLMEngine(VLLMEngineBase):
@@ -77,14 +77,14 @@ class VLLMEngine(VLLMEngineBase):
             arguments = engine_arguments(self._model, self._arguments)
             silence_noise()
             try:
-                with random_states_kept():
+                with preserve_random_states():
                     self.llm = LLM(**arguments)
             except Exception as error:
                 raise EngineError(f"vLLM does not start with model={self._model!r}: {_text(error)}") from error
             finally:
                 torch.set_num_threads = set_num_threads
         self._death: str | None = None
-        self.stop_ids = stop_ids_of(self.llm.model_config)
+        self.stop_ids = model_stop_ids(self.llm.model_config)
         self.context_length = self.llm.model_config.max_model_len
         self._stamp(0, timeout=60.0)
 
@@ -101,7 +101,7 @@ class VLLMEngine(VLLMEngineBase):
             try:
                 params = [SamplingParams(**sampling_arguments(r)) for r in requests]
                 prompts = [{"prompt_token_ids": list(r.prompt)} for r in requests]
-                with random_states_kept():
+                with preserve_random_states():
                     outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
             except BaseException as error:
                 # An engine that stopped between two steps cannot continue
@@ -111,7 +111,7 @@ class VLLMEngine(VLLMEngineBase):
                     raise
                 kind, verb = (EngineDeadError, "failed when sampling") if self._death else (EngineError, "refused")
                 raise kind(f"vLLM {verb}: {_text(error)}") from error
-        return [sample_of(r, o.outputs[0]) for r, o in zip(requests, outputs, strict=True)]
+        return [sample_from_output(r, o.outputs[0]) for r, o in zip(requests, outputs, strict=True)]
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         check_in_flight(in_flight)
@@ -199,8 +199,8 @@ class VLLMEngine(VLLMEngineBase):
     def _wait_until_resumed(self) -> None:
         if self._paused_by == get_ident():
             raise EngineError("this thread paused the engine and would wait for itself; call resume() first")
-        if not self._turn.wait_for(lambda: self._paused_by is None or self.closed, timeout=PATIENCE):
-            raise EngineTimeoutError(f"the engine has been paused for {PATIENCE} s; call resume()")
+        if not self._turn.wait_for(lambda: self._paused_by is None or self.closed, timeout=RESUME_TIMEOUT_S):
+            raise EngineTimeoutError(f"the engine has been paused for {RESUME_TIMEOUT_S} s; call resume()")
 
     def _try(self, what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -21,9 +21,9 @@ from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeou
 from torchrl_rloo.engines.vllm_api import (
     SERVER_VARIABLES,
     UNIPROC,
-    plain_arguments,
+    complete_arguments,
     process_variables,
-    sample_of_reply,
+    sample_from_reply,
     sampling_arguments,
 )
 from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
@@ -64,7 +64,7 @@ def server_command(
         >>> server = subprocess.Popen(command, env=server_environment())  # doctest: +SKIP
     """
     arguments |= {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
-    flags = plain_arguments(arguments) | {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+    flags = complete_arguments(arguments) | {"enable_scale_out": True, "disable_uvicorn_access_log": True}
     if not torch.cuda.is_available() and tensor_parallel_size == 1:
         flags.setdefault("distributed_executor_backend", UNIPROC)
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", os.fspath(model)]
@@ -204,7 +204,7 @@ class VLLMServer(LoopEngine):
         if self._adapter is not None:
             body["model"] = self._adapter
         reply = await self._http.post("/inference/v1/generate", self.request_timeout, body)
-        return sample_of_reply(request, reply["choices"][0])
+        return sample_from_reply(request, reply["choices"][0])
 
     async def _pause_engine(self, mode: str) -> None:
         await self._http.post("/pause", None, params={"mode": mode, "clear_cache": "true"})

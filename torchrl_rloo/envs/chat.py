@@ -21,7 +21,15 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.rows import as_lazy, collection, non_tensor, put, stack_rows, value_of, without
+from torchrl_rloo.data.rows import (
+    drop_entries,
+    make_non_tensor,
+    make_tensorclass,
+    non_tensor_value,
+    set_entries,
+    stack_rows,
+    to_lazy_stack,
+)
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import (
@@ -144,7 +152,7 @@ class ChatEnv(SignedEnv, EnvBase):
         Returns:
             The rows, with the turn set in the entries of ``input_mode``.
         """
-        rows = as_lazy(self.reset() if tensordict is None else tensordict)
+        rows = to_lazy_stack(self.reset() if tensordict is None else tensordict)
         token = torch.randint(len(self.tokenizer), (1,))
         for row in rows.unbind(0):
             prompt = row[keys.PROMPT_TOKENS]
@@ -170,7 +178,7 @@ class ChatEnv(SignedEnv, EnvBase):
         restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
         rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
-            row = without(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
+            row = drop_entries(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
             rows.append(set_done(self._open(row, encoded) if fresh else row, "running"))
         return stack_rows(rows)
 
@@ -180,25 +188,25 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _open(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
         """Put a row at the start of its conversation."""
-        query = value_of(row, keys.QUERY)
-        prompt = encoded.ids(row, query, self._template_arguments(row))
+        query = non_tensor_value(row, keys.QUERY)
+        prompt = encoded.encode(row, query, self._template_arguments(row))
         if self.max_tokens is not None and len(prompt) >= self.max_tokens:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens leaves the policy none of max_tokens={self.max_tokens}; drop long "
                 "prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
             )
         if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
-            row.set(keys.OWN_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
+            row.set(keys.INITIAL_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
         _record_tools(row)
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
             keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
             keys.STOP_REASON[1]: torch.tensor(0),
-            keys.COMPLETION: non_tensor([] if is_conversation(query) else ""),
+            keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
         if self.max_seconds is not None:
             opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
-        put(row, opened)
+        set_entries(row, opened)
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
     def _set_context(
@@ -206,11 +214,11 @@ class ChatEnv(SignedEnv, EnvBase):
     ) -> TensorDictBase:
         """Set what the policy sees at its turn: all ids so far, and text or History as ``input_mode`` says."""
         context = {
-            "tokens": collection(Tokens, prompt=tokens),
-            "masks": collection(Masks, all_assistant_mask=mask),
-            "log_probs": collection(LogProbs, full=log_probs),
+            "tokens": make_tensorclass(Tokens, prompt=tokens),
+            "masks": make_tensorclass(Masks, all_assistant_mask=mask),
+            "log_probs": make_tensorclass(LogProbs, full=log_probs),
         }
-        put(row, context)
+        set_entries(row, context)
         if (room := self._room(row, tokens)) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
         if self.input_mode == "text":
@@ -228,7 +236,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _room(self, row: TensorDictBase, tokens: torch.Tensor) -> int | None:
         """Return the maximum number of tokens of the next turn, or None for no limit."""
-        own = row.get(keys.OWN_MAX_NEW_TOKENS, None)
+        own = row.get(keys.INITIAL_MAX_NEW_TOKENS, None)
         left = None if self.max_tokens is None else max(1, self.max_tokens - len(tokens))
         limits = (self.max_turn_tokens, left, None if own is None else int(own))
         return min((limit for limit in limits if limit is not None), default=None)
@@ -246,13 +254,13 @@ class ChatEnv(SignedEnv, EnvBase):
         prompt = row[keys.PROMPT_TOKENS]
         full, mask, log_probs = self._action(row, prompt)
         reply = decode_response(self.tokenizer, full[len(prompt) :].tolist())
-        query, completion = value_of(row, keys.QUERY), value_of(row, keys.COMPLETION)
+        query, completion = non_tensor_value(row, keys.QUERY), non_tensor_value(row, keys.COMPLETION)
         extended = (
             [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
         )
         step = {
-            keys.QUERY: non_tensor(query),
-            keys.COMPLETION: non_tensor(extended),
+            keys.QUERY: make_non_tensor(query),
+            keys.COMPLETION: make_non_tensor(extended),
             keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
             keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
             "reward": torch.zeros(1, 1),
@@ -329,7 +337,9 @@ class ChatEnv(SignedEnv, EnvBase):
         conversation, tokens = join_conversation(row[keys.QUERY], row[keys.COMPLETION]), row[keys.PROMPT_TOKENS]
         now, last = self._template_arguments(row), int(tokens[-1])
         seen = self._template_arguments(row, keys.TOOLS_SEEN)
-        ids, rewritten = answer_turn(self.tokenizer, conversation, feedback, last_token=last, shown=seen, **now)
+        ids, rewritten = answer_turn(
+            self.tokenizer, conversation, feedback, last_token=last, seen_arguments=seen, **now
+        )
         mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
         split = rewritten and self.on_rewrite == "split"
         if split:
@@ -342,7 +352,7 @@ class ChatEnv(SignedEnv, EnvBase):
         if split:
             stash_segment(row)
         self.counts["rewritten_turns"] += rewritten
-        row.set(keys.COMPLETION, non_tensor([*row[keys.COMPLETION], *feedback]))
+        row.set(keys.COMPLETION, make_non_tensor([*row[keys.COMPLETION], *feedback]))
         _record_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
@@ -368,7 +378,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
 
 _SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
-_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.OWN_MAX_NEW_TOKENS, *_SAMPLE_KEYS)
+_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *_SAMPLE_KEYS)
 _STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
 _CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *_SAMPLE_KEYS)
 _CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")

@@ -11,7 +11,7 @@ from torchrl.envs import Compose, Transform, TransformedEnv
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.sampling import PromptSampler
-from torchrl_rloo.data.segments import forget_samples
+from torchrl_rloo.data.segments import drop_samples
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.signature import SignedEnv, refuse_unknown
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
@@ -96,7 +96,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
 
-    passes_to, sets = ChatEnv, frozenset({"batch_size"})
+    forwards_to, own_arguments = ChatEnv, frozenset({"batch_size"})
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
             restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1)
             for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
                 if fresh:
-                    forget_samples(row)
+                    drop_samples(row)
         return super()._reset_proc_data(tensordict, tensordict_reset)
 
 

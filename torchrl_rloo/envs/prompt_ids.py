@@ -27,7 +27,7 @@ class PromptIds:
         self._seen: dict[tuple[int, int], tuple] = {}
         self._dataset_ids = None if dataset is None else dataset.encoded(tokenizer, **template_kwargs)
 
-    def ids(self, row: TensorDictBase, query: Messages | str, arguments: Mapping[str, Any]) -> torch.Tensor:
+    def encode(self, row: TensorDictBase, query: Messages | str, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Return the ids ``[P]`` of a row's query.
 
         Args:

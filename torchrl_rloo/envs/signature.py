@@ -13,12 +13,12 @@ class SignedEnv:
     """Mixin that shows ``help`` and editors the signature of the subclass's ``__init__``.
 
     Attributes:
-        passes_to: class whose keyword arguments replace ``**kwargs`` in the signature; None keeps ``**kwargs``.
-        sets: keyword arguments of that class that the subclass sets itself.
+        forwards_to: class whose keyword arguments replace ``**kwargs`` in the signature; None keeps ``**kwargs``.
+        own_arguments: keyword arguments of that class that the subclass sets itself.
     """
 
-    passes_to: type | None = None
-    sets: frozenset[str] = frozenset()
+    forwards_to: type | None = None
+    own_arguments: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -29,9 +29,9 @@ def _parameters(cls: type[SignedEnv]) -> Iterator[inspect.Parameter]:
     own = list(inspect.signature(cls.__init__).parameters.values())[1:]
     names = {parameter.name for parameter in own}
     for parameter in own:
-        if parameter.kind is parameter.VAR_KEYWORD and cls.passes_to is not None:
-            others = inspect.signature(cls.passes_to).parameters.values()
-            yield from (p for p in others if p.kind is p.KEYWORD_ONLY and p.name not in names | cls.sets)
+        if parameter.kind is parameter.VAR_KEYWORD and cls.forwards_to is not None:
+            others = inspect.signature(cls.forwards_to).parameters.values()
+            yield from (p for p in others if p.kind is p.KEYWORD_ONLY and p.name not in names | cls.own_arguments)
         else:
             yield parameter
 

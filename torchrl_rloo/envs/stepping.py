@@ -122,7 +122,7 @@ class RowStepper:
         """Step one conversation; to be awaited on the conversations' loop.
 
         ``"next"`` is set before transforms work on it, so a conversation that is cancelled during the step can be
-        :meth:`cut`. A row that is done still has to go through :meth:`finish`.
+        :meth:`truncate`. A row that is done still has to go through :meth:`finish`.
 
         Args:
             row: one row with the policy's turn.
@@ -140,12 +140,12 @@ class RowStepper:
     async def _apply(transforms: Iterable[Transform], row: TensorDictBase) -> None:
         for transform in transforms:
             if isinstance(transform, TurnTransform):
-                await transform.take_turn(row, row["next"])
+                await transform.process_turn(row, row["next"])
             else:
                 row.set("next", transform._step(stack_rows([row]), stack_rows([row["next"]]))[0])
 
     @staticmethod
-    def cut(row: TensorDictBase, reason: str) -> TensorDictBase:
+    def truncate(row: TensorDictBase, reason: str) -> TensorDictBase:
         """End a conversation at its current state.
 
         Args:

@@ -67,7 +67,7 @@ class TurnTransform(Transform):
             trajectory_id: the conversation's ``"trajectory_id"``.
         """
 
-    async def take_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
+    async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Run :meth:`step_row`, and end the conversation if it raises.
 
         Args:
@@ -77,11 +77,11 @@ class TurnTransform(Transform):
         Raises:
             ValueError: if the query is plain text, which has no turns.
         """
-        with self.failing(row, next_row):
+        with self.ending_on_error(row, next_row):
             await self.step_row(row, next_row)
 
     @contextmanager
-    def failing(self, row: TensorDictBase, next_row: TensorDictBase) -> Iterator[None]:
+    def ending_on_error(self, row: TensorDictBase, next_row: TensorDictBase) -> Iterator[None]:
         """End the conversation if the body of the ``with`` statement raises.
 
         Raises:
@@ -104,7 +104,7 @@ class TurnTransform(Transform):
         return next_tensordict
 
     async def _take_turns(self, rows: TensorDictBase, next_rows: TensorDictBase) -> None:
-        await asyncio.gather(*map(self.take_turn, rows.unbind(0), next_rows.unbind(0)))
+        await asyncio.gather(*map(self.process_turn, rows.unbind(0), next_rows.unbind(0)))
 
     @staticmethod
     def conversation(row: TensorDictBase, next_row: TensorDictBase) -> Messages:

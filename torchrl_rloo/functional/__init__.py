@@ -27,7 +27,7 @@ from torchrl_rloo.functional.importance import (
 )
 from torchrl_rloo.functional.kl import (
     KL_ESTIMATORS,
-    adapted_coefficient,
+    adapt_coefficient,
     k1,
     k2,
     k3,
@@ -37,7 +37,7 @@ from torchrl_rloo.functional.kl import (
 from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
 from torchrl_rloo.functional.policy_loss import CISPO, DPPO, SAPO, SURROGATES, VESPO, Clip, Surrogate, Unclipped
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
-from torchrl_rloo.functional.ratios import RATIOS, Ratio, ratio_of, sequence_log_ratio, share_out
+from torchrl_rloo.functional.ratios import RATIOS, Ratio, exp_log_ratio, sequence_log_ratio, split_among_tokens
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
 from torchrl_rloo.functional.reward_model import batch_sum_to_zero, bradley_terry, centering
 from torchrl_rloo.functional.rewards import combine_rewards
@@ -77,7 +77,7 @@ __all__ = [
     "TokenLogProbs",
     "Unclipped",
     "Whiten",
-    "adapted_coefficient",
+    "adapt_coefficient",
     "aggregate",
     "batch_sum_to_zero",
     "bradley_terry",
@@ -100,12 +100,12 @@ __all__ = [
     "normalize_then_sum",
     "off_policy_mask",
     "process_logits",
-    "ratio_of",
+    "exp_log_ratio",
     "resolve",
     "rewards_to_go",
     "sample_tokens",
     "sequence_log_ratio",
-    "share_out",
+    "split_among_tokens",
     "spread_turns",
     "token_log_probs",
     "turn_index",

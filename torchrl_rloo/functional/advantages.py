@@ -187,7 +187,7 @@ def normalize_then_sum(
     return total.to(rewards.dtype)
 
 
-def answers(rewards: torch.Tensor, groups: torch.Tensor, *, needs_group: bool) -> torch.Tensor:
+def answered_mask(rewards: torch.Tensor, groups: torch.Tensor, *, needs_group: bool) -> torch.Tensor:
     """Return bool ``[N]``: rows that have a reward and, with ``needs_group``, another valid row in their group."""
     valid = ~rewards.isnan()
     return valid & (_group_sum(valid.double(), groups) > 1) if needs_group else valid

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_rloo.functional.choices import Choice, number, resolve
+from torchrl_rloo.functional.choices import Choice, number_field, resolve
 
 Aggregation = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 
@@ -42,7 +42,7 @@ class ConstantLength(Choice):
         length: ``C`` in tokens, e.g. ``max_new_tokens``.
     """
 
-    length: float = number(above=True)
+    length: float = number_field(above=True)
 
     def __call__(self, values, mask, num_rows, num_tokens) -> torch.Tensor:
         return torch.where(mask, values, 0.0).sum() / (num_rows * self.length)

@@ -53,13 +53,13 @@ def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:
     return entry(**settings) if isinstance(entry, type) else entry
 
 
-def number(default: Any = MISSING, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> Any:
+def number_field(default: Any = MISSING, *, low: float = 0.0, high: float = math.inf, above: bool = False) -> Any:
     """Declare a :class:`Choice` field: a number in ``[low, high]``, without ``low`` itself if ``above`` is True."""
     return field(default=default, metadata={"limits": (low, high, above)})
 
 
 class Choice:
-    """Base class of frozen dataclasses that check the fields declared with :func:`number`."""
+    """Base class of frozen dataclasses that check the fields declared with :func:`number_field`."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from torchrl_rloo.functional.choices import Choice, number
-from torchrl_rloo.functional.ratios import ratio_of
+from torchrl_rloo.functional.choices import Choice, number_field
+from torchrl_rloo.functional.ratios import exp_log_ratio
 
 Correction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -44,11 +44,11 @@ class TIS(Choice):
         tensor([[1., 2.]])
     """
 
-    high: float = number(2.0, above=True)
+    high: float = number_field(2.0, above=True)
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return ratio_of(log_weight).clamp(max=self.high)
+        return exp_log_ratio(log_weight).clamp(max=self.high)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class IcePop(_Bounded):
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return _zero_outside(ratio_of(log_weight), self.low, self.high)
+        return _zero_outside(exp_log_ratio(log_weight), self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class SequenceTruncate(Choice):
         high: largest weight.
     """
 
-    high: float = number(2.0, above=True)
+    high: float = number_field(2.0, above=True)
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return ratio_of(_masked_sum(log_weight, mask)).clamp(max=self.high)
+        return exp_log_ratio(_masked_sum(log_weight, mask)).clamp(max=self.high)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SequenceMask(_Bounded):
     per_token: ClassVar[bool] = False
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return _zero_outside(ratio_of(_masked_sum(log_weight, mask)), self.low, self.high)
+        return _zero_outside(exp_log_ratio(_masked_sum(log_weight, mask)), self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class SeqMaskTIS(_Bounded):
 
     low: float = 0.99
     high: float = 1.01
-    token_high: float = number(2.0, above=True)
+    token_high: float = number_field(2.0, above=True)
     per_token: ClassVar[bool] = True
 
     def __call__(self, log_weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        mean = ratio_of(_masked_sum(log_weight, mask) / mask.sum(-1, keepdim=True).clamp(min=1))
+        mean = exp_log_ratio(_masked_sum(log_weight, mask) / mask.sum(-1, keepdim=True).clamp(min=1))
         return TIS(self.token_high)(log_weight, mask) * ((mean >= self.low) & (mean <= self.high))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, ratio_of
+from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, exp_log_ratio
 
 KLEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -122,10 +122,10 @@ def kl_loss_terms(
     terms = function(log_probs, ref_log_probs)
     if log_ratio is None:
         return terms
-    return terms * ratio_of(log_ratio.detach() if function is k2 else log_ratio)
+    return terms * exp_log_ratio(log_ratio.detach() if function is k2 else log_ratio)
 
 
-def adapted_coefficient(coeff: float, kl: float, target: float, gain: float) -> float:
+def adapt_coefficient(coeff: float, kl: float, target: float, gain: float) -> float:
     """Return the KL coefficient after one step of a proportional controller.
 
     Section 2.2 of Ziegler et al. 2019 (arXiv 1909.08593)::

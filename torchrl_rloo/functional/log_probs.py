@@ -8,7 +8,13 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from torchrl_rloo.functional.projection import accumulation_dtype, add_back, add_outer, project, widen
+from torchrl_rloo.functional.projection import (
+    accumulation_dtype,
+    add_hidden_gradient,
+    add_weight_gradient,
+    project,
+    widen_hidden,
+)
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support, process_logits
 
 TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
@@ -165,10 +171,10 @@ class _Tiles:
     def __init__(self, settings, targets, seen, support, bias, factors):
         self.settings, self.targets, self.seen, self.support = settings, targets, seen, support
         self.bias, self.factors, self.dtype = bias, factors, accumulation_dtype(*factors)
-        self.pairs = [(widen(h, w, self.dtype), w) for h, w in zip(factors[::2], factors[1::2], strict=True)]
+        self.pairs = [(widen_hidden(h, w, self.dtype), w) for h, w in zip(factors[::2], factors[1::2], strict=True)]
         self.vocab_size = len(factors[1])
         self.masked = support is not None or settings.distribution.truncates
-        self.ends = None if support is None else support.ends()
+        self.offsets = None if support is None else support.offsets()
         whole = max(1, TILE_ELEMENTS // self.vocab_size)  # positions in a tile of the whole vocabulary
         self.rows = max(1, min(len(targets), whole if self.masked else max(whole, TILE_ROWS)))
         self.columns = self.vocab_size if self.masked else min(self.vocab_size, max(1, TILE_ELEMENTS // self.rows))
@@ -199,7 +205,7 @@ class _Tiles:
         if not self.masked and distribution.repetition_penalty == 1:
             return raw if distribution.temperature == 1 else raw.div_(distribution.temperature)
         seen = None if self.seen is None else self.seen[rows, columns]
-        support = None if self.support is None else self.support.mask(rows, self.ends, self.vocab_size)
+        support = None if self.support is None else self.support.mask(rows, self.offsets, self.vocab_size)
         return process_logits(raw, distribution, seen, self.targets[rows] if self.masked else None, support)
 
     def locate_targets(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,9 +252,9 @@ def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> 
         for i, (hidden, weight) in enumerate(tiles.pairs):
             grad_hidden, grad_weight = grad_factors[2 * i : 2 * i + 2]
             if grad_hidden is not None:
-                add_back(grad_hidden[rows], g, weight[columns])
+                add_hidden_gradient(grad_hidden[rows], g, weight[columns])
             if grad_weight is not None:
-                add_outer(grad_weight[columns], g, hidden[rows])
+                add_weight_gradient(grad_weight[columns], g, hidden[rows])
     return [None if d is None else d.to(t.dtype) for d, t in zip(grads, inputs, strict=True)]
 
 

@@ -2,9 +2,9 @@
 
 A surrogate is called with ``(log_ratio [B, 1 or A], advantages [B, 1 or A], log_probs [B, A], old_log_probs [B, A])``.
 It returns losses ``[B, A]``, or ``[B, 1]`` if ratio and advantage are of whole sequences.
-:func:`~torchrl_rloo.functional.ratios.share_out` divides the latter among the tokens. The method ``clipped`` takes the
-same arguments and returns a bool mask, True where the surrogate removes the gradient. A plain function is also
-accepted; it has no clip fraction.
+:func:`~torchrl_rloo.functional.ratios.split_among_tokens` divides the latter among the tokens. The method ``clipped``
+takes the same arguments and returns a bool mask, True where the surrogate removes the gradient. A plain function is
+also accepted; it has no clip fraction.
 
 In the equations ``rho`` is the ratio and ``A`` the advantage. At ``rho = 1`` every surrogate has the gradient of
 REINFORCE, ``-A * grad log pi``.
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_rloo.functional.choices import Choice, number
-from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, ratio_of
+from torchrl_rloo.functional.choices import Choice, number_field
+from torchrl_rloo.functional.ratios import MAX_LOG_RATIO, exp_log_ratio
 
 Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -57,9 +57,9 @@ class Clip(Choice):
         tensor([[ True, False]])
     """
 
-    low: float = number(0.2, above=True, high=1)
-    high: float | None = number(None, above=True)
-    dual: float | None = number(None, low=1, above=True)
+    low: float = number_field(0.2, above=True, high=1)
+    high: float | None = number_field(None, above=True)
+    dual: float | None = number_field(None, low=1, above=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class Clip(Choice):
             object.__setattr__(self, "high", self.low)
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
-        ratio = ratio_of(log_ratio)
+        ratio = exp_log_ratio(log_ratio)
         bounded = ratio.clamp(1 - self.low, 1 + self.high)
         objective = torch.minimum(ratio * advantages, bounded * advantages)
         if self.dual is not None:
@@ -76,7 +76,7 @@ class Clip(Choice):
 
     def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         """Return True where the ratio is out of bounds in the direction of the advantage, so no gradient is left."""
-        ratio = ratio_of(log_ratio)
+        ratio = exp_log_ratio(log_ratio)
         bad = ratio < 1 - self.low if self.dual is None else (ratio < 1 - self.low) | (ratio > self.dual)
         return torch.where(advantages < 0, bad, (ratio > 1 + self.high) & (advantages > 0))
 
@@ -86,7 +86,7 @@ class Unclipped(_UnmaskedSurrogate):
     """Importance sampling without a bound: ``-rho * A``."""
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
-        return -ratio_of(log_ratio) * advantages
+        return -exp_log_ratio(log_ratio) * advantages
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class CISPO(_UnmaskedSurrogate):
         high: distance of the upper bound from 1, above 0.
     """
 
-    low: float = number(1.0, above=True, high=1)
-    high: float = number(4.0, above=True)
+    low: float = number_field(1.0, above=True, high=1)
+    high: float = number_field(4.0, above=True)
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
-        weight = ratio_of(log_ratio.detach()).clamp(1 - self.low, 1 + self.high)
+        weight = exp_log_ratio(log_ratio.detach()).clamp(1 - self.low, 1 + self.high)
         return -weight * advantages * log_probs
 
 
@@ -125,12 +125,12 @@ class SAPO(_UnmaskedSurrogate):
         tau_negative: steepness for the other advantages.
     """
 
-    tau_positive: float = number(1.0, above=True)
-    tau_negative: float = number(1.05, above=True)
+    tau_positive: float = number_field(1.0, above=True)
+    tau_negative: float = number_field(1.05, above=True)
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         tau = _select_by_sign(advantages, advantages > 0, self.tau_positive, self.tau_negative)
-        return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * 4 / tau * advantages
+        return -torch.sigmoid(tau * (exp_log_ratio(log_ratio) - 1)) * 4 / tau * advantages
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ class DPPO(Choice):
         delta: largest change of the probability of a sampled token, in (0, 1].
     """
 
-    delta: float = number(0.15, above=True, high=1)
+    delta: float = number_field(0.15, above=True, high=1)
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         outside = self.clipped(log_ratio, advantages, log_probs, old_log_probs)
-        return -torch.where(outside, 0.0, ratio_of(log_ratio) * advantages)
+        return -torch.where(outside, 0.0, exp_log_ratio(log_ratio) * advantages)
 
     def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         """Return True where the probability has changed by more than ``delta`` in the direction of the advantage."""
@@ -174,10 +174,10 @@ class VESPO(_UnmaskedSurrogate):
         lambda_negative: ``lambda`` for negative advantages.
     """
 
-    k_positive: float = number(2.0)
-    k_negative: float = number(3.0)
-    lambda_positive: float = number(3.0)
-    lambda_negative: float = number(2.0)
+    k_positive: float = number_field(2.0)
+    k_negative: float = number_field(3.0)
+    lambda_positive: float = number_field(3.0)
+    lambda_negative: float = number_field(2.0)
 
     def __call__(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         log_weight = log_ratio.detach().clamp(math.log(1e-8), MAX_LOG_RATIO)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from torchrl_rloo.functional.choices import Choice, number
+from torchrl_rloo.functional.choices import Choice, number_field
 
 
 class PreferenceObjective(Choice):
@@ -46,7 +46,7 @@ class DPO(PreferenceObjective):
             with noisy preferences"). 0 is the DPO of the paper.
     """
 
-    beta: float = number(0.1, above=True)
+    beta: float = number_field(0.1, above=True)
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class IPO(PreferenceObjective):
             token.
     """
 
-    beta: float = number(0.1, above=True)
+    beta: float = number_field(0.1, above=True)
     mean: ClassVar[bool] = True
 
     def __call__(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class ORPO(PreferenceObjective):
         alpha: weight of the odds ratio (``lambda`` in the paper).
     """
 
-    alpha: float = number(0.1)
+    alpha: float = number_field(0.1)
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -124,9 +124,9 @@ class SimPO(PreferenceObjective):
         cpo_alpha: weight of the supervised term. 0 disables it.
     """
 
-    beta: float = number(2.0, above=True)
-    gamma: float = number(1.0)
-    cpo_alpha: float = number(0.0)
+    beta: float = number_field(2.0, above=True)
+    gamma: float = number_field(1.0)
+    cpo_alpha: float = number_field(0.0)
     reference: ClassVar[bool] = False
     mean: ClassVar[bool] = True
 
@@ -150,9 +150,9 @@ class KTO(PreferenceObjective):
         undesirable_weight: weight of undesirable completions.
     """
 
-    beta: float = number(0.1, above=True)
-    desirable_weight: float = number(1.0)
-    undesirable_weight: float = number(1.0)
+    beta: float = number_field(0.1, above=True)
+    desirable_weight: float = number_field(1.0)
+    undesirable_weight: float = number_field(1.0)
     paired: ClassVar[bool] = False
 
     def __call__(

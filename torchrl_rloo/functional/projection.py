@@ -21,7 +21,7 @@ def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def widen(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def widen_hidden(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast ``hidden`` to ``dtype``, unless the device has a kernel that widens its products with ``weight``."""
     return hidden if _has_kernel(hidden, weight) else hidden.to(dtype)
 
@@ -49,7 +49,7 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     return out
 
 
-def add_back(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
+def add_hidden_gradient(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
     """Add ``gradient @ weight``, the gradient of :func:`project` for ``hidden``, to ``total`` ``[n, H]``."""
     if gradient.dtype == weight.dtype:
         total.addmm_(gradient, weight)
@@ -60,7 +60,7 @@ def add_back(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) 
             total.addmm_(gradient[:, rows], weight[rows].to(gradient.dtype))
 
 
-def add_outer(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
     """Add ``gradient.T @ hidden``, the gradient of :func:`project` for ``weight``, to ``total`` ``[V, H]``."""
     if hidden.dtype != total.dtype and _has_kernel(hidden, hidden):
         gradient = gradient.to(hidden.dtype)

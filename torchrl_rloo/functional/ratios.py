@@ -86,12 +86,12 @@ RATIOS: dict[str, Ratio] = {
 }
 
 
-def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+def exp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """Return ``exp(log_ratio)``, linear beyond ``exp(MAX_LOG_RATIO)``; any shape."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp() * (1 + (log_ratio - MAX_LOG_RATIO).relu())
 
 
-def share_out(objective: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def split_among_tokens(objective: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return an objective per token: equal shares of ``[B, 1]``, or ``[B, A]`` unchanged.
 
     Args:

@@ -68,13 +68,13 @@ class Support(NamedTuple):
     ids: torch.Tensor
     sizes: torch.Tensor
 
-    def ends(self) -> list[int]:
+    def offsets(self) -> list[int]:
         """Return the ``N + 1`` offsets in ``ids`` between which the tokens of each position stand."""
         return [0, *self.sizes.cumsum(0).tolist()]
 
-    def mask(self, rows: slice, ends: list[int], vocab_size: int) -> torch.Tensor:
-        """Return the bool mask ``[n, V]`` of the positions ``rows``, given the offsets of :meth:`ends`."""
-        ids, sizes = self.ids[ends[rows.start] : ends[rows.stop]], self.sizes[rows]
+    def mask(self, rows: slice, offsets: list[int], vocab_size: int) -> torch.Tensor:
+        """Return the bool mask ``[n, V]`` of the positions ``rows``, given the offsets of :meth:`offsets`."""
+        ids, sizes = self.ids[offsets[rows.start] : offsets[rows.stop]], self.sizes[rows]
         mask = torch.zeros(len(sizes), vocab_size, dtype=torch.bool, device=ids.device)
         lines = torch.arange(len(sizes), device=ids.device).repeat_interleave(sizes.long(), output_size=len(ids))
         mask[lines, ids.long()] = True

@@ -15,7 +15,7 @@ TRUNCATION_MODES: tuple[TruncationMode, ...] = ("keep", "scale", "replace", "pen
 class Moments(NamedTuple):
     """Count, mean and sum of squared deviations of ``F`` columns, float64 ``[F]`` each.
 
-    The count is a sum of weights, which are 1 until :func:`forget` decays them.
+    The count is a sum of weights, which are 1 until :func:`decay_moments` decays them.
     """
 
     count: torch.Tensor
@@ -55,7 +55,7 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
     return Moments(count, mean, first.squares + second.squares + delta.square() * first.count * second.count / divisor)
 
 
-def forget(moments: Moments, decay: float) -> Moments:
+def decay_moments(moments: Moments, decay: float) -> Moments:
     """Multiply the weight of every score by ``decay``; mean and standard deviation do not change."""
     return Moments(moments.count * decay, moments.mean, moments.squares * decay)
 
@@ -106,7 +106,7 @@ def calibrate_scores(scores: torch.Tensor, temperature: float, bias: float = 0.0
     return logits.sigmoid() if sigmoid else logits
 
 
-def truncated_scores(
+def shape_truncated_scores(
     scores: torch.Tensor, truncated: torch.Tensor, weights: torch.Tensor, mode: TruncationMode, value: float = 0.0
 ) -> torch.Tensor:
     """Change the scores of truncated rows, so that their return ``R_i = sum_k w_k r_ik`` becomes that of the mode.

@@ -11,7 +11,7 @@ from torch import nn
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
+def recompute_in_eval(model: nn.Module) -> Iterator[None]:
     """Recompute layers that have gradient checkpointing enabled, although the model is in evaluation mode.
 
     Transformers recomputes a layer only while ``layer.training`` is True, but a policy trains in evaluation mode. The
@@ -23,7 +23,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
     Example::
 
-        with checkpointed(model):
+        with recompute_in_eval(model):
             loss = model(input_ids=ids).logits.sum()
         loss.backward()  # recomputes the layers
     """

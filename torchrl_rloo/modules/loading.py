@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
+from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.lookup import check_path
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 def load_model(
@@ -52,7 +51,7 @@ def load_model(
             the model does not support ``gradient_checkpointing``.
         FileNotFoundError: if the model or template does not exist.
     """
-    tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in _HUB_KWARGS if k in kwargs})
+    tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
     from transformers import AutoModelForCausalLM  # takes 2 s
 
     torch_dtype = parse_dtype(dtype)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchrl_rloo.engines.attention import attention_of
+from torchrl_rloo.engines.attention import attention_implementation
 
-REMEDY = 'use packing="none"'
+PACKING_HINT = 'use packing="none"'
 MIN_FILL = 0.8  # smallest share of the longest row to join its attention call; 0.6 to 0.9 is equally fast
 
 _NAME = "torchrl_rloo_packed"
@@ -147,7 +147,7 @@ def _packed_attention(
     if extra:
         raise NotImplementedError(f"{type(module).__name__} attends with {', '.join(extra)}")
     if dropout:
-        raise NotImplementedError(f"attention dropout {dropout} cannot be packed; set it to 0, or {REMEDY}")
+        raise NotImplementedError(f"attention dropout {dropout} cannot be packed; set it to 0, or {PACKING_HINT}")
     # Attend within the segments, and record the window for the probe of packing
     plan.windows.append(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -217,7 +217,7 @@ def _call_with_plan(config, plan: AttentionPlan, function: Callable, *args):
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _packed_attention)  # without a mask function of that name, models build no mask
-    with attention_of(config, _NAME):
+    with attention_implementation(config, _NAME):
         token = _PLAN.set(plan)
         try:
             return function(*args)

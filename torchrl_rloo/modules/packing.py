@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrl_rloo.data.rows import PACKINGS, pad, prompt_groups, prompt_lengths
 from torchrl_rloo.engines.head import evaluation_mode
-from torchrl_rloo.modules.packed_attention import REMEDY, AttentionPlan, Segment, forward_pack
+from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, Segment, forward_pack
 
 PACKED = PACKINGS[1:]
 
@@ -78,7 +78,7 @@ def supports_packing(decoder: nn.Module) -> bool:
 def check_packing(decoder: nn.Module) -> None:
     """Raise a NotImplementedError with the reason if :func:`supports_packing` is False."""
     if reason := _refusal(decoder):
-        raise NotImplementedError(f"{type(decoder).__name__} cannot be packed ({reason}); {REMEDY}")
+        raise NotImplementedError(f"{type(decoder).__name__} cannot be packed ({reason}); {PACKING_HINT}")
 
 
 def _refusal(decoder: nn.Module) -> str | None:

@@ -18,16 +18,16 @@ from torchrl_rloo.data.rows import (
     PACKINGS,
     ActionTokens,
     action_tokens,
-    as_lazy,
-    collection,
+    make_tensorclass,
     place_actions,
     ragged,
     spread_actions,
+    to_lazy_stack,
 )
 from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.modules.packing import action_hidden, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
@@ -225,8 +225,8 @@ class TransformersWrapper(TurnPolicy):
             raise KeyError(f"rows to score require {keys.TOKENS}; they have {list(rows.keys())}")
         for row in rows.unbind(0):
             ids, mask = encode_conversation(self.tokenizer, from_history(row["history", "full"]))
-            row.set("tokens", collection(Tokens, full=torch.tensor(ids)))
-            row.set("masks", collection(Masks, all_assistant_mask=torch.tensor(mask)))
+            row.set("tokens", make_tensorclass(Tokens, full=torch.tensor(ids)))
+            row.set("masks", make_tensorclass(Masks, all_assistant_mask=torch.tensor(mask)))
         return rows
 
     def score(self, rows: TensorDictBase, *, entropy: bool = True, router_loss: bool = False) -> ScoredActions:
@@ -255,7 +255,7 @@ class TransformersWrapper(TurnPolicy):
             if self.packing != "none":
                 raise ValueError(f"router_loss=True requires packing='none', got packing={self.packing!r}")
             check_has_router(self.model)
-        rows = self._ensure_actions(as_lazy(rows))
+        rows = self._ensure_actions(to_lazy_stack(rows))
         actions = action_tokens(rows, self.tokenizer.pad_token_id or 0)
         actions = ActionTokens(*(t.to(self.model.device) for t in actions))
         # Apply the head only to the states that predict action tokens
@@ -278,7 +278,7 @@ class TransformersWrapper(TurnPolicy):
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        with checkpointed(self.model):
+        with recompute_in_eval(self.model):
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
                 return action_hidden(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
@@ -291,9 +291,9 @@ class TransformersWrapper(TurnPolicy):
 
     def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
         scored = self.score(rows, entropy=False)
-        target = rows if out is None else as_lazy(out)
+        target = rows if out is None else to_lazy_stack(out)
         for row, values in zip(target.unbind(0), spread_actions(scored.log_probs, rows, scored.actions), strict=True):
-            row.set(self.log_probs_key, collection(LogProbs, full=values))
+            row.set(self.log_probs_key, make_tensorclass(LogProbs, full=values))
         return target
 
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:

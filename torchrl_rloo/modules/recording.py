@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import as_lazy, micro_batches, spread_actions
+from torchrl_rloo.data.rows import micro_batches, spread_actions, to_lazy_stack
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.modules.policies import ScoredActions
 
@@ -57,7 +57,7 @@ def record_log_probs(
         rows = record_log_probs(scorer, rows, micro_batch_size=8)
         rows[0]["proximal_log_probs", "full"]  # [T]
     """
-    rows = as_lazy(rows)
+    rows = to_lazy_stack(rows)
     for row in rows.unbind(0):
         refuse_segments(row, "record_log_probs")
     packing = getattr(scorer, "packing", "none")

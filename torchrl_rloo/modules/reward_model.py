@@ -12,16 +12,16 @@ from torch import nn
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype
+from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import pad, ragged, stack_rows
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD_TOKEN = "<|pad|>"
-_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 
 
 class RewardModel(nn.Module):
@@ -61,7 +61,7 @@ class RewardModel(nn.Module):
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         device = self.model.device
-        with checkpointed(self.model):
+        with recompute_in_eval(self.model):
             logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
         return logits[:, 0].float()
 
@@ -91,7 +91,7 @@ def load_reward_model(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # takes 2 s
 
-    torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in _HUB_KWARGS if k in kwargs}
+    torch_dtype, where = parse_dtype(dtype), {k: kwargs[k] for k in HUB_KWARGS if k in kwargs}
     config = AutoConfig.from_pretrained(name, **where)
     trained = any("SequenceClassification" in architecture for architecture in config.architectures or ())
     if trained and config.num_labels != 1:

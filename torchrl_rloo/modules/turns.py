@@ -15,7 +15,7 @@ from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, 
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.keys import INPUT_MODES
-from torchrl_rloo.data.rows import as_lazy, collection, put, stack_rows
+from torchrl_rloo.data.rows import make_tensorclass, set_entries, stack_rows, to_lazy_stack
 from torchrl_rloo.data.templates import decode_response, encode_prompt, from_history, to_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig
 from torchrl_rloo.functional.sampling import SamplingDistribution, Support
@@ -104,7 +104,7 @@ class TurnPolicy(LLMWrapperBase):
 
     @staticmethod
     def _rows(tensordict: TensorDictBase) -> TensorDictBase:
-        rows = as_lazy(tensordict)
+        rows = to_lazy_stack(tensordict)
         if rows.ndim != 1:
             raise ValueError(f"expected rows of batch size [B], got {list(tensordict.batch_size)}; flatten them first")
         return rows
@@ -162,12 +162,12 @@ class TurnPolicy(LLMWrapperBase):
             "all_assistant_mask": torch.cat([mask, sampled]),
         }
         turns = {
-            "tokens": collection(Tokens, prompt=prompt, response=turn.tokens, full=full),
-            "masks": collection(Masks, **masks),
-            "log_probs": collection(LogProbs, full=torch.cat([log_probs, turn.log_probs])),
+            "tokens": make_tensorclass(Tokens, prompt=prompt, response=turn.tokens, full=full),
+            "masks": make_tensorclass(Masks, **masks),
+            "log_probs": make_tensorclass(LogProbs, full=torch.cat([log_probs, turn.log_probs])),
         }
         # Write the turn as ids, and as text or messages if the environment reads these
-        put(row, turns)
+        set_entries(row, turns)
         row.set(keys.RESPONSE_TRUNCATED, torch.tensor([turn.truncated]))
         if self.input_mode == "text":
             prompt_text, response = row["text", "prompt"], decode_response(self.tokenizer, turn.tokens)
@@ -176,7 +176,7 @@ class TurnPolicy(LLMWrapperBase):
             row.set("history", self._history(row["history", "prompt"], turn))
         return row
 
-    def set_unsampled(self, row: TensorDictBase) -> TensorDictBase:
+    def set_empty_outputs(self, row: TensorDictBase) -> TensorDictBase:
         """Set empty outputs on a row that ended before its first turn, so that it can be stacked with others."""
         if keys.ACTION_VERSIONS in self.out_keys and keys.ACTION_VERSIONS not in row.keys():
             row.set(keys.ACTION_VERSIONS, torch.zeros(0, dtype=torch.long))

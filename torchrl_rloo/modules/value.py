@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from torchrl_rloo.data.rows import ActionTokens, action_tokens, as_lazy, place_actions
-from torchrl_rloo.modules.checkpointing import checkpointed
+from torchrl_rloo.data.rows import ActionTokens, action_tokens, place_actions, to_lazy_stack
+from torchrl_rloo.modules.checkpointing import recompute_in_eval
 
 
 class ValueHead(nn.Module):
@@ -60,8 +60,8 @@ class ValueHead(nn.Module):
         Returns:
             Values ``[B, A]`` float32, 0 beyond a row's action tokens, and the positions of action tokens.
         """
-        actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(as_lazy(rows))))
-        with checkpointed(self.trunk):
+        actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(to_lazy_stack(rows))))
+        with recompute_in_eval(self.trunk):
             hidden = self.trunk(input_ids=actions.tokens, use_cache=False).last_hidden_state
         before = hidden[:, :-1][actions.action_mask[:, 1:]]
         return place_actions(self.projection(before.float())[:, 0], actions), actions

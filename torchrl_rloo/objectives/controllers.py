@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 
-from torchrl_rloo.functional.kl import adapted_coefficient
+from torchrl_rloo.functional.kl import adapt_coefficient
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_GAIN = 5.0  # from here on, one step of -20 % could make the coefficient negative
@@ -15,7 +15,7 @@ _MAX_GAIN = 5.0  # from here on, one step of -20 % could make the coefficient ne
 class AdaptiveKLCoefficient:
     """KL coefficient that grows while the KL is above its target and shrinks while it is below.
 
-    See :func:`~torchrl_rloo.functional.kl.adapted_coefficient` (Ziegler et al. 2019, arXiv 1909.08593).
+    See :func:`~torchrl_rloo.functional.kl.adapt_coefficient` (Ziegler et al. 2019, arXiv 1909.08593).
 
     Args:
         initial: initial coefficient, above 0.
@@ -59,7 +59,7 @@ class AdaptiveKLCoefficient:
         if not math.isfinite(kl):
             _LOGGER.warning("kl=%s is not finite; the coefficient stays at %g", kl, self._value)
             return
-        self._value = adapted_coefficient(self._value, float(kl), self.target, num_samples / self.horizon)
+        self._value = adapt_coefficient(self._value, float(kl), self.target, num_samples / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         """Return the current coefficient."""

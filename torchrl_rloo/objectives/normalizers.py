@@ -49,7 +49,7 @@ def zero_loss(module: torch.nn.Module) -> torch.Tensor:
     return sum((p.sum() * 0.0 for p in module.parameters()), torch.zeros(()))
 
 
-def unbound(rows: TensorDictBase) -> list[TensorDictBase]:
+def unbind_rows(rows: TensorDictBase) -> list[TensorDictBase]:
     """Return the single rows of a batch, which may be empty."""
     return list(rows.unbind(0)) if len(rows) else []
 
@@ -74,7 +74,7 @@ def row_normalizers(
     """
     weights = multiplicity(rows).double().cpu()
     lengths = [
-        float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbound(rows)
+        float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbind_rows(rows)
     ]
     totals = torch.stack([weights.sum(), (weights * weights.new_tensor(lengths)).sum()])
     return Normalizers(*mean_over_ranks(totals, process_group).tolist())
@@ -103,7 +103,7 @@ def entropy_threshold(
     times = multiplicity(rows).long().tolist()
     values = [
         row[keys.PROXIMAL_ENTROPY][row[keys.ACTION_MASK]].cpu().repeat(n)
-        for row, n in zip(unbound(rows), times, strict=True)
+        for row, n in zip(unbind_rows(rows), times, strict=True)
         if _is_counted(row, mask_truncated_completions)
     ]
     # Gather those of all ranks, so every rank finds the same threshold

@@ -64,26 +64,26 @@ def merge_outputs(outputs: Sequence[LossOutput], *, num_updates: int = 1) -> dic
     kind = type(outputs[0])
     if others := {type(o).__name__ for o in outputs} - {kind.__name__}:
         raise TypeError(f"outputs are of {kind.__name__} and of {sorted(others)}; merge each loss separately")
-    merged = {"loss": total(outputs, "loss") / num_updates}
+    merged = {"loss": sum_field(outputs, "loss") / num_updates}
     for name in kind.loss_terms()[1:]:
         if any(getattr(o, name) is not None for o in outputs):
-            merged[name] = total(outputs, name) / num_updates
+            merged[name] = sum_field(outputs, name) / num_updates
     return merged | kind.merge(outputs, num_updates)
 
 
-def total(outputs: Sequence[LossOutput], name: str) -> float:
+def sum_field(outputs: Sequence[LossOutput], name: str) -> float:
     """Return the sum of a scalar over the outputs; None counts as 0."""
     return sum(float(value) for o in outputs if (value := getattr(o, name)) is not None)
 
 
-def token_mean_of(outputs: Sequence[LossOutput], name: str) -> float:
+def mean_over_tokens(outputs: Sequence[LossOutput], name: str) -> float:
     """Return the mean of a metric over all action tokens."""
     tokens = torch.stack([o.num_action_tokens for o in outputs]).double().cpu()
     values = torch.stack([getattr(o, name) for o in outputs]).double().cpu()
     return float((values * tokens).sum() / tokens.sum().clamp(min=1))
 
 
-def concatenated(outputs: Sequence[LossOutput], name: str) -> torch.Tensor:
+def concatenate_field(outputs: Sequence[LossOutput], name: str) -> torch.Tensor:
     """Return the values of a metric ``[n]`` over all outputs, in float64."""
     return torch.cat([getattr(o, name) for o in outputs]).double()
 
@@ -141,8 +141,8 @@ class RLOOLossOutput(LossOutput, TensorClass["nocast"]):
     @classmethod
     def merge(cls, outputs: Sequence[RLOOLossOutput], num_updates: int) -> dict[str, float]:
         """Return means over action tokens, clip fractions, ``ESS`` over rows and ``log_ratio_max``, without NaN."""
-        merged = {metric: token_mean_of(outputs, field) for metric, field in _TOKEN_MEANS.items()}
-        merged |= {metric: total(outputs, field) / num_updates for metric, field in _CLIP_METRICS.items()}
+        merged = {metric: mean_over_tokens(outputs, field) for metric, field in _TOKEN_MEANS.items()}
+        merged |= {metric: sum_field(outputs, field) / num_updates for metric, field in _CLIP_METRICS.items()}
         merged["ESS"] = float(effective_sample_size(torch.cat([o.log_ratio for o in outputs])))
         merged["log_ratio_max"] = max(float(o.log_ratio_max) for o in outputs)
         return {name: value for name, value in merged.items() if value == value}

@@ -20,7 +20,7 @@ from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer
 from torchrl_rloo.objectives.choices import check_actor
 from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights
-from torchrl_rloo.objectives.output import LossOutput, concatenated
+from torchrl_rloo.objectives.output import LossOutput, concatenate_field
 from torchrl_rloo.objectives.ranks import mean_over_ranks, reduce_over_ranks
 
 RECORDED = "recorded"
@@ -65,9 +65,9 @@ class PreferenceLossOutput(LossOutput, TensorClass["nocast"]):
         """
         fields = {"rewards/chosen": "chosen_rewards", "rewards/rejected": "rejected_rewards"}
         fields |= {"log_probs/chosen": "chosen_log_probs", "log_probs/rejected": "rejected_log_probs"}
-        metrics = {name: float(concatenated(outputs, f).mean()) for name, f in fields.items()}
+        metrics = {name: float(concatenate_field(outputs, f).mean()) for name, f in fields.items()}
         metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        metrics["rewards/accuracy"] = float(concatenated(outputs, "correct").mean())
+        metrics["rewards/accuracy"] = float(concatenate_field(outputs, "correct").mean())
         if not math.isnan(point := float(outputs[0].reference_point)):
             metrics["kl/reference_point"] = point
         return metrics

@@ -35,6 +35,6 @@ def mean_over_ranks(value: torch.Tensor, process_group: distributed.ProcessGroup
     return reduce_over_ranks(value, process_group) / ranks
 
 
-def reducer(process_group: distributed.ProcessGroup | None) -> Callable[[torch.Tensor, str], torch.Tensor]:
+def make_reducer(process_group: distributed.ProcessGroup | None) -> Callable[[torch.Tensor, str], torch.Tensor]:
     """Return a function ``(value, op) -> value`` that reduces over ranks, as an argument of pure functions."""
     return lambda value, op: reduce_over_ranks(value, process_group, op)

@@ -15,7 +15,7 @@ from torchrl_rloo.functional.reward_model import batch_sum_to_zero, bradley_terr
 from torchrl_rloo.functional.statistics import nanstd
 from torchrl_rloo.modules.reward_model import RewardModel
 from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, concatenated
+from torchrl_rloo.objectives.output import LossOutput, concatenate_field
 from torchrl_rloo.objectives.ranks import mean_over_ranks
 
 
@@ -47,7 +47,7 @@ class RewardModelLossOutput(LossOutput, TensorClass["nocast"]):
         The metrics are ``rewards/chosen``, ``rewards/rejected``, ``rewards/margin`` (their difference),
         ``rewards/accuracy`` (equal rewards count as half), ``rewards/chosen_std`` and ``rewards/rejected_std``.
         """
-        chosen, rejected = concatenated(outputs, "chosen_rewards"), concatenated(outputs, "rejected_rewards")
+        chosen, rejected = concatenate_field(outputs, "chosen_rewards"), concatenate_field(outputs, "rejected_rewards")
         margins = chosen - rejected
         return {
             "rewards/chosen": float(chosen.mean()),

@@ -30,7 +30,7 @@ from torchrl_rloo.functional import (
     masked_mean,
     off_policy_mask,
     resolve,
-    share_out,
+    split_among_tokens,
 )
 from torchrl_rloo.functional.ratios import sequence_log_ratio
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
@@ -227,7 +227,7 @@ class RLOOLoss(LossModule):
             )
         weight = self._compute_weight(batch)
         policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old)
-        terms = {"loss_objective": weight * share_out(policy, mask)}
+        terms = {"loss_objective": weight * split_among_tokens(policy, mask)}
 
         # Add KL and entropy
         sampler_ratio = torch.where(mask, log_probs - batch.behavior, 0.0) if self.kl_importance_weighted else None

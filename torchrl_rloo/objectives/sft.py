@@ -15,7 +15,7 @@ from torchrl_rloo.functional import AGGREGATIONS, Aggregation, aggregate, masked
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.objectives.choices import check_actor
 from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, token_mean_of
+from torchrl_rloo.objectives.output import LossOutput, mean_over_tokens
 
 
 class SFTLossOutput(LossOutput, TensorClass["nocast"]):
@@ -40,7 +40,7 @@ class SFTLossOutput(LossOutput, TensorClass["nocast"]):
     @classmethod
     def merge(cls, outputs: Sequence[SFTLossOutput], num_updates: int) -> dict[str, float]:
         """Return ``nll`` and ``entropy`` over all action tokens."""
-        return {name: token_mean_of(outputs, name) for name in ("nll", "entropy")}
+        return {name: mean_over_tokens(outputs, name) for name in ("nll", "entropy")}
 
 
 class SFTLoss(LossModule):

@@ -16,7 +16,7 @@ from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, concatenated, token_mean_of
+from torchrl_rloo.objectives.output import LossOutput, concatenate_field, mean_over_tokens
 
 
 class ValueLossOutput(LossOutput, TensorClass["nocast"]):
@@ -46,10 +46,10 @@ class ValueLossOutput(LossOutput, TensorClass["nocast"]):
     @classmethod
     def merge(cls, outputs: Sequence[ValueLossOutput], num_updates: int) -> dict[str, float]:
         """Return ``explained_variance`` and ``value_clip_fraction`` over all action tokens."""
-        values, targets = concatenated(outputs, "value_estimates"), concatenated(outputs, "value_targets")
+        values, targets = concatenate_field(outputs, "value_estimates"), concatenate_field(outputs, "value_targets")
         return {
             "explained_variance": float(explained_variance(values, targets)),
-            "value_clip_fraction": token_mean_of(outputs, "value_clip_fraction"),
+            "value_clip_fraction": mean_over_tokens(outputs, "value_clip_fraction"),
         }
 
 

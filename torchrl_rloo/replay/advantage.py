@@ -29,8 +29,8 @@ from torchrl_rloo.functional.advantages import (
 from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import reducer
-from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, name_of
+from torchrl_rloo.objectives.ranks import make_reducer
+from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
 
 _REMEDIES: dict[NestedKey, str] = {
@@ -125,8 +125,8 @@ class MCAdvantage(Transform):
         self.normalize = None if normalize is None else resolve("normalize", normalize, NORMALIZATIONS)
         if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
-                f"num_generations=1: estimator={name_of(self.estimator)} compares the rows of a group and requires at "
-                "least 2; use 'reinforce' or a RunningBaseline with 1"
+                f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "
+                "requires at least 2; use 'reinforce' or a RunningBaseline with 1"
             )
         if kl is not None and not isinstance(kl, KL):
             raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")
@@ -135,9 +135,11 @@ class MCAdvantage(Transform):
         if process_group is not None and self.normalize is None:
             raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
         self.kl = kl if kl is not None and kl.is_on else None
-        self._reduce = reducer(process_group)
-        together = None if self.normalize is None else self.normalize.groups
-        self._groups = PendingGroups(num_generations, together=together, max_pending_groups=max_pending_groups)
+        self._reduce = make_reducer(process_group)
+        groups_per_batch = None if self.normalize is None else self.normalize.groups
+        self._groups = PendingGroups(
+            num_generations, groups_per_batch=groups_per_batch, max_pending_groups=max_pending_groups
+        )
 
     @property
     def counts(self) -> Counter[str]:
@@ -145,7 +147,7 @@ class MCAdvantage(Transform):
         return self._groups.counts
 
     @property
-    def compares_groups(self) -> bool:
+    def depends_on_other_groups(self) -> bool:
         """True if advantages depend on other groups of the step, which must then all be written together."""
         return self.normalize is not None or not estimator_option(self.estimator, "needs_group")
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import by_group
+from torchrl_rloo.data.outcomes import group_rows
 from torchrl_rloo.data.plain import from_plain, to_plain
 from torchrl_rloo.data.rows import concatenate, stack_rows, tensor_rows
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
@@ -49,7 +49,7 @@ class GroupCache:
     Attributes:
         counts: numbers of groups: ``"cache/added"``; ``"cache/used"``, replayed; ``"cache/missing"``, requested but
             unavailable; ``"cache/evicted"``, beyond ``capacity``; ``"cache/stale"``, beyond ``max_age``;
-            ``"cache/worn"``, dropped after ``max_uses``.
+            ``"cache/used_up"``, dropped after ``max_uses``.
 
     Raises:
         ValueError: if a number is below 1.
@@ -94,7 +94,7 @@ class GroupCache:
         Args:
             rows: batch size ``[B]``, whole groups with a signal (:class:`ZeroSignalFilter`).
         """
-        for group_id, members in by_group(rows).items():
+        for group_id, members in group_rows(rows).items():
             if group_id < FIRST_CACHED_GROUP and group_id not in self._groups:
                 kept = [row.exclude(*_RECOMPUTED) for row in tensor_rows(members).unbind(0)]
                 self._groups[group_id] = _Cached(kept, int(members[keys.POLICY_VERSION].min()))
@@ -130,7 +130,7 @@ class GroupCache:
         record_log_probs(self.scorer, replayed, log_probs=keys.LOG_PROBS, **self.limits)
         for group in chosen:
             cached[group].uses += 1
-        self._drop([g for g in chosen if cached[g].uses >= self.max_uses], "worn")
+        self._drop([g for g in chosen if cached[g].uses >= self.max_uses], "used_up")
         return concatenate([*fresh, replayed])
 
     def _copies(self, cached: _Cached) -> list[TensorDictBase]:

@@ -11,8 +11,14 @@ from tensordict import NestedKey, TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ActionTokens, gather_actions, place_actions
-from torchrl_rloo.functional.advantages import ESTIMATORS, Estimator, answers, estimator_option, normalize_then_sum
-from torchrl_rloo.functional.choices import Choice, number
+from torchrl_rloo.functional.advantages import (
+    ESTIMATORS,
+    Estimator,
+    answered_mask,
+    estimator_option,
+    normalize_then_sum,
+)
+from torchrl_rloo.functional.choices import Choice, number_field
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
 
 
@@ -38,14 +44,14 @@ class Groups(NamedTuple):
         if getattr(advantages, "shape", None) != returns.shape:
             got = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise ValueError(
-                f"estimator={name_of(self.estimator)} returned {got} for rewards of shape {tuple(returns.shape)}: "
-                "return one advantage for each reward"
+                f"estimator={estimator_name(self.estimator)} returned {got} for rewards of shape "
+                f"{tuple(returns.shape)}: return one advantage for each reward"
             )
         return advantages
 
-    def answers(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def has_signal(self, returns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Return bool ``[M]``, True for returns that are not NaN and have another to compare with, where needed."""
-        return answers(returns, index, needs_group=estimator_option(self.estimator, "needs_group"))
+        return answered_mask(returns, index, needs_group=estimator_option(self.estimator, "needs_group"))
 
 
 class Estimates(NamedTuple):
@@ -91,7 +97,7 @@ class TrajectoryCredit(Credit):
 
     def __call__(self, groups: Groups) -> Estimates:
         rewards = torch.stack([row[keys.REWARD].reshape(()) for row in groups.rows])
-        advantages, signal = groups.estimate(rewards, groups.index), groups.answers(rewards, groups.index)
+        advantages, signal = groups.estimate(rewards, groups.index), groups.has_signal(rewards, groups.index)
         return Estimates(advantages[:, None], signal[:, None], ~rewards.isnan(), rewards)
 
 
@@ -126,7 +132,7 @@ class NormalizeThenSum(Credit):
     def __call__(self, groups: Groups) -> Estimates:
         rewards, index = torch.stack([row[keys.REWARDS].reshape(-1) for row in groups.rows]), groups.index
         advantages = normalize_then_sum(rewards, index, self.weights, groups.estimate)
-        signal = torch.stack([groups.answers(each, index) for each in rewards.unbind(-1)], -1).any(-1)
+        signal = torch.stack([groups.has_signal(each, index) for each in rewards.unbind(-1)], -1).any(-1)
         return Estimates(advantages[:, None], signal[:, None], ~rewards.isnan().all(-1), rewards)
 
 
@@ -140,7 +146,7 @@ class TurnCredit(Credit):
         discount: discount of later rewards, per turn.
     """
 
-    discount: float = number(1.0, high=1)
+    discount: float = number_field(1.0, high=1)
     reads: ClassVar[tuple[NestedKey, ...]] = (keys.REWARD, keys.TOKEN_REWARDS, keys.TOKENS, keys.ACTION_MASK)
     per_token: ClassVar[bool] = True
 
@@ -164,7 +170,7 @@ class TurnCredit(Credit):
         def at_tokens(values: torch.Tensor) -> torch.Tensor:
             return spread_turns(torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values), turns)
 
-        has_signal = at_tokens(groups.answers(returns, index).long()) > 0
+        has_signal = at_tokens(groups.has_signal(returns, index).long()) > 0
         return Estimates(at_tokens(groups.estimate(returns, index)), has_signal, answered, returns)
 
 
@@ -180,7 +186,7 @@ class TokenCredit(Credit):
         discount: discount of later rewards and of the KL, per action token.
     """
 
-    discount: float = number(1.0, high=1)
+    discount: float = number_field(1.0, high=1)
     reads: ClassVar[tuple[NestedKey, ...]] = TurnCredit.reads
     per_token: ClassVar[bool] = True
 
@@ -192,7 +198,7 @@ class TokenCredit(Credit):
         """Refuse an estimator that rescales, whose baseline cannot be recovered from its advantages."""
         if estimator_option(estimator, "rescales"):
             raise ValueError(
-                f"estimator={name_of(estimator)} rescales rewards (or does not say rescales=False), but {self} "
+                f"estimator={estimator_name(estimator)} rescales rewards (or does not say rescales=False), but {self} "
                 "requires its baseline: use 'rloo', 'dr_grpo' or 'reinforce'"
             )
 
@@ -202,7 +208,7 @@ class TokenCredit(Credit):
         returns = rewards_to_go(rewards, mask, self.discount)
         whole = returns[:, :1].sum(1).masked_fill(~answered, torch.nan)
         baseline = whole - groups.estimate(whole, groups.index)
-        has_signal = mask & groups.answers(whole, groups.index)[:, None]
+        has_signal = mask & groups.has_signal(whole, groups.index)[:, None]
         advantages = torch.where(has_signal, returns - baseline[:, None], 0.0)
         return Estimates(advantages, has_signal, answered, whole)
 
@@ -232,7 +238,7 @@ def check_token_rewards(row: TensorDictBase) -> None:
         )
 
 
-def name_of(estimator: Estimator) -> str:
+def estimator_name(estimator: Estimator) -> str:
     """Return the name of an estimator in ``ESTIMATORS``, or the name of its function or class."""
     names = [repr(name) for name, known in ESTIMATORS.items() if known is estimator]
     return names[0] if names else getattr(estimator, "__name__", type(estimator).__name__)
@@ -241,6 +247,6 @@ def name_of(estimator: Estimator) -> str:
 def _refuse_prompt_baseline(estimator: Estimator, credit: Credit, unit: str) -> None:
     if estimator_option(estimator, "wants_prompts"):
         raise ValueError(
-            f"estimator={name_of(estimator)} keeps one baseline for each prompt, but {credit} requires one for each "
-            f"{unit}: use credit='trajectory' or 'token'"
+            f"estimator={estimator_name(estimator)} keeps one baseline for each prompt, but {credit} requires one for "
+            f"each {unit}: use credit='trajectory' or 'token'"
         )

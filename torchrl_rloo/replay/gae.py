@@ -13,7 +13,7 @@ from torchrl_rloo.functional.advantages import whiten
 from torchrl_rloo.functional.gae import gae
 from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.objectives.kl import KL
-from torchrl_rloo.objectives.ranks import reducer
+from torchrl_rloo.objectives.ranks import make_reducer
 from torchrl_rloo.replay.credit import check_token_rewards
 
 
@@ -124,7 +124,7 @@ class TokenGAE(Transform):
         answered = [row for row in rows.unbind(0) if not _abstains(row)]
         masks = [row[keys.ACTION_MASK] for row in answered]
         flat = [row[keys.ADVANTAGE][mask, 0] for row, mask in zip(answered, masks, strict=True)]
-        whitened = whiten(torch.cat([torch.zeros(0), *flat]), reduce=reducer(self.process_group))
+        whitened = whiten(torch.cat([torch.zeros(0), *flat]), reduce=make_reducer(self.process_group))
         whitened = whitened.split([len(f) for f in flat])
         for row, mask, advantages in zip(answered, masks, whitened, strict=True):
             row.set(keys.ADVANTAGE, torch.zeros(len(mask), 1).to(advantages).masked_scatter(mask[:, None], advantages))

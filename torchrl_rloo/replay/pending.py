@@ -24,7 +24,7 @@ class PendingGroups:
 
     Args:
         num_generations: members of a group. None reads each row's ``"group_size"``.
-        together: number of complete groups that leave together. None lets each leave at once.
+        groups_per_batch: number of complete groups that leave together. None lets each leave at once.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
     Attributes:
@@ -41,13 +41,17 @@ class PendingGroups:
         self,
         num_generations: int | None = None,
         *,
-        together: int | None = None,
+        groups_per_batch: int | None = None,
         max_pending_groups: int | None = None,
     ):
         for name, value in (("num_generations", num_generations), ("max_pending_groups", max_pending_groups)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be None or at least 1")
-        self.num_generations, self.together, self.max_pending_groups = num_generations, together, max_pending_groups
+        self.num_generations, self.groups_per_batch, self.max_pending_groups = (
+            num_generations,
+            groups_per_batch,
+            max_pending_groups,
+        )
         self.counts: Counter[str] = Counter()
         self._pending: OrderedDict[int, Group] = OrderedDict()  # oldest group first
         self._waiting: list[Group] = []  # complete groups, in the order in which they became complete
@@ -131,7 +135,7 @@ class PendingGroups:
 
     def _leave(self) -> list[list[Group]]:
         """Return the waiting groups that can leave, in batches."""
-        size = self.together or max(len(self._waiting), 1)
+        size = self.groups_per_batch or max(len(self._waiting), 1)
         full = len(self._waiting) // size * size
         leaving, self._waiting = self._waiting[:full], self._waiting[full:]
         self.counts["groups"] += len(leaving)

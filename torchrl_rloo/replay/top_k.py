@@ -20,18 +20,18 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay.pending import PendingGroups
 
 
-def best(returns: torch.Tensor, k: int) -> torch.Tensor:
+def top_by_reward(returns: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices ``[k]`` of the largest of ``[n]`` returns; ties keep their order."""
     return returns.argsort(descending=True, stable=True)[:k]
 
 
-def most_varied(returns: torch.Tensor, k: int) -> torch.Tensor:
+def top_by_variance(returns: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices ``[k]`` of those of ``[n]`` returns with the largest variance: some best and some worst ones.
 
     This is max-variance down-sampling (arXiv 2504.13818). Among choices of equal variance it takes the most balanced.
 
     Example:
-        >>> most_varied(torch.tensor([0.0, 0.5, 1.0, 0.5, 1.0]), 2).tolist()
+        >>> top_by_variance(torch.tensor([0.0, 0.5, 1.0, 0.5, 1.0]), 2).tolist()
         [0, 4]
     """
     order = returns.argsort(stable=True)
@@ -41,7 +41,10 @@ def most_varied(returns: torch.Tensor, k: int) -> torch.Tensor:
     return splits[max(range(k + 1), key=lambda top: (spread[top], -abs(2 * top - k)))]
 
 
-CRITERIA: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {"reward": best, "variance": most_varied}
+CRITERIA: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "reward": top_by_reward,
+    "variance": top_by_variance,
+}
 
 
 def select_top_k(

@@ -182,7 +182,7 @@ class CosineScaled(RewardWrapper):
         self.max_len = max_len
         self.wrong, self.correct = (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct)
 
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scaled rewards, None where ``correctness`` abstains."""
         return [
             score if score is None or not math.isfinite(score) else self._scaled(bool(score), len(ids))

@@ -78,11 +78,11 @@ class MultipleChoice:
         options = columns[self.options] if self.options else [()] * len(completions)
         rows = zip(completions, columns[self.column], options, strict=True)
         return [
-            None if gold is None else float(self.chosen(final_text(completion)) == self._letter(gold, texts))
+            None if gold is None else float(self.find_choice(final_text(completion)) == self._letter(gold, texts))
             for completion, gold, texts in rows
         ]
 
-    def chosen(self, text: str) -> str | None:
+    def find_choice(self, text: str) -> str | None:
         """Return the letter of ``choices`` that a completion chooses; None if it chooses none or several."""
         boxed = _strip_markup(last_boxed(text) or "")
         if found := self._boxed.match(boxed):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_HUB_KWARGS = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
 _ADAPTER_KWARGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 
 
@@ -164,6 +163,8 @@ class SequenceClassifier:
     def _load_tokenizer(self, model: torch.nn.Module) -> Any:
         from transformers import AutoTokenizer
 
+        from torchrl_rloo.data.hub import HUB_KWARGS
+
         source = self.tokenizer
         if source is None:
             source = self.model if isinstance(self.model, str) else _path_of(model)
@@ -171,7 +172,7 @@ class SequenceClassifier:
             raise ValueError(f"reward model {self.__name__} is a module without name_or_path; pass tokenizer=")
         if not isinstance(source, str | os.PathLike):
             return source
-        kwargs = {k: v for k, v in self.model_kwargs.items() if k in _HUB_KWARGS and self.tokenizer is None}
+        kwargs = {k: v for k, v in self.model_kwargs.items() if k in HUB_KWARGS and self.tokenizer is None}
         return AutoTokenizer.from_pretrained(source, **kwargs)
 
 

@@ -4,7 +4,7 @@
 process of the program, and only plain values come back: numbers, texts, lists, dicts and similar. Changes of the
 program to its interpreter, such as ``sys.exit``, patched ``builtins`` or an ``__eq__`` that always returns True, do not
 affect the tests. No frame or file of that process holds an expected result. Instances of the program's classes stay
-there, and the tests hold a :class:`Remote` for each.
+there, and the tests hold a :class:`RemoteObject` for each.
 
 A message is a line of JSON. A request is ``[operation, arguments, keywords]``. A reply is
 ``["value", result, arguments]``, with the arguments after the call, or ``["raised", type, text]``.
@@ -177,7 +177,7 @@ def _mutable(value: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Remote:
+class RemoteObject:
     """Proxy of an object in the program's process.
 
     It equals a plain value only through its plain form (of a named tuple, for example); its ``__eq__`` is not asked.
@@ -186,52 +186,52 @@ class Remote:
 
     __hash__ = None
 
-    def __init__(self, link: Link, index: int, plain: Any):
+    def __init__(self, link: ProgramConnection, index: int, plain: Any):
         self.__dict__.update(_link=link, _index=index, _plain=plain)
 
     def __eq__(self, other: Any) -> bool:
-        if isinstance(other, Remote):
-            return self._link.ask("eq", self, other)
+        if isinstance(other, RemoteObject):
+            return self._link.request("eq", self, other)
         return self._plain is not None and self._plain == other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._link.ask("call", self, *args, **kwargs)
+        return self._link.request("call", self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return self._link.ask("getattr", self, name)
+        return self._link.request("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._link.ask("setattr", self, name, value)
+        self._link.request("setattr", self, name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._link.ask("getitem", self, key)
+        return self._link.request("getitem", self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._link.ask("setitem", self, key, value)
+        self._link.request("setitem", self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._link.ask("delitem", self, key)
+        self._link.request("delitem", self, key)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._link.ask("iter", self)
+        return self._link.request("iter", self)
 
     def __next__(self) -> Any:
-        return self._link.ask("next", self)
+        return self._link.request("next", self)
 
     def __len__(self) -> int:
-        return self._link.ask("len", self)
+        return self._link.request("len", self)
 
     def __bool__(self) -> bool:
-        return self._link.ask("bool", self)
+        return self._link.request("bool", self)
 
     def __str__(self) -> str:
-        return self._link.ask("str", self)
+        return self._link.request("str", self)
 
     def __repr__(self) -> str:
-        return self._link.ask("repr", self)
+        return self._link.request("repr", self)
 
 
-class Link:
+class ProgramConnection:
     """Connection from the tests to the program.
 
     Attributes:
@@ -241,7 +241,7 @@ class Link:
     def __init__(self) -> None:
         self.stream, self.fault = Stream(), None
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Execute an operation in the program's process and copy its changes to mutable arguments.
 
         Raises:
@@ -277,15 +277,15 @@ class Link:
         raise self.fault
 
     def keep(self, value: Any) -> int:
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return value._index
         self.fault = UnsupportedTestError(
             f"a test passes a {type(value).__name__}, which cannot be sent to another process"
         )
         raise self.fault
 
-    def restore(self, index: int, plain: Any) -> Remote:
-        return Remote(self, index, plain)
+    def restore(self, index: int, plain: Any) -> RemoteObject:
+        return RemoteObject(self, index, plain)
 
 
 def _assign(target: Any, value: Any) -> None:
@@ -312,7 +312,7 @@ def judge() -> None:
     except (SyntaxError, ValueError) as error:
         print(json.dumps({"broken": f"{type(error).__name__}: {error}"}), file=out)
         return
-    link, namespace = Link(), {"__name__": "tests"}
+    link, namespace = ProgramConnection(), {"__name__": "tests"}
 
     def attempt(step: Callable[..., Any], *args: Any) -> str | None:
         """Run a step and return the reason of its failure, None if it succeeds."""
@@ -329,7 +329,7 @@ def judge() -> None:
     def prepare() -> None:
         link.receive()  # raises if loading the program failed
         used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-        namespace.update(_resolve_names(link.ask("names", sorted(used))))
+        namespace.update(_resolve_names(link.request("names", sorted(used))))
         exec(setup, namespace)
 
     # Load the program's names, then run the tests in order

@@ -29,7 +29,7 @@ class Shuffled(RewardWrapper):
         super().__init__(function, "shuffled")
         self.whole_batch = True
 
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores in a random order."""
         random.Random(str(batch.completion_ids)).shuffle(scores)
         return scores

@@ -22,7 +22,7 @@ from torchrl_rloo.rewards.protocol import (
 )
 
 CONCURRENCY = 16  # calls in flight of a function without an attribute `concurrency`
-LOOK_SECONDS = 5.0  # between checks that the loop still runs
+CHECK_SECONDS = 5.0  # between checks that the loop still runs
 
 
 class EventLoop:
@@ -107,7 +107,7 @@ class EventLoop:
         while not future.done():
             responded = threading.Event()
             loop.call_soon_threadsafe(responded.set)
-            wait([future], timeout=LOOK_SECONDS if longest is None else longest)
+            wait([future], timeout=CHECK_SECONDS if longest is None else longest)
             if not future.done() and (not thread.is_alive() or longest is not None and not responded.is_set()):
                 return False
         return True
@@ -173,7 +173,7 @@ async def _call(function: RewardFunction, batch: RewardBatch, limit: float | Non
     try:
         return task.result()
     except asyncio.CancelledError as error:  # the function cancelled itself
-        return RewardFailure.of(error, perf_counter() - start)
+        return RewardFailure.from_exception(error, perf_counter() - start)
 
 
 async def _attempt(function: RewardFunction, batch: RewardBatch) -> RewardCall | RewardFailure:
@@ -183,4 +183,4 @@ async def _attempt(function: RewardFunction, batch: RewardBatch) -> RewardCall |
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit would also end the loop
-        return RewardFailure.of(error, perf_counter() - start)
+        return RewardFailure.from_exception(error, perf_counter() - start)

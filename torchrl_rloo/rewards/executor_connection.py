@@ -52,7 +52,7 @@ class Worker:
     """Handle of a process that runs ``executor_worker.py``, which replies once after its start and to each message.
 
     Attributes:
-        ended: True if the process was killed or found dead.
+        is_dead: True if the process was killed or found dead.
     """
 
     def __init__(self, guard: Guard):
@@ -71,7 +71,7 @@ class Worker:
                 start_new_session=True,  # a new process group, which is killed as a whole
             )
         # Kill the process when this handle is deleted, or through the guard when this process dies
-        self.connection, self.ended = Connection(ours.detach()), False
+        self.connection, self.is_dead = Connection(ours.detach()), False
         self._end = weakref.finalize(self, _end, self.process, self.connection, guard, os.getpid())
         guard.watch(self.process.pid)
         # Send the import path; the reply confirms the start
@@ -86,18 +86,18 @@ class Worker:
         data = message.data if message.command == "start" else pickle.dumps(message[:3])
         try:
             self.connection.send_bytes(data)
-        except OSError as error:  # the worker has exited, which the next step detects, or does not read
+        except OSError as error:  # the worker has exited, which the next poll detects, or does not read
             self.deadline = self._start
             _LOGGER.debug("cannot write to a reward worker: %s", error)
 
-    def give(self, load: Message, call: Message) -> None:
+    def submit(self, load: Message, call: Message) -> None:
         """Queue a call of a function, after its ``load`` message if this worker has not loaded it yet."""
         idle = self.deadline == math.inf
         self._messages += [call] if call.key in self._loaded_keys else [load, call]
         if idle:
             self._send(self._messages.popleft())
 
-    def step(self, readable: bool) -> RewardCall | RewardFailure | None:
+    def poll(self, readable: bool) -> RewardCall | RewardFailure | None:
         """Process one event and return the result of the call, or None while the call is pending.
 
         Args:
@@ -116,7 +116,7 @@ class Worker:
         try:
             reply = pickle.loads(data)
         except Exception as error:  # a logged value cannot be unpickled in this process
-            reply = RewardFailure.of(error, perf_counter() - self._start)
+            reply = RewardFailure.from_exception(error, perf_counter() - self._start)
         # None confirms "start" or "load": send the next message
         if reply is None:
             self._loaded_keys.add(self._message.key)
@@ -156,7 +156,7 @@ class Worker:
 
     def end(self) -> None:
         """Kill the process and its children."""
-        self.ended = True
+        self.is_dead = True
         self._end()
 
 
@@ -164,7 +164,7 @@ def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, RewardCall | Rewar
     """Wait for an event of any worker and return the workers that finished their call, with the results."""
     left = min((worker.deadline for worker in workers), default=perf_counter()) - perf_counter()
     ready = wait([worker.connection for worker in workers], timeout=min(max(left, 0.0), POLL_SECONDS))
-    results = [(worker, worker.step(worker.connection in ready)) for worker in workers]
+    results = [(worker, worker.poll(worker.connection in ready)) for worker in workers]
     return [(worker, result) for worker, result in results if result is not None]
 
 

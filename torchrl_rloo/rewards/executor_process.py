@@ -110,11 +110,11 @@ class ProcessExecutor:
                             continue
                         worker = self._take_worker()
                         busy[worker] = index
-                        worker.give(load, call)
+                        worker.submit(load, call)
                     # Collect results; a worker that failed was killed and is not reused
                     for worker, result in wait_for(list(busy)):
                         results[busy.pop(worker)] = result
-                        if not worker.ended:
+                        if not worker.is_dead:
                             self._idle.append(worker)
             finally:
                 for worker in busy:  # not empty only after an exception
@@ -126,7 +126,7 @@ class ProcessExecutor:
         try:
             return Message("call", key, _cloudpickle().dumps(batch), limit)
         except Exception as error:
-            failure = RewardFailure.of(error)
+            failure = RewardFailure.from_exception(error)
             failure.message = f"the columns cannot be sent to a worker process: {failure.message}"
             return failure
 

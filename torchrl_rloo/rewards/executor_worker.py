@@ -58,7 +58,7 @@ def serve(connection: Connection) -> None:
                 functions[key] = content
                 return None
         except BaseException as error:
-            failure = protocol.RewardFailure.of(error)
+            failure = protocol.RewardFailure.from_exception(error)
             failure.message = f"could not be unpickled in a worker process: {failure.message}"
             return failure
         return protocol.attempt_reward(functions[key], content, BaseException)
@@ -69,7 +69,7 @@ def serve(connection: Connection) -> None:
         try:
             data = cloudpickle.dumps(reply)
         except Exception as error:  # a logged value cannot be pickled
-            data = pickle.dumps(protocol.RewardFailure.of(error, reply.seconds))
+            data = pickle.dumps(protocol.RewardFailure.from_exception(error, reply.seconds))
         connection.send_bytes(data)
 
 

@@ -69,7 +69,7 @@ class InlineExecutor:
 
     def prepare(self, function: RewardFunction) -> None:
         """Call the ``prepare()`` method of the function, if it has one."""
-        prepare_here(function)
+        prepare_function(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order."""
@@ -106,7 +106,7 @@ class ThreadExecutor:
 
     def prepare(self, function: RewardFunction) -> None:
         """Call the ``prepare()`` method of the function, if it has one."""
-        prepare_here(function)
+        prepare_function(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order."""
@@ -148,7 +148,7 @@ class ThreadExecutor:
         """Do nothing: threads end with their calls."""
 
 
-def prepare_here(function: RewardFunction) -> None:
+def prepare_function(function: RewardFunction) -> None:
     """Call ``function.prepare()``, if it exists, so that missing models or packages fail before the run starts."""
     if callable(prepare := getattr(function, "prepare", None)):
         prepare()

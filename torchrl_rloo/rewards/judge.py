@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torchrl_rloo.rewards.cache import DiskCache, cache_key
 from torchrl_rloo.rewards.http_json import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.rewards.rubrics import REMINDER, NoScoreError, judge_messages, on_scale, parse_verdict, read_rubric
+from torchrl_rloo.rewards.rubrics import REMINDER, NoScoreError, fill_scale, judge_messages, parse_verdict, read_rubric
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class LLMJudge:
                 if reminders == self.retries:
                     raise NoScoreError(f"{reminders + 1} replies, the last with {error}") from error
             # Change the request: at temperature 0 the same one would get the same reply
-            reminder = {"role": "user", "content": on_scale(REMINDER, self.scale)}
+            reminder = {"role": "user", "content": fill_scale(REMINDER, self.scale)}
             messages = [*body["messages"], {"role": "assistant", "content": content}, reminder]
 
     def _warn(self, verdicts: Sequence[Verdict]) -> None:

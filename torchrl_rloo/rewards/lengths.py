@@ -149,7 +149,7 @@ class LengthBudget(RewardWrapper):
         super().__init__(function, "length_budget_{}")
         self.cost, self.at_budget = cost, at_budget
 
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores times their factors.
 
         Raises:

@@ -28,12 +28,12 @@ _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|e
 _NO_FORMULA = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|[0-9]\s+[0-9]")
 
 
-def as_formula(gold: str) -> str | None:
+def wrap_formula(gold: str) -> str | None:
     """Wrap a gold that is bare LaTeX in dollar signs; return None for other golds.
 
     math-verify reads LaTeX only between delimiters. Without them it would take the 2 or the 10 of ``2^{10}``.
 
-    >>> as_formula("1.5e3"), as_formula("2^{10}"), as_formula("42 apples")
+    >>> wrap_formula("1.5e3"), wrap_formula("2^{10}"), wrap_formula("42 apples")
     ('$1.5\\\\times 10^{3}$', '$2^{10}$', None)
     """
     gold = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]+)", r"\\times 10^{\1}", gold)
@@ -55,7 +55,7 @@ def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
     @lru_cache(maxsize=64)  # the rows of a group share a gold
     def parse_gold(gold: str) -> list[Any]:
         plain = parse(gold, parsing_timeout=None)
-        if (latex := as_formula(gold)) is None:
+        if (latex := wrap_formula(gold)) is None:
             return plain
         formula = parse(latex, parsing_timeout=None)
         # Accept both readings of a percentage: 5% is 0.05 as plain text, and math-verify reads 5\% as 5

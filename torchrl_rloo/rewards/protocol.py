@@ -131,7 +131,7 @@ class RewardFailure:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, error: BaseException, seconds: float = 0.0) -> RewardFailure:
+    def from_exception(cls, error: BaseException, seconds: float = 0.0) -> RewardFailure:
         """Create a failure from an exception, even from one that cannot be printed."""
         kind = "malformed" if isinstance(error, MalformedScoresError) else "raised"
         # Indented source (SyntaxError) may precede the message, and notes or the parts of a group may follow it
@@ -170,14 +170,14 @@ _STANDARD_ARGUMENTS = (
 )
 
 
-def missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
+def find_missing_columns(function: RewardFunction, columns: Collection[str]) -> list[str]:
     """Return the required columns of a function that are not in ``columns``.
 
     Required columns are its arguments without a default, and the names that it holds in an attribute ``column`` or
     ``*_column``.
 
     >>> def graded(completions, answer, hint=None, **others): ...
-    >>> missing_columns(graded, ["question"])
+    >>> find_missing_columns(graded, ["question"])
     ['answer']
     """
     known = {*columns, *_STANDARD_ARGUMENTS}
@@ -208,7 +208,7 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
                 f"{what} {reward_name(function)} accepts none of the arguments of a reward: add completions, "
                 f"completion_ids, prompts or a column of {list(columns)} to its signature"
             )
-        if missing := missing_columns(function, columns):
+        if missing := find_missing_columns(function, columns):
             hint = did_you_mean(missing[0], [*columns, *_STANDARD_ARGUMENTS])
             remedy = "" if what == "reward" else f", or set another {what} (eval.scorer, or task=custom: the rewards)"
             raise ValueError(
@@ -258,7 +258,7 @@ def attempt_reward(
             return asyncio.run(call_reward_async(function, batch))
         return call_reward(function, batch)
     except catch as error:
-        return RewardFailure.of(error, perf_counter() - start)
+        return RewardFailure.from_exception(error, perf_counter() - start)
 
 
 def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:

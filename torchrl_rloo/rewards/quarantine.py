@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINES = 1000  # per function
-TRACEBACK = 4000  # last characters of a traceback that are kept
+MAX_TRACEBACK_CHARS = 4000  # last characters of a traceback that are kept
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -99,10 +99,10 @@ def judge_messages(rubric: str, values: Mapping[str, str], scale: tuple[float, f
     names = "|".join(re.escape(name) for name in values)
     # Replace in one pass, so that a placeholder inside a value stays text
     user = re.sub(rf"\{{({names})\}}", lambda match: _enclose(match[1], values[match[1]], max_chars), rubric)
-    return [{"role": "system", "content": on_scale(_SYSTEM, scale)}, {"role": "user", "content": user}]
+    return [{"role": "system", "content": fill_scale(_SYSTEM, scale)}, {"role": "user", "content": user}]
 
 
-def on_scale(text: str, scale: tuple[float, float]) -> str:
+def fill_scale(text: str, scale: tuple[float, float]) -> str:
     """Replace LOW and HIGH in a text by the ends of the scale."""
     return text.replace("LOW", f"{scale[0]:g}").replace("HIGH", f"{scale[1]:g}")
 

@@ -23,11 +23,11 @@ from torchrl_rloo.rewards.protocol import (
     is_async,
     reward_name,
 )
-from torchrl_rloo.rewards.quarantine import TRACEBACK, Quarantine
+from torchrl_rloo.rewards.quarantine import MAX_TRACEBACK_CHARS, Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 
-LARGEST = 3.4028234663852886e38  # largest finite float32
-EXCERPT = 200  # characters of a prompt or completion in a log line
+MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
+MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
 
 _LOGGER = logging.getLogger(__name__)
 _COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
@@ -251,7 +251,7 @@ class RewardRunner:
         entry = {
             "kind": failure.kind,
             "error": failure.message,
-            "traceback": failure.traceback[-TRACEBACK:],
+            "traceback": failure.traceback[-MAX_TRACEBACK_CHARS:],
             "seconds": failure.seconds,
             "step": batch.trainer_state.global_step,
             "prompt": batch.prompts[i],
@@ -310,7 +310,7 @@ class _Outcome:
             return
         for i, score in zip(rows, result.scores, strict=True):
             self.failures.pop(i, None)
-            if score is None or abs(score) <= LARGEST:
+            if score is None or abs(score) <= MAX_FLOAT32:
                 self.scores[i] = score
             else:
                 message = f"returned {score}; return a finite float32 or None"
@@ -332,7 +332,11 @@ def _excerpt(value: Any) -> str:
     if isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value):
         value = " | ".join(str(message.get("content")) for message in value)
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= EXCERPT else f"{text[: EXCERPT // 2]} [...] {text[-EXCERPT // 2 :]}"
+    return (
+        text
+        if len(text) <= MAX_EXCERPT_CHARS
+        else f"{text[: MAX_EXCERPT_CHARS // 2]} [...] {text[-MAX_EXCERPT_CHARS // 2 :]}"
+    )
 
 
 def _start_thread(function: Callable[[], None]) -> Future:

@@ -71,7 +71,7 @@ class SandboxResult:
         return self.reason == "exit" and self.exit_code == 0
 
 
-def checked_limits(timeout: float, cpu_seconds: int | None, memory: int, max_output: int) -> int:
+def check_limits(timeout: float, cpu_seconds: int | None, memory: int, max_output: int) -> int:
     """Check the limits of a sandbox and return the limit on CPU seconds.
 
     Args:
@@ -130,7 +130,7 @@ class Sandbox:
         max_output: int = 1 << 20,
         allow_weaker: bool = False,
     ):
-        cpu_seconds = checked_limits(timeout, cpu_seconds, memory, max_output)
+        cpu_seconds = check_limits(timeout, cpu_seconds, memory, max_output)
         self.timeout, self.cpu_seconds, self.memory, self.max_output = timeout, cpu_seconds, memory, max_output
         self.allow_weaker = allow_weaker
         self._idle: list[Starter] = []

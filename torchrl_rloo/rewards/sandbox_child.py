@@ -94,7 +94,7 @@ class Containment:
         if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             raise OSError(code, os.strerror(abs(code)))
 
-    def enter(self, files: list[int], peer: int | None, parent: int) -> None:
+    def restrict_process(self, files: list[int], peer: int | None, parent: int) -> None:
         """Restrict this process, with ``files`` as its standard streams and no other open file but ``peer``."""
         kernel.die_with_parent()
         if os.getppid() != parent:  # the parent ended before that took effect
@@ -127,7 +127,7 @@ def serve(channel: socket.socket, containment: Containment, timeout: float) -> s
         children = []
         for number, peer in enumerate(peers):
             if (pid := os.fork()) == 0:
-                return become(files[number * FILES : (number + 1) * FILES], peer, parent, containment)
+                return start_program(files[number * FILES : (number + 1) * FILES], peer, parent, containment)
             os.setpgid(pid, pid)
             children.append(pid)
         # Close the files of the programs here, then wait for the first program
@@ -136,15 +136,15 @@ def serve(channel: socket.socket, containment: Containment, timeout: float) -> s
         for file in files:
             os.close(file)
         reason = watch(channel, children, start + timeout)
-        reply = finish(children) | {"reason": reason, "seconds": time.monotonic() - start}
+        reply = kill_children(children) | {"reason": reason, "seconds": time.monotonic() - start}
         channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def become(files: list[int], peer: int | None, parent: int, containment: Containment) -> str:
+def start_program(files: list[int], peer: int | None, parent: int, containment: Containment) -> str:
     """Turn a fork into the process of a program, and return the program's text."""
     with open(files[0], "rb", closefd=False) as text:
         source = text.read()
-    containment.enter(files[1:], peer, parent)
+    containment.restrict_process(files[1:], peer, parent)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -165,7 +165,7 @@ def watch(channel: socket.socket, children: list[int], deadline: float) -> str |
             if handle in ready:
                 return None
             if ready:  # the trainer has closed the channel
-                finish(children)
+                kill_children(children)
                 os._exit(0)
             if time.monotonic() > deadline:
                 return "timed_out"
@@ -182,7 +182,7 @@ def count_threads(pid: int) -> int:
         return 0
 
 
-def finish(children: list[int]) -> dict[str, Any]:
+def kill_children(children: list[int]) -> dict[str, Any]:
     """Kill all children and return the exit code (or minus the signal) and the CPU seconds of the first."""
     results = []
     for pid in children:

@@ -45,7 +45,7 @@ class StopProperly(RewardWrapper):
         super().__init__(function, "stop_properly_{}")
         self.coefficient = coefficient
 
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores, with the penalty on truncated trajectories."""
         if not batch.truncated:
             return scores

@@ -38,7 +38,7 @@ class ForTask(RewardWrapper):
         super().__init__(function, f"{task}_{{}}")
         self.task, self.column = task, column
 
-    def rows(self, batch: RewardBatch) -> Sequence[int]:
+    def select_rows(self, batch: RewardBatch) -> Sequence[int]:
         """Return the rows of the task.
 
         Raises:
@@ -48,6 +48,6 @@ class ForTask(RewardWrapper):
             raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(batch.columns)}")
         return [row for row, task in enumerate(batch.columns[self.column]) if task == self.task]
 
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return the scores unchanged."""
         return scores

@@ -24,12 +24,13 @@ Scores = list["float | None"]
 class RewardWrapper(ABC):
     """Reward that calls another reward function and changes its scores.
 
-    A subclass implements :meth:`change` to compute the new scores. It may override :meth:`rows` to select the
-    trajectories that the wrapped function scores. The wrapped function gets the same arguments as without the wrapper,
-    and its logs are passed on. The wrapper of an async function is async. It also takes over the attributes
-    ``whole_batch`` and ``concurrency``.
+    A subclass implements :meth:`transform_scores` to compute the new scores. It may override :meth:`select_rows` to
+    select the trajectories that the wrapped function scores. The wrapped function gets the same arguments as without
+    the wrapper, and its logs are passed on. The wrapper of an async function is async. It also takes over the
+    attributes ``whole_batch`` and ``concurrency``.
 
-    A score that is not finite marks a failure of the wrapped function. :meth:`change` must not make it finite.
+    A score that is not finite marks a failure of the wrapped function; :meth:`transform_scores` must not make it
+    finite.
 
     Args:
         function: wrapped function, in any form that :func:`~torchrl_rloo.rewards.registry.load_reward` accepts.
@@ -37,7 +38,7 @@ class RewardWrapper(ABC):
 
     Example:
         >>> class Halved(RewardWrapper):
-        ...     def change(self, scores, batch):
+        ...     def transform_scores(self, scores, batch):
         ...         return [None if score is None else score / 2 for score in scores]
         >>> Halved("boxed_accuracy", "half_{}")(["?"] * 2, [r"\\boxed{7}", "7"], [[1], [2]], answer=["7", "7"])
         [0.5, 0.0]
@@ -59,10 +60,10 @@ class RewardWrapper(ABC):
             prepare()
 
     @abstractmethod
-    def change(self, scores: Scores, batch: RewardBatch) -> Scores:
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
         """Return ``B`` scores, computed from the ``B`` scores of the wrapped function for ``batch``."""
 
-    def rows(self, batch: RewardBatch) -> Sequence[int]:
+    def select_rows(self, batch: RewardBatch) -> Sequence[int]:
         """Return the rows of ``batch`` that the wrapped function scores; the others abstain."""
         return range(len(batch))
 
@@ -93,12 +94,12 @@ class RewardWrapper(ABC):
         return await self(*args, **kwargs)
 
     def _score(self, batch: RewardBatch, *logs: Callable[..., None] | None) -> Scores:
-        rows = self.rows(batch)
+        rows = self.select_rows(batch)
         call = call_reward(self.function, batch.select(rows)) if rows else RewardCall([])
         return self._finish(batch, rows, call, *logs)
 
     async def _score_async(self, batch: RewardBatch, *logs: Callable[..., None] | None) -> Scores:
-        rows = self.rows(batch)
+        rows = self.select_rows(batch)
         call = await call_reward_async(self.function, batch.select(rows)) if rows else RewardCall([])
         return self._finish(batch, rows, call, *logs)
 
@@ -118,4 +119,4 @@ class RewardWrapper(ABC):
             log_extra(column, spread(values))
         for name, value in call.metrics if log_metric else ():
             log_metric(name, value)
-        return self.change(spread(call.scores), batch)
+        return self.transform_scores(spread(call.scores), batch)

@@ -10,7 +10,7 @@ from typing import Any
 
 FILE = "settings.json"
 RESUME = ("auto", "extend", "never")
-FREE = ("output_dir", "resume", "log", "checkpoint")  # may differ: they do not change results
+IGNORED_SETTINGS = ("output_dir", "resume", "log", "checkpoint")  # may differ: they do not change results
 EXTENDABLE = ("plan.steps", "train.steps", "inference", "eval", "threads", "model.device")  # may differ with "extend"
 
 
@@ -79,7 +79,7 @@ def check_same_settings(
     Raises:
         ValueError: if settings differ. The message names them and the fix.
     """
-    free = FREE + EXTENDABLE if extend else FREE
+    free = IGNORED_SETTINGS + EXTENDABLE if extend else IGNORED_SETTINGS
     found = [
         (name, old, new)
         for name, old, new in differences(_with_defaults(saved, defaults), current)

@@ -222,8 +222,8 @@ class EngineUpdater(EngineUpdaterBase):
             if pending is not None:
                 pending.wait()
             info = {"version": version, "bucket": number, "first": first, "last": last, "checksum": checksums[-1]}
-            doing = f"bucket {number} ({infos[0].name} to {infos[-1].name})"
-            pending = self._start_step("bucket", info | {"payload": payload}, doing)
+            purpose = f"bucket {number} ({infos[0].name} to {infos[-1].name})"
+            pending = self._start_step("bucket", info | {"payload": payload}, purpose)
         pending.wait()
         return checksums
 
@@ -245,19 +245,19 @@ class EngineUpdater(EngineUpdaterBase):
             with suppress(PeerError):  # report the first failure; the next push aborts again
                 each.wait()
 
-    def _start_step(self, step: WeightStep, info: dict | list[dict] | None, doing: str) -> Round:
+    def _start_step(self, step: WeightStep, info: dict | list[dict] | None, purpose: str) -> Round:
         """Start a step in all engines; a list of ``info`` has one entry per engine."""
         infos = info if isinstance(info, list) else [info] * len(self._peers)
         calls = [lambda e, i=i: e.update_weights(step, i, timeout=self.timeout) for i in infos]
-        return Round(self._peers, calls, doing, self.timeout)
+        return Round(self._peers, calls, purpose, self.timeout)
 
-    def _call_all(self, call: Callable[[WeightTarget], Any], doing: str) -> Round:
-        return Round(self._peers, [call] * len(self._peers), doing, self.timeout)
+    def _call_all(self, call: Callable[[WeightTarget], Any], purpose: str) -> Round:
+        return Round(self._peers, [call] * len(self._peers), purpose, self.timeout)
 
     def _explain(self, version: int, error: Exception) -> str:
         """Return an error message with the failed step, the engine, the cause, the current versions and the fix."""
         cause = error.__cause__ if isinstance(error, PeerError) else error
-        where = f"{error.peer} failed at {error.doing}" if isinstance(error, PeerError) else "the trainer failed"
+        where = f"{error.peer} failed at {error.purpose}" if isinstance(error, PeerError) else "the trainer failed"
         states = [
             f"{peer.name} has version {peer.engine.version}"
             if peer.engine.failed_version is None

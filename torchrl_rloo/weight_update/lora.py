@@ -131,8 +131,9 @@ class LoRAUpdater(EngineUpdaterBase):
         except PeerError as error:
             cause = error.__cause__
             raise WeightSyncError(
-                f"{error.peer} has no adapter of version {version}: {error.doing} failed with {type(cause).__name__}: "
-                f"{cause}. It samples with its previous adapter or refuses to sample; push again"
+                f"{error.peer} has no adapter of version {version}: {error.purpose} failed with "
+                f"{type(cause).__name__}: {cause}. It samples with its previous adapter or refuses to sample; push "
+                "again"
             ) from cause
 
         # Remove earlier adapters, which no engine uses any more

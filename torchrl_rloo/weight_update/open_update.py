@@ -31,13 +31,13 @@ class OpenUpdate:
 
     Attributes:
         checksums: checksums of the buckets so far.
-        taken: number of tensors in those buckets.
+        num_received: number of tensors in those buckets.
     """
 
     def __init__(self, manifest: Sequence[TensorInfo], version: int | None = None):
         self.manifest, self.version = manifest, version
         self.checksums: list[str] = []
-        self.taken = 0
+        self.num_received = 0
 
     def take(self, info: Mapping[str, Any], receiver: Receiver | None) -> dict[str, torch.Tensor]:
         """Take the next bucket.
@@ -60,8 +60,8 @@ class OpenUpdate:
             raise EngineError(f"{at} arrived during the update to version {self.version}")
         if info["bucket"] != len(self.checksums):
             raise EngineError(f"{at} arrived, expected bucket {len(self.checksums)}")
-        if first != self.taken or not first < last <= len(self.manifest):
-            due = f"tensor {self.taken} of {len(self.manifest)}"
+        if first != self.num_received or not first < last <= len(self.manifest):
+            due = f"tensor {self.num_received} of {len(self.manifest)}"
             raise EngineError(f"{at} has tensors {first} to {last - 1}, expected {due} next")
 
         # Receive its tensors and compare them with the manifest
@@ -71,20 +71,20 @@ class OpenUpdate:
             received = receiver.receive(infos, info["payload"])
             _check_tensors(at, infos, received, info["checksum"])
             tensors = {i.name: t for i, t in zip(infos, received, strict=True)}
-        self.version, self.taken = info["version"], last
+        self.version, self.num_received = info["version"], last
         self.checksums.append(info["checksum"])
         return tensors
 
     def complete(self) -> None:
         """Raise EngineError unless all tensors arrived."""
-        if self.taken != len(self.manifest):
+        if self.num_received != len(self.manifest):
             raise EngineError(
-                f"the update to version {self.version} has {self.taken} of {len(self.manifest)} tensors; "
-                f"{self.manifest[self.taken].name} is the first missing one"
+                f"the update to version {self.version} has {self.num_received} of {len(self.manifest)} tensors; "
+                f"{self.manifest[self.num_received].name} is the first missing one"
             )
 
 
-def open_for(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpdate:
+def require_open(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpdate:
     """Return the open update of a ``bucket`` or ``finish``, or raise StaleStepError if it is not open."""
     if update is None or update.version != info["version"]:
         open_one = "none" if update is None else f"one to version {update.version}"

@@ -30,12 +30,12 @@ class PeerError(Exception):
 
     Attributes:
         peer: name of the engine.
-        doing: purpose of the call.
+        purpose: purpose of the call.
     """
 
-    def __init__(self, peer: str, doing: str):
-        super().__init__(f"{doing} failed in {peer}")
-        self.peer, self.doing = peer, doing
+    def __init__(self, peer: str, purpose: str):
+        super().__init__(f"{purpose} failed in {peer}")
+        self.peer, self.purpose = peer, purpose
 
 
 class Peer:
@@ -89,14 +89,14 @@ class Round:
     Args:
         peers: engines to call.
         calls: one function per engine, called with it.
-        doing: purpose of the calls, for errors.
+        purpose: purpose of the calls, for errors.
         timeout: seconds from now that the calls may take. The engines have the same limit.
     """
 
     def __init__(
-        self, peers: Sequence[Peer], calls: Sequence[Callable[[WeightTarget], Any]], doing: str, timeout: float
+        self, peers: Sequence[Peer], calls: Sequence[Callable[[WeightTarget], Any]], purpose: str, timeout: float
     ):
-        self._peers, self._doing, self._timeout = peers, doing, timeout
+        self._peers, self._purpose, self._timeout = peers, purpose, timeout
         self._deadline = monotonic() + timeout + GRACE_SECONDS
         self._futures = [peer.call(call) for peer, call in zip(peers, calls, strict=True)]
 
@@ -109,13 +109,13 @@ class Round:
         done, late = wait(self._futures, max(0.0, self._deadline - monotonic()), FIRST_EXCEPTION)
         for peer, future in zip(self._peers, self._futures, strict=True):
             if future in done and (error := future.exception()) is not None:
-                raise PeerError(peer.name, self._doing) from error
+                raise PeerError(peer.name, self._purpose) from error
         if late:
             slow = [peer for peer, future in zip(self._peers, self._futures, strict=True) if future in late]
             for peer in slow:
                 peer.abandon_calls()
             error = EngineTimeoutError(f"no answer within timeout={self._timeout:g} s")
-            raise PeerError(", ".join(peer.name for peer in slow), self._doing) from error
+            raise PeerError(", ".join(peer.name for peer in slow), self._purpose) from error
         return [future.result() for future in self._futures]
 
 

@@ -39,7 +39,7 @@ def slow_gap(rows) -> dict[str, float]:
         "k3": math.fsum(math.exp(d) - 1 - d for d in differences) / n,
         "token_ess": slow_ess([math.exp(d) for d in differences]),
         "row_ess": slow_ess([math.prod(math.exp(y - x) for x, y in row) for row in rows if row]),
-        "outside": sum(not 0.9 <= math.exp(d) <= 1.1 for d in differences) / n,
+        "outside_share": sum(not 0.9 <= math.exp(d) <= 1.1 for d in differences) / n,
         "surprisal": -math.fsum(x for row in rows for x, _ in row) / n,
         "tokens": n,
     }
@@ -104,13 +104,13 @@ def test_no_tokens(shape):
 @pytest.mark.parametrize(("ratio", "outside"), [(0.89, 1), (0.91, 0), (1.09, 0), (1.11, 1)])
 def test_bounds_of_the_ratio(ratio, outside):
     trainer = torch.tensor([[math.log(ratio)]])
-    assert log_prob_gap(torch.zeros(1, 1), trainer, torch.ones(1, 1, dtype=torch.bool)).outside == outside
+    assert log_prob_gap(torch.zeros(1, 1), trainer, torch.ones(1, 1, dtype=torch.bool)).outside_share == outside
 
 
 @pytest.mark.parametrize("sampler", [NAN, -math.inf])
 def test_what_is_not_finite_shows(sampler):
     gap = log_prob_gap(torch.tensor([[sampler, -1.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool))
-    assert not gap.mean.isfinite() and not gap.max.isfinite() and gap.outside == 0.5
+    assert not gap.mean.isfinite() and not gap.max.isfinite() and gap.outside_share == 0.5
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -120,9 +120,9 @@ def test_a_temperature_that_one_side_leaves_out_is_found(temperature):
     sampled = (logits / temperature).softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(8, 20, 1)
     of = [(logits / t).log_softmax(-1).gather(-1, sampled)[..., 0] for t in (temperature, 1.0)]
     gap = log_prob_gap(*of, torch.ones(8, 20, dtype=torch.bool))
-    assert gap.mean > 0.1 and gap.outside > 0.5 and gap.row_ess < 0.9
+    assert gap.mean > 0.1 and gap.outside_share > 0.5 and gap.row_ess < 0.9
     exact = log_prob_gap(of[0], of[0].double() + 1e-6, torch.ones(8, 20, dtype=torch.bool))
-    assert exact.mean < 2e-6 and exact.outside == 0
+    assert exact.mean < 2e-6 and exact.outside_share == 0
 
 
 def test_k3_estimates_the_divergence_from_sampler_to_trainer():

@@ -14,7 +14,7 @@ import torch
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.envs.text import GuessNumber, Outcome, TextSession, text_env, wrap
-from torchrl_rloo.envs.text.wrapping import recognise
+from torchrl_rloo.envs.text.wrapping import detect_style
 
 # The game: "go on" is answered by "turn <n>" and earns 0.5; "stop" ends it and earns 2.
 OPENING = "Say go on, or stop."
@@ -278,8 +278,8 @@ def test_agents_are_told_from_environments():
     class Inherits(AgentInstanceBase):
         async def step(self, s): ...
 
-    assert recognise(Async) == recognise(Inherits) == recognise(Async()) == "openrlhf"
-    assert recognise(AsyncGym) == recognise(GuessNumber()) == "env"
+    assert detect_style(Async) == detect_style(Inherits) == detect_style(Async()) == "openrlhf"
+    assert detect_style(AsyncGym) == detect_style(GuessNumber()) == "env"
 
 
 def test_columns_reach_reset_by_name(play: Callable, tokenizer):

@@ -235,7 +235,7 @@ def test_conversations_of_a_collector_have_their_own_sessions(connect, tokenizer
         said = tokenizer.decode(request.prompt).count("<tool_response>")
         return ScriptedTurn([*turns[min(said, 2)], *[tokenizer.eos_token_id] * (said == 2)])
 
-    transform = ToolTransform([*tools, local], as_role="user", show_schemas=False, timeout=PATIENCE)
+    transform = ToolTransform([*tools, local], result_role="user", show_schemas=False, timeout=PATIENCE)
     env = DatasetChatEnv(
         load_prompts([{"query": user("Count.")}]),
         tokenizer,

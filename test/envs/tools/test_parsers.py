@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.cost import assert_linear
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.parsers import PARSERS, PythonBlocks, RegexParser, parser_of, without_thinking
+from torchrl_rloo.envs.tools.parsers import PARSERS, PythonBlocks, RegexParser, resolve_parser, without_thinking
 
 HERMES, QWEN, LLAMA, MISTRAL, PYTHON = (PARSERS[k] for k in ("hermes", "qwen_xml", "llama", "mistral", "python"))
 TOOL = RegexParser(r"<tool>(?P<expression>[^<]*)</tool>", tool="calculator")
@@ -269,9 +269,9 @@ def test_a_custom_pattern() -> None:
 
 
 def test_the_table_of_parsers() -> None:
-    assert parser_of("hermes") is HERMES and parser_of(TOOL) is TOOL
+    assert resolve_parser("hermes") is HERMES and resolve_parser(TOOL) is TOOL
     with pytest.raises(ValueError, match="'hermse'.*hermes"):
-        parser_of("hermse")
+        resolve_parser("hermse")
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_a_killed_keeper_costs_what_ran(victim: str):
 
 
 def test_a_hanging_keeper_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchrl_rloo.envs.tools.python_sessions.GRACE", 1.0)
+    monkeypatch.setattr("torchrl_rloo.envs.tools.python_sessions.GRACE_S", 1.0)
     sessions = PythonSessions(timeout=1)
     session = sessions.open()
     session.run("1")

@@ -70,7 +70,7 @@ def test_the_schema_of_a_function() -> None:
         "function": {"name": "weather", "description": description, "parameters": parameters},
     }
     assert made("Oslo", days=2) == "Oslo: 2 C None" == made.call(None, city="Oslo", days=2)
-    assert not made.in_order
+    assert not made.sequential
 
 
 def test_async_functions_and_methods() -> None:
@@ -96,7 +96,7 @@ def test_async_functions_and_methods() -> None:
 def test_hidden_parameters() -> None:
     made = tool(remember)
     assert list(made.parameters["properties"]) == ["note"] == made.parameters["required"]
-    assert made.in_order
+    assert made.sequential
     one, other = made.open({"name": "a"}), made.open({"name": "b"})
     assert [made.call(one, note="x"), made.call(one, note="y"), made.call(other, note="z")] == [1, 2, 1]
     assert remember("x", State(), Columns(name="c")) == 1
@@ -114,7 +114,7 @@ def test_tools_travel_to_other_processes() -> None:
 
     for made in (twice, tool(remember), tool(later)):
         again = pickle.loads(cloudpickle.dumps(made))
-        assert again.schema == made.schema and again.in_order == made.in_order
+        assert again.schema == made.schema and again.sequential == made.sequential
     assert pickle.loads(cloudpickle.dumps(twice)).call(None, n=4) == 8
 
 
@@ -206,11 +206,11 @@ def test_a_registry() -> None:
     tools = ToolRegistry([weather, tool(later)])
     assert list(tools) == ["weather", "later"] and len(tools) == 2 and "later" in tools
     assert tools.schemas() == [tools["weather"].schema, tools["later"].schema]
-    assert 'did you mean "weather"?' in tools.unknown("weahter")
-    assert "only weather, later" in tools.unknown("xyz")
-    assert list(tools.only(["later"])) == ["later"]
+    assert 'did you mean "weather"?' in tools.unknown_message("weahter")
+    assert "only weather, later" in tools.unknown_message("xyz")
+    assert list(tools.select(["later"])) == ["later"]
     with pytest.raises(ValueError, match=r"\['nothing'\].*weather"):
-        tools.only(["later", "nothing"])
+        tools.select(["later", "nothing"])
     with pytest.raises(ValueError, match="two tools named 'weather'"):
         ToolRegistry([weather, tool(weather)])
-    assert "none at all" in ToolRegistry([]).unknown("x")
+    assert "none at all" in ToolRegistry([]).unknown_message("x")

@@ -14,7 +14,7 @@ import torch
 
 from torchrl_rloo.functional.statistics import wilson_interval
 
-LEVEL = 0.95  # default confidence level of all intervals
+CONFIDENCE_LEVEL = 0.95  # default confidence level of all intervals
 
 
 class Interval(NamedTuple):
@@ -115,7 +115,7 @@ def maj_at_k(answers: Sequence[Hashable | None], scores: Sequence[float], k: int
     return math.fsum(wins[len(values)] * math.fsum(values) / len(values) for values in earned.values())
 
 
-def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LEVEL) -> Interval:
+def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CONFIDENCE_LEVEL) -> Interval:
     r"""Return the mean over prompts, which are the independent units, with a confidence interval.
 
     Values in ``[0, 1]`` have Wilson's score interval (1927), which stays within the range. Its width is positive even
@@ -141,7 +141,7 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LE
         >>> interval.low, round(interval.high, 3)
         (0.0, 0.161)
     """
-    values, n = clean(values), len(values)
+    values, n = round_values(values), len(values)
     if not n:
         raise ValueError("values is empty; an interval requires at least one prompt")
     mean, variance = float(values.mean()), float(values.var()) if n > 1 else 0.0
@@ -161,7 +161,7 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = LE
     return _wilson(mean, trials * (z / t) ** 2, z)
 
 
-def clean(values: torch.Tensor) -> torch.Tensor:
+def round_values(values: torch.Tensor) -> torch.Tensor:
     """Convert values to float64, rounded to 12 decimals to remove the rounding errors of sums."""
     return values.double().round(decimals=12)
 

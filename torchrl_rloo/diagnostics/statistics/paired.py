@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchrl_rloo.diagnostics.statistics.evaluation import LEVEL, clean, is_binary, student_quantile
+from torchrl_rloo.diagnostics.statistics.evaluation import CONFIDENCE_LEVEL, is_binary, round_values, student_quantile
 
 _ENUMERATED = 16  # largest number of differing prompts whose sign patterns are all enumerated
 _DRAWN = 100_000  # sign patterns drawn for more prompts
@@ -40,7 +40,9 @@ class PairedTest(NamedTuple):
     worse: int
 
 
-def paired_test(first: torch.Tensor, second: torch.Tensor, *, level: float = LEVEL, seed: int = 0) -> PairedTest:
+def paired_test(
+    first: torch.Tensor, second: torch.Tensor, *, level: float = CONFIDENCE_LEVEL, seed: int = 0
+) -> PairedTest:
     """Compare two policies' values on the same prompts.
 
     If all values are 0 or 1, it uses McNemar's exact test and :func:`paired_binary_interval`. Otherwise it uses
@@ -68,7 +70,7 @@ def paired_test(first: torch.Tensor, second: torch.Tensor, *, level: float = LEV
             f"first and second must have equal shapes [P], P at least 1, got {list(first.shape)} and "
             f"{list(second.shape)}"
         )
-    first, second = clean(first), clean(second)
+    first, second = round_values(first), round_values(second)
     difference = second - first
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
     if is_binary(first) and is_binary(second):
@@ -134,7 +136,7 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
     return p, math.sqrt(p * (1 - p) / _DRAWN)
 
 
-def paired_binary_interval(better: int, worse: int, total: int, level: float = LEVEL) -> tuple[float, float]:
+def paired_binary_interval(better: int, worse: int, total: int, level: float = CONFIDENCE_LEVEL) -> tuple[float, float]:
     """Return the confidence interval of the difference of two paired shares (Bonett and Price 2012).
 
     It is a Wald interval after adding one prompt to each kind of change, so its width is positive without changes.

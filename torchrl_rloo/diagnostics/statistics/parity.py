@@ -25,7 +25,7 @@ class LogProbGap(NamedTuple):
         k3: mean k3 estimate of :math:`KL(\mu \| \pi)` per action token, in nats.
         token_ess: effective sample size of the tokens' importance ratios :math:`\pi / \mu`, as a share of the tokens.
         row_ess: effective sample size of the rows' ratios, products over their tokens, as a share of the rows.
-        outside: share of the tokens whose ratio is outside :data:`RATIO_BOUNDS`.
+        outside_share: share of the tokens whose ratio is outside :data:`RATIO_BOUNDS`.
         surprisal: mean of :math:`-\log \mu(a_t)`, in nats, which estimates the sampler's entropy. Compare gaps to it.
         tokens: number of action tokens.
     """
@@ -35,7 +35,7 @@ class LogProbGap(NamedTuple):
     k3: torch.Tensor
     token_ess: torch.Tensor
     row_ess: torch.Tensor
-    outside: torch.Tensor
+    outside_share: torch.Tensor
     surprisal: torch.Tensor
     tokens: torch.Tensor
 
@@ -46,7 +46,7 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
 
     All values are over all tokens or rows. To measure several batches, concatenate them padded to one width; averages
     over batches would differ. Rows without action tokens are ignored. A NaN difference makes ``mean`` and ``max`` NaN,
-    and counts as ``outside``.
+    and counts as outside.
 
     Args:
         sampler_log_probs: ``[B, A]`` in nats; ignored outside the mask.
@@ -58,7 +58,7 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
 
     Example:
         >>> gap = log_prob_gap(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2).bool())
-        >>> gap.mean.item(), gap.max.item(), gap.outside.item()
+        >>> gap.mean.item(), gap.max.item(), gap.outside_share.item()
         (0.25, 0.5, 0.5)
     """
     sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
@@ -74,7 +74,7 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
         k3=k3(sampler[mask], trainer[mask]).mean(),
         token_ess=effective_sample_size(token_log_ratios),
         row_ess=effective_sample_size(row_log_ratios),
-        outside=(~inside).double().mean(),
+        outside_share=(~inside).double().mean(),
         surprisal=-sampler[mask].mean(),
         tokens=mask.sum().double(),
     )

@@ -16,7 +16,7 @@ _FUNCTIONS = (
 )
 
 
-def row(example: Mapping[str, Any]) -> dict[str, Any]:
+def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row to a prompt and the ``tests`` that :class:`~torchrl_rloo.rewards.CodeTests` takes.
 
     MBPP has ``test_list``, HumanEval ``test`` and ``entry_point``. Others have ``inputs`` and ``outputs`` of a program,
@@ -33,7 +33,8 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the row has no problem or no tests.
 
     Example:
-        >>> row({"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""})["tests"]
+        >>> row = {"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3"], "test_setup_code": ""}
+        >>> convert_row(row)["tests"]
         ['assert add(1, 2) == 3']
     """
     text = next((example[name] for name in ("text", "prompt", "question") if name in example), None)
@@ -85,7 +86,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
 CODE = Task(
     name="code",
     synthetic_rows=synthetic_rows,
-    row_map=row,
+    row_map=convert_row,
     rewards=({"_target_": "code_tests", "prelude": "prelude", "partial": True},),
     scorer={"_target_": "code_tests", "prelude": "prelude"},
     dataset={"source": "google-research-datasets/mbpp", "name": "full", "split": "train"},

@@ -15,11 +15,11 @@ _PROMPT = (
 )
 
 
-def row(example: Mapping[str, Any]) -> dict[str, Any]:
+def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row to one with a prompt in words.
 
     Example:
-        >>> row({"target": 24, "nums": [3, 3, 5]})["prompt"][:64]
+        >>> convert_row({"target": 24, "nums": [3, 3, 5]})["prompt"][:64]
         'Using the numbers 3, 3, 5, make an expression that equals 24. Yo'
     """
     numbers, target = [int(n) for n in example["nums"]], int(example["target"])
@@ -44,7 +44,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
 COUNTDOWN = Task(
     name="countdown",
     synthetic_rows=synthetic_rows,
-    row_map=row,
+    row_map=convert_row,
     rewards=({"_target_": "countdown", "format_score": 0.1},),
     scorer="countdown",
     dataset={"source": "Jiayi-Pan/Countdown-Tasks-3to4", "split": "train"},

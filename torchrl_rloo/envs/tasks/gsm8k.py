@@ -17,14 +17,14 @@ _STORIES = (
 _NAMES = ("Ann", "Ben", "Carla", "Dan", "Eve", "Finn")
 
 
-def row(example: Mapping[str, Any]) -> dict[str, Any]:
+def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row to a prompt and an answer: the number after ``####``, without thousands separators.
 
     Raises:
         ValueError: if the answer has no ``####``.
 
     Example:
-        >>> row({"question": "1000+1?", "answer": "It is 1000+1=<<1000+1=1001>>1,001.\\n#### 1,001"})
+        >>> convert_row({"question": "1000+1?", "answer": "It is 1000+1=<<1000+1=1001>>1,001.\\n#### 1,001"})
         {'prompt': '1000+1?', 'answer': '1001'}
     """
     solution, marker, answer = example["answer"].rpartition("####")
@@ -48,15 +48,15 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
 _SEARCH_PLACES = NumericMatch().where
 
 
-def answer(text: str) -> str | None:
+def extract_answer(text: str) -> str | None:
     r"""Return the number that a completion answers, found as the reward finds it, so that equal numbers are one vote.
 
     Returns:
         The number as a string, or None if there is none.
 
     Example:
-        >>> answer("So it is $1,072."), answer(r"\boxed{1072.0}"), answer("72, I think."), answer("No idea.")
-        ('1072', '1072', '72', None)
+        >>> [extract_answer(text) for text in ("So it is $1,072.", r"\boxed{1072.0}", "72, I think.", "No idea.")]
+        ['1072', '1072', '72', None]
     """
     number = find_number(text, _SEARCH_PLACES)
     return None if number is None or number.value is None else str(number.value)
@@ -65,11 +65,11 @@ def answer(text: str) -> str | None:
 GSM8K = Task(
     name="gsm8k",
     synthetic_rows=synthetic_rows,
-    row_map=row,
+    row_map=convert_row,
     rewards=("numeric_match",),
     scorer="numeric_match",
     dataset={"source": "openai/gsm8k", "name": "main", "split": "train"},
     eval_split="test",
     system_prompt="Think step by step, then put the final number in \\boxed{}.",
-    extract_answer=answer,
+    extract_answer=extract_answer,
 )

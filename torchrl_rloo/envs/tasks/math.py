@@ -17,7 +17,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]))")  
 _WORDS = ("True", "False", "Yes", "No")  # DeepMath has these answers without dollar signs
 
 
-def row(example: Mapping[str, Any]) -> dict[str, Any]:
+def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     r"""Convert a row to a prompt and an answer; the answer of a worked solution is the content of its last box.
 
     Yes, no, true and false become ``\text{...}``, since math-verify cannot parse plain words.
@@ -26,7 +26,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the row has no problem or no answer.
 
     Example:
-        >>> row({"problem": "1+1?", "level": "Level 1", "solution": "It is $1+1=\\boxed{2}$."})
+        >>> convert_row({"problem": "1+1?", "level": "Level 1", "solution": "It is $1+1=\\boxed{2}$."})
         {'prompt': '1+1?', 'solution': '2'}
     """
     problem = next((example[name] for name in _PROBLEMS if name in example), None)
@@ -59,7 +59,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
 MATH = Task(
     name="math",
     synthetic_rows=synthetic_rows,
-    row_map=row,
+    row_map=convert_row,
     rewards=("accuracy",),
     scorer="accuracy",
     dataset={"source": "trl-lib/DeepMath-103K", "split": "train"},

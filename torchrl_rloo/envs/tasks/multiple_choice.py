@@ -13,7 +13,7 @@ LETTERS = "ABCDEFGHIJ"
 _PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune")
 
 
-def row(example: Mapping[str, Any]) -> dict[str, Any]:
+def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row to a prompt with lettered choices, and the letter of the right one.
 
     MMLU has a list of ``choices`` and an index as ``answer``. ARC has a mapping of ``text`` and ``label``, and
@@ -23,7 +23,7 @@ def row(example: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: for fewer than 2 or more than 10 choices, or an answer that is not among them.
 
     Example:
-        >>> row({"question": "2+2?", "choices": ["3", "4"], "answer": 1})
+        >>> convert_row({"question": "2+2?", "choices": ["3", "4"], "answer": 1})
         {'prompt': '2+2?\\nA. 3\\nB. 4', 'answer': 'B'}
     """
     choices, answer = example["choices"], example.get("answer", example.get("answerKey"))
@@ -63,11 +63,11 @@ _END = {"train": ("largest", "farthest from", max), "test": ("smallest", "closes
 MULTIPLE_CHOICE = Task(
     name="multiple_choice",
     synthetic_rows=synthetic_rows,
-    row_map=row,
+    row_map=convert_row,
     rewards=("multiple_choice",),
     scorer="multiple_choice",
     dataset={"source": "cais/mmlu", "name": "all", "split": "auxiliary_train"},
     eval_split="test",
     system_prompt="Think, then put the letter of the right choice in \\boxed{}.",
-    extract_answer=MultipleChoice().chosen,
+    extract_answer=MultipleChoice().find_choice,
 )

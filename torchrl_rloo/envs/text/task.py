@@ -13,7 +13,7 @@ from torchrl_rloo.data.prompts import PromptDataset, load_prompts, split_prompts
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.tasks.base import EMBEDDED, TaskBase
 from torchrl_rloo.envs.text.adapters import ENV_SEED
-from torchrl_rloo.envs.text.transform import UNOPENED, TextEnvTransform
+from torchrl_rloo.envs.text.transform import PLACEHOLDER_PROMPT, TextEnvTransform
 from torchrl_rloo.envs.text.wrapping import wrap
 from torchrl_rloo.rewards.protocol import RewardFunction
 
@@ -110,7 +110,7 @@ def seed_dataset(size: int, first: int = 0) -> PromptDataset:
         size: number of rows.
         first: first seed; the rows have consecutive seeds.
     """
-    return PromptDataset({keys.QUERY: UNOPENED, ENV_SEED: seed} for seed in range(first, first + size))
+    return PromptDataset({keys.QUERY: PLACEHOLDER_PROMPT, ENV_SEED: seed} for seed in range(first, first + size))
 
 
 def text_env(

@@ -24,7 +24,7 @@ from torchrl_rloo.envs.turn_transform import TurnTransform
 
 _LOGGER = logging.getLogger(__name__)
 
-UNOPENED: Messages = [{"role": "user", "content": "(unopened)"}]
+PLACEHOLDER_PROMPT: Messages = [{"role": "user", "content": "(unopened)"}]
 
 
 @dataclass
@@ -135,7 +135,7 @@ class TextEnvTransform(TurnTransform):
             self._held[int(row[keys.TRAJECTORY_ID])] = _Held(session)
             said = await event_loop.call(session.reset, columns, timeout=self.timeout)
             opening = as_messages(columns[keys.QUERY] if said is None else said, "an environment's opening")
-            if opening == UNOPENED:
+            if opening == PLACEHOLDER_PROMPT:
                 raise ValueError("the environment gives no prompt; pass a dataset of prompts")
         except Exception as error:
             await self._fail(row)

@@ -62,7 +62,7 @@ def wrap(
         raise ValueError(f"style={style!r} is unknown; valid: {_list_styles()}")
     options = {name: f for name, f in (("action", action), ("observe", observe)) if f is not None}
     is_factory = _is_factory(environment)
-    known = style if style is not None or is_factory else recognise(environment)
+    known = style if style is not None or is_factory else detect_style(environment)
     if known is not None:
         _check_options(known, options)
 
@@ -72,7 +72,7 @@ def wrap(
     return make
 
 
-def recognise(environment: Any) -> str:
+def detect_style(environment: Any) -> str:
     """Return the style of an environment, or of a class of environments.
 
     Args:
@@ -138,7 +138,7 @@ class _Wrapped(TextSession):
 
     async def reset(self, row: dict[str, Any]) -> Any:
         environment = await self._make()
-        style = recognise(environment) if self.style is None else self.style
+        style = detect_style(environment) if self.style is None else self.style
         if style == "session":
             self.inner = environment
         else:

@@ -72,7 +72,7 @@ class Scanner:
             self._long_reads -= 1
 
         # Models also write Python literals: single quotes, True, None
-        value = literal(body)
+        value = parse_literal(body)
         return (None, end, error) if value is None else (value, end, None)
 
     def _next_tag(self, start: int) -> int:
@@ -80,7 +80,7 @@ class Scanner:
         return len(self.text) if tag is None else tag.start()
 
 
-def literal(body: str) -> Any:
+def parse_literal(body: str) -> Any:
     """Return the value of a Python dict or list literal as JSON types, or None if it has none."""
     if (
         not body.startswith(("{", "["))
@@ -98,7 +98,7 @@ def literal(body: str) -> Any:
         return None
 
 
-def calls_of(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall | MalformedCall]:
+def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall | MalformedCall]:
     """Return the call of a decoded JSON object, or the calls of a list of them.
 
     Args:
@@ -108,7 +108,7 @@ def calls_of(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall
         ids: pattern of valid call ids; others are dropped.
     """
     if isinstance(value, list):
-        return [call for item in value for call in calls_of(item, text, ids) if not isinstance(item, list)]
+        return [call for item in value for call in parse_calls(item, text, ids) if not isinstance(item, list)]
     error = None
     outer = value if isinstance(value, dict) else {}
     inner = outer["function"] if isinstance(outer.get("function"), dict) else outer

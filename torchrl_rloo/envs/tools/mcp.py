@@ -233,7 +233,7 @@ class _SharedTool(_MCPTool):
 class _SessionTool(_MCPTool):
     def __init__(self, server: MCPTools, spec: Any, prefix: str):
         super().__init__(server, spec, prefix)
-        self.state_of = server  # all tools of the server share one session
+        self.state_key = server  # all tools of the server share one session
 
     async def open(self, columns: Mapping[str, Any]) -> _Session:
         session = _Session(self.server._connect())
@@ -321,7 +321,7 @@ class _Connection:
                 self.leave()
                 raise ConnectionLostError(f"the tool's server was lost during the call ({error})") from error
             raise ToolError(str(error)) from error
-        text = as_text(result)
+        text = format_result(result)
         if result.is_error:
             raise ToolError(text)
         return text
@@ -355,7 +355,7 @@ async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
             yield streams
 
 
-def as_text(result: Any) -> str:
+def format_result(result: Any) -> str:
     """Return the SDK's ``CallToolResult`` as the text that the policy is shown."""
     parts = [_part(content) for content in result.content]
     if not parts and result.structured_content is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.json_calls import MAX_MALFORMED_CHARS, MAX_SOURCE_CHARS, Scanner, calls_of, decode
+from torchrl_rloo.envs.tools.json_calls import MAX_MALFORMED_CHARS, MAX_SOURCE_CHARS, Scanner, decode, parse_calls
 
 Parser = Callable[[str], "list[ToolCall | MalformedCall]"]
 
@@ -53,7 +53,7 @@ def hermes(text: str) -> list[ToolCall | MalformedCall]:
     while (start := text.find(_OPENING, place)) >= 0:
         start += len(_OPENING)
         value, place, error = scanner.read(start)
-        found += calls_of(value, text[start:place]) if error is None else [_malformed(text, start, place, error)]
+        found += parse_calls(value, text[start:place]) if error is None else [_malformed(text, start, place, error)]
     return found
 
 
@@ -134,7 +134,7 @@ def _llama_json(body: str, *, tagged: bool) -> Iterator[ToolCall | MalformedCall
             return
         for item in value if isinstance(value, list) else [value]:
             if tagged or _is_call(item):
-                yield from calls_of(item, body[place:end])
+                yield from parse_calls(item, body[place:end])
         place = _SEPARATOR.match(body, end).end()
 
 
@@ -185,10 +185,10 @@ def mistral(text: str) -> list[ToolCall | MalformedCall]:
         if error is not None:
             found.append(_malformed(text, start, place, error))
         elif head is None:
-            found += calls_of(value, text[start:place], _MISTRAL_ID)
+            found += parse_calls(value, text[start:place], _MISTRAL_ID)
         else:
             call = {"name": head[1], "arguments": value} | ({"id": head[2]} if head[2] else {})
-            found += calls_of(call, text[start:place], _MISTRAL_ID)
+            found += parse_calls(call, text[start:place], _MISTRAL_ID)
     return found
 
 
@@ -269,7 +269,7 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def parser_of(parser: str | Parser) -> Parser:
+def resolve_parser(parser: str | Parser) -> Parser:
     """Return the parser of a name, or the given function.
 
     Raises:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_rloo.envs.tools.python_sessions import GRACE, PythonSession, PythonSessions, SessionResult
+from torchrl_rloo.envs.tools.python_sessions import GRACE_S, PythonSession, PythonSessions, SessionResult
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
 _MESSAGES = {
@@ -59,7 +59,7 @@ class PythonInterpreter(Tool):
             "Runs Python code and returns what it prints and the value of its last expression. Variables persist "
             "between calls. The standard library is available; network and file access are not.",
             {"type": "object", "properties": {"code": code}, "required": ["code"]},
-            timeout=timeout + GRACE,
+            timeout=timeout + GRACE_S,
         )
 
     async def open(self, columns: Mapping[str, Any]) -> PythonSession:

@@ -51,7 +51,7 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
                     score.write("1000")  # if the machine runs out of memory, kill a session first
                 peer, output, empty = files
-                containment.enter([empty, output, output], peer, parent)
+                containment.restrict_process([empty, output, output], peer, parent)
                 cell.serve()
             finally:
                 os._exit(1)

@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.rewards.sandbox import Starter, checked_limits
+from torchrl_rloo.rewards.sandbox import Starter, check_limits
 
 _LOGGER = logging.getLogger(__name__)
 
 _SERVER = Path(__file__).with_name("python_child")
 _MAX_OUTPUT_BYTES = 1 << 20  # that a call may print before it is stopped
 _MAX_CODE_BYTES = 1 << 16
-GRACE = 30.0  # seconds that the keeper may take in addition to a call's timeout
+GRACE_S = 30.0  # seconds that the keeper may take in addition to a call's timeout
 _LOST = {"reason": "lost", "ended": True}
 
 
@@ -106,7 +106,7 @@ class PythonSessions:
         max_sessions: int = 1024,
         allow_weaker: bool = False,
     ):
-        self.cpu_seconds = checked_limits(timeout, cpu_seconds, memory, max_output)
+        self.cpu_seconds = check_limits(timeout, cpu_seconds, memory, max_output)
         if max_output > _MAX_OUTPUT_BYTES:
             raise ValueError(f"max_output={max_output} must be at most {_MAX_OUTPUT_BYTES} bytes")
         if max_sessions < 1:
@@ -193,11 +193,11 @@ class _Keeper:
 
     def __init__(self, settings: dict[str, Any]):
         self.starter = Starter(settings)
-        patience = struct.pack("ll", int(GRACE), 0)
+        patience = struct.pack("ll", int(GRACE_S), 0)
         self.starter.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self._calls, self._sending, self._ids = _Calls(), threading.Lock(), itertools.count()
         # The thread must not refer to this object, or it would keep it alive
-        listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE
+        listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE_S
         threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()
 
     @property

@@ -21,7 +21,7 @@ class ToolRegistry(Mapping[str, Tool]):
     Example:
         >>> from torchrl_rloo.envs.tools.calculator import calculator
         >>> tools = ToolRegistry([calculator])
-        >>> list(tools), tools.unknown("calculater")
+        >>> list(tools), tools.unknown_message("calculater")
         (['calculator'], 'there is no tool "calculater"; did you mean "calculator"?')
     """
 
@@ -42,7 +42,7 @@ class ToolRegistry(Mapping[str, Tool]):
     def __len__(self) -> int:
         return len(self._tools)
 
-    def only(self, names: Collection[str]) -> ToolRegistry:
+    def select(self, names: Collection[str]) -> ToolRegistry:
         """Return a registry of the named tools, in the same order.
 
         Raises:
@@ -56,7 +56,7 @@ class ToolRegistry(Mapping[str, Tool]):
         """Return the schemas that chat templates take as ``tools``."""
         return [tool.schema for tool in self._tools.values()]
 
-    def unknown(self, name: str) -> str:
+    def unknown_message(self, name: str) -> str:
         """Return the message for a policy that calls an unknown tool."""
         near = get_close_matches(name[:64], self._tools, n=1)
         hint = f'; did you mean "{near[0]}"?' if near else f", only {', '.join(self._tools) or 'none at all'}"

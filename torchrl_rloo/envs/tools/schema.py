@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import FunctionType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from torchrl_rloo.envs.tools.json_calls import literal
+from torchrl_rloo.envs.tools.json_calls import parse_literal
 
 _KINDS = {
     "string": (str, "a string"),
@@ -197,7 +197,7 @@ def _decode(text: Any, schema: Any) -> Any:
         body = text.strip()
     if body.lower() in _PYTHON_CONSTANTS:
         return _PYTHON_CONSTANTS[body.lower()]
-    value = literal(body)
+    value = parse_literal(body)
     return text if value is None else value
 
 

@@ -56,15 +56,15 @@ class ToolSession:
             return ToolResult("", self._error(f"the call could not be read: {call.error}"), "malformed")
         if call.name not in self.tools:
             name = call.name if _NAME.fullmatch(call.name) else ""
-            return ToolResult(name, self._error(self.tools.unknown(call.name)), "unknown")
+            return ToolResult(name, self._error(self.tools.unknown_message(call.name)), "unknown")
         tool = self.tools[call.name]
         try:
             arguments = fit_arguments(call.arguments, tool.parameters, untyped=call.untyped)
         except ValueError as error:
             return ToolResult(tool.name, self._error(str(error)), "invalid")
-        if not tool.in_order:
+        if not tool.sequential:
             return await self._make(tool, arguments, deadline)
-        async with self._order_locks[tool.state_of]:  # asyncio locks are first come, first served
+        async with self._order_locks[tool.state_key]:  # asyncio locks are first come, first served
             return await self._make(tool, arguments, deadline)
 
     async def _make(self, tool: Tool, arguments: dict[str, Any], deadline: float) -> ToolResult:
@@ -78,7 +78,7 @@ class ToolSession:
             if outcome.ok:
                 outcome = await self._call(tool, outcome.value, arguments, deadline)
         except TimeoutError:
-            lost = " and its state is lost" if tool.in_order and tool.state_of not in self._states else ""
+            lost = " and its state is lost" if tool.sequential and tool.state_key not in self._states else ""
             message = f"{tool.name} took longer than {deadline - now:.3g} s{lost}"
             return ToolResult(tool.name, self._error(message), "timed_out")
         if outcome.ok:
@@ -87,12 +87,12 @@ class ToolSession:
 
     async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], deadline: float) -> _Outcome:
         work = _guard(tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
-        held = self._states.get(tool.state_of)
+        held = self._states.get(tool.state_key)
         try:
             return await event_loop.call(work, timeout=max(0.0, deadline - time.monotonic()))
         except (TimeoutError, asyncio.CancelledError):
-            if self._states.get(tool.state_of) is held:  # a concurrent call may have dropped it already
-                self._drop(tool.state_of)
+            if self._states.get(tool.state_key) is held:  # a concurrent call may have dropped it already
+                self._drop(tool.state_key)
             raise
 
     async def _state(self, tool: Tool, seconds: float) -> _Outcome:
@@ -100,20 +100,20 @@ class ToolSession:
             return _Outcome(True, None)
         if self.closed:
             raise RuntimeError(f"the session is closed: {tool.name} cannot be called")
-        if tool.state_of not in self._states:
+        if tool.state_key not in self._states:
             work = event_loop.call(_guard(tool.open, (self.columns,)))
-            self._states[tool.state_of] = _State(tool, asyncio.get_running_loop().create_task(work))
-        held = self._states[tool.state_of]
+            self._states[tool.state_key] = _State(tool, asyncio.get_running_loop().create_task(work))
+        held = self._states[tool.state_key]
         done, _ = await asyncio.wait({held.opening}, timeout=seconds)
         if not done:
             raise TimeoutError
-        if not held.opening.result().ok and self._states.get(tool.state_of) is held:
-            del self._states[tool.state_of]
+        if not held.opening.result().ok and self._states.get(tool.state_key) is held:
+            del self._states[tool.state_key]
         return held.opening.result()
 
-    def _drop(self, state_of: Hashable) -> None:
+    def _drop(self, state_key: Hashable) -> None:
         """Close a state in the background."""
-        state = self._states.pop(state_of, None)
+        state = self._states.pop(state_key, None)
         if state is not None:
             closing = asyncio.get_running_loop().create_task(self._close(*state))
             self._closing.add(closing)
@@ -134,8 +134,8 @@ class ToolSession:
     async def close(self) -> None:
         """Close each state exactly once, and stop waiting after ``timeout`` seconds."""
         self.closed = True
-        for state_of in list(self._states):
-            self._drop(state_of)
+        for state_key in list(self._states):
+            self._drop(state_key)
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=self.timeout)
 

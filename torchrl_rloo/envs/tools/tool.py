@@ -41,9 +41,9 @@ class Tool:
             next call opens another. A tool that can continue with its state should enforce a shorter limit itself.
 
     Attributes:
-        in_order: True if the calls of a trajectory run one at a time, in the policy's order; otherwise the calls of a
+        sequential: True if the calls of a trajectory run one at a time, in the policy's order; otherwise the calls of a
             turn run concurrently. True by default for tools with a state.
-        state_of: key of the state in a trajectory; the name by default. Tools with the same key share one state, which
+        state_key: key of the state in a trajectory; the name by default. Tools with the same key share one state, which
             any of them may open or close, and one order of calls.
 
     Raises:
@@ -72,8 +72,8 @@ class Tool:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout} of {name} must be None or above 0")
         self.name, self.description, self.parameters, self.timeout = name, description, dict(parameters), timeout
-        self.in_order = type(self).open is not Tool.open
-        self.state_of: Hashable = name
+        self.sequential = type(self).open is not Tool.open
+        self.state_key: Hashable = name
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class FunctionTool(Tool):
         self.function, self._hidden_types = function, _hidden_types(function)
         schema = function_schema(function, hidden=self._hidden_types)["function"]
         super().__init__(name or schema["name"], schema["description"], schema["parameters"], timeout=timeout)
-        self.in_order = State in self._hidden_types.values()
+        self.sequential = State in self._hidden_types.values()
         self.call = self._call_async if is_async(function) else self._call
 
     def _call(self, state: Mapping[str, Any] | None, /, **arguments: Any) -> Any:

@@ -19,7 +19,7 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.rows import non_tensor, stack_rows
+from torchrl_rloo.data.rows import make_non_tensor, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
 
 _LOGGER = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class DataLoadingPrimer(Transform):
         return [row for group in self.draw_groups(groups) for row in group.unbind(0)]
 
     def _copies(self, prompt: dict[str, Any], group_id: int) -> list[TensorDictBase]:
-        entries = {k: v if isinstance(v, torch.Tensor) else non_tensor(v) for k, v in prompt.items()}
+        entries = {k: v if isinstance(v, torch.Tensor) else make_non_tensor(v) for k, v in prompt.items()}
         entries |= {keys.GROUP_ID: torch.tensor(group_id), keys.GROUP_SIZE: torch.tensor(self.num_generations)}
         empty = torch.Size([])
         return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]

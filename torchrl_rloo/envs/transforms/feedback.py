@@ -73,7 +73,7 @@ class FeedbackTransform(TurnTransform):
             return super()._step(tensordict, next_tensordict)
         self.check_parent()
         for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
-            with self.failing(row, next_row):
+            with self.ending_on_error(row, next_row):
                 if next_row["terminated"].any():
                     self._answer(next_row, self.respond(self.conversation(row, next_row), row))
         return next_tensordict

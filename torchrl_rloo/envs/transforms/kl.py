@@ -11,7 +11,7 @@ from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import collection, gather_actions, micro_batches, ragged, spread_actions, stack_rows
+from torchrl_rloo.data.rows import gather_actions, make_tensorclass, micro_batches, ragged, spread_actions, stack_rows
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
 from torchrl_rloo.modules.recording import Scorer
@@ -110,7 +110,7 @@ class KLRewardTransform(Transform):
 
     @staticmethod
     def _set(row: TensorDictBase, log_probs: torch.Tensor) -> None:
-        row.set("ref_log_probs", collection(LogProbs, full=log_probs))
+        row.set("ref_log_probs", make_tensorclass(LogProbs, full=log_probs))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         self._clear(tensordict_reset)

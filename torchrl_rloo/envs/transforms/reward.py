@@ -15,9 +15,9 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.outcomes import EachScore, Returns, WeightedScores, final_return
-from torchrl_rloo.data.rows import put, value_of
-from torchrl_rloo.data.segments import sampled_ids
+from torchrl_rloo.data.outcomes import Returns, SeparateScores, WeightedScores, final_return
+from torchrl_rloo.data.rows import non_tensor_value, set_entries
+from torchrl_rloo.data.segments import action_ids
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
@@ -150,16 +150,16 @@ class RewardTransform(Transform):
         self.trainer_state.global_step, self.trainer_state.max_steps = step, max_steps
         self.trainer_state.epoch, self.trainer_state.num_input_tokens_seen = epoch, num_tokens
 
-    def returns(self, *, raw: bool = False, each: bool = False) -> Returns:
+    def returns(self, *, raw: bool = False, per_function: bool = False) -> Returns:
         """Return a function from rows to the returns that the baseline compares, before any KL.
 
         Args:
             raw: whether to use the scores from before shaping.
-            each: whether to return each function's scores instead of their weighted sum.
+            per_function: whether to return each function's scores instead of their weighted sum.
         """
         if not self.names:
             return final_return
-        return EachScore(raw) if each else WeightedScores(self.weights, self.clip_range, raw)
+        return SeparateScores(raw) if per_function else WeightedScores(self.weights, self.clip_range, raw)
 
     def metrics(self) -> dict[str, float]:
         """Return the means of what functions passed to ``log_metric`` since the last call, as ``logged/<name>``."""
@@ -185,7 +185,7 @@ class RewardTransform(Transform):
             total[finished] = combine_rewards(scores[finished], self.weights, self.clip_range)
         # Add the sum to what the environment gave
         for row, reward, each in zip(next_rows, total, scores, strict=True):
-            put(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
+            set_entries(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
         if self._first_outcomes is not None:
             self._look_for_signal([next_rows[i] for i in finished])
         return next_tensordict
@@ -214,10 +214,12 @@ class RewardTransform(Transform):
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
         """Return the scores ``[n, F]`` of finished rows, NaN where a function abstained."""
         batch = RewardBatch(
-            prompts=[value_of(r, keys.QUERY) for r in rows],
-            completions=[value_of(r, keys.COMPLETION) for r in next_rows],
-            completion_ids=[sampled_ids(r).tolist() for r in next_rows],
-            columns={k: [_plain(value_of(r, k)) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED},
+            prompts=[non_tensor_value(r, keys.QUERY) for r in rows],
+            completions=[non_tensor_value(r, keys.COMPLETION) for r in next_rows],
+            completion_ids=[action_ids(r).tolist() for r in next_rows],
+            columns={
+                k: [_plain(non_tensor_value(r, k)) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED
+            },
             truncated=[bool(r["truncated"]) for r in next_rows],
             trainer_state=self.trainer_state,
         )

@@ -36,10 +36,10 @@ from torchrl_rloo.functional.shaping import (
     TruncationMode,
     calibrate_scores,
     column_moments,
-    forget,
+    decay_moments,
     merge_moments,
     normalize_scores,
-    truncated_scores,
+    shape_truncated_scores,
 )
 
 
@@ -177,7 +177,7 @@ class NormalizeRewards(ShapingTransform):
 
     Attributes:
         moments: moments of the chosen functions' scores up to the last reset.
-        counts: ``"<function>/unnormalised"``, the number of scores left unchanged because of ``min_count``.
+        counts: ``"<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
 
     Example:
         >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
@@ -211,14 +211,14 @@ class NormalizeRewards(ShapingTransform):
         self._since_reset = merge_moments(self._since_reset, new)
         for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
             if known < self.min_count:
-                self.counts[f"{name}/unnormalised"] += int(count)
+                self.counts[f"{name}/unnormalized"] += int(count)
         return normalize_scores(
             scores, self.moments, center=self.center, min_count=self.min_count, epsilon=self.epsilon
         )
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         if self._since_reset.count.any():
-            self.moments = merge_moments(forget(self.moments, self.decay), self._since_reset)
+            self.moments = merge_moments(decay_moments(self.moments, self.decay), self._since_reset)
             self._since_reset = Moments.zeros(len(self.names))
         return tensordict_reset
 
@@ -333,7 +333,7 @@ class TruncationPolicy(ShapingTransform):
     ``"scale"``, and ``"replace"`` with a negative value, are the two forms of ProRL v2's stop-properly penalty.
 
     The return meant here is the contribution of the chosen functions, :math:`\sum_k w_k r_k`. Their scores are changed
-    to give it (:func:`~torchrl_rloo.functional.shaping.truncated_scores`); ``clip_range`` applies afterwards.
+    to give it (:func:`~torchrl_rloo.functional.shaping.shape_truncated_scores`); ``clip_range`` applies afterwards.
     ``"abstain"`` on some of the functions keeps the scores of the others. To mask the tokens of truncated rows but keep
     their return, use the loss's ``mask_truncated_completions``.
 
@@ -387,4 +387,4 @@ class TruncationPolicy(ShapingTransform):
         if self.mode != "keep":
             self.counts["shaped_truncated_rows"] += int(truncated.sum())
         weights = torch.tensor([float(self.rewards.weights[k]) for k in self.columns])
-        return truncated_scores(scores, truncated, weights, self.mode, self.value)
+        return shape_truncated_scores(scores, truncated, weights, self.mode, self.value)

@@ -12,12 +12,12 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import as_lazy
+from torchrl_rloo.data.rows import to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
-from torchrl_rloo.envs.tools.parsers import Parser, parser_of, without_thinking
+from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser, without_thinking
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool
@@ -47,9 +47,9 @@ class ToolTransform(TurnTransform):
             refused calls truncates the conversation with the stop reason ``"tool_calls"``. None disables the limit.
         max_parallel: maximum concurrent calls of a turn.
         max_output_chars: maximum characters of a result that the policy sees.
-        as_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a ``tool_call_id``
-            of nine characters. ``"user"``, for templates without tools, answers with one user message that has each
-            result between ``<tool_response>`` tags.
+        result_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a
+            ``tool_call_id`` of nine characters. ``"user"``, for templates without tools, answers with one user message
+            that has each result between ``<tool_response>`` tags.
         show_schemas: whether to pass the tools' schemas to the chat template; use False if prompts describe the tools.
         tools_column: dataset column with a row's tool names (a list, one name, or None for all tools); None gives every
             row all tools.
@@ -82,7 +82,7 @@ class ToolTransform(TurnTransform):
         max_calls: int | None = None,
         max_parallel: int = 8,
         max_output_chars: int = 10_000,
-        as_role: Literal["tool", "user"] = "tool",
+        result_role: Literal["tool", "user"] = "tool",
         show_schemas: bool = True,
         tools_column: str | None = None,
         ignore_thinking: bool = True,
@@ -92,10 +92,10 @@ class ToolTransform(TurnTransform):
         for name, value in (limits | {"max_parallel": max_parallel, "max_output_chars": max_output_chars}).items():
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value} must be above 0")
-        if as_role not in ("tool", "user"):
-            raise ValueError(f"as_role={as_role!r} must be 'tool' or 'user'")
+        if result_role not in ("tool", "user"):
+            raise ValueError(f"result_role={result_role!r} must be 'tool' or 'user'")
         self.tools = tools if isinstance(tools, ToolRegistry) else ToolRegistry(tools)
-        self.parser, self.timeout, self.as_role = parser_of(parser), timeout, as_role
+        self.parser, self.timeout, self.result_role = resolve_parser(parser), timeout, result_role
         self.max_calls_per_turn, self.max_calls, self.max_parallel = max_calls_per_turn, max_calls, max_parallel
         self.max_output_chars, self.show_schemas, self.tools_column = max_output_chars, show_schemas, tools_column
         self.ignore_thinking = ignore_thinking
@@ -182,7 +182,7 @@ class ToolTransform(TurnTransform):
             if len(results) < self.max_calls_per_turn:
                 most = f"{self.max_calls} calls in all"
             results.append(ToolResult("", f"Error: the other {refused} calls were not made: at most {most}", "failed"))
-        if self.as_role == "user":
+        if self.result_role == "user":
             shown = "\n".join(f"<tool_response>\n{result.text}\n</tool_response>" for result in results)
             return [{"role": "user", "content": shown}]
         return [
@@ -215,7 +215,7 @@ class ToolTransform(TurnTransform):
         chosen = names if names is None else (names,) if isinstance(names, str) else tuple(names)
         if chosen not in self._choices:
             try:
-                tools = self.tools if chosen is None else self.tools.only(chosen)
+                tools = self.tools if chosen is None else self.tools.select(chosen)
             except ValueError as error:
                 raise ValueError(f"tools_column={self.tools_column!r}: {error}") from None
             self._choices[chosen] = tools, tools.schemas()
@@ -224,7 +224,7 @@ class ToolTransform(TurnTransform):
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         if tensordict is None or not self.show_schemas:
             return tensordict
-        rows = as_lazy(tensordict)
+        rows = to_lazy_stack(tensordict)
         for row in rows.unbind(0):
             row.set(keys.TOOLS, NonTensorData(self._choice(row)[1]))
         return rows
