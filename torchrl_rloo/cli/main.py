@@ -174,11 +174,13 @@ def _parser() -> argparse.ArgumentParser:
         name: _make(commands.add_parser, name, name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         for name, text in COMMANDS.items()
     }
+    # Commands on recipes. Settings pass unparsed, because Hydra parses them
     made["run"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
     made["cp"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
     made["cp"].add_argument("target", help="file to write, e.g. mine.py")
     for name in ("run", "cp"):
         made[name].add_argument("settings", nargs=argparse.REMAINDER, metavar="setting=value")
+    # Options of the sampling server
     server = made["serve"]
     server.add_argument("model", help="local directory or hub id")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; the server has no password")

@@ -118,6 +118,7 @@ class LLMCollector(BaseCollector):
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress = postproc, progress
         self._weight_updater, self.sync_every = weight_updater, sync_every
+        # Progress, which a checkpoint restores
         self.policy_version = 0
         self.batches = 0
         self.dialog_turns = 0

@@ -78,6 +78,7 @@ class PassRatePool:
             raise ValueError(f"retire={retire} must be above target[1]={target[1]} and at most 1, or None")
         self.size, self.target, self.floor, self.window, self.retire = size, tuple(target), floor, window, retire
         self.success, self.returns = success, returns
+        # Recent outcomes, and what follows from them for the next draw
         self.counts: Counter[str] = Counter()
         self._groups: dict[int, dict[int, list[int]]] = {}  # prompt: {group_id: [passed, answered]}
         self._difficulties: dict[int, Difficulty] = {}  # of each seen prompt

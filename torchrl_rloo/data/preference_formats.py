@@ -318,6 +318,7 @@ def _rename_fields(row: Mapping, column: str, properties: Mapping[str, str], rol
     value = _require_column(row, column)
     if isinstance(value, str):
         return value
+    # Invert the mapping of roles, to look them up by the dataset's names
     role_of = {theirs: ours for ours, names in roles.items() for theirs in names}
     messages = []
     for k, message in enumerate([value] if isinstance(value, Mapping) else value):

@@ -72,6 +72,7 @@ class MixtureSampler:
         self.sizes, self.names = list(sizes), names
         self.weights = [w / sum(weights) for w in weights]
         self._ends = list(accumulate(self.sizes))
+        # Position in the epoch of each source, which a checkpoint restores
         self.drawn = [0] * len(sizes)
         self._seeds: list[int | None] = [None] * len(sizes)  # seed of each source's current epoch
         self._orders: list[list[int]] = [[] for _ in sizes]

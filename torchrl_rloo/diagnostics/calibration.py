@@ -176,6 +176,7 @@ def plot_calibration(found: Calibration, path: str | Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
+    # One column per curve, with the histogram of its confidences below
     figure = Figure(figsize=(9.0, 5.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
@@ -183,6 +184,7 @@ def plot_calibration(found: Calibration, path: str | Path) -> Path:
     for column, (title, scores) in enumerate(zip(titles, (found.before, found.after), strict=True)):
         _draw_curve(axes[0, column], scores, f"{title}: ECE {scores.ece:.3f}, {scores.nll:.3f} nats")
         _draw_histogram(axes[1, column], scores)
+    # Label only the left panels, because the panels of a row share their axis
     axes[0, 0].set_ylabel("accuracy")
     axes[0, 0].legend(fontsize=8, loc="lower right", frameon=True, framealpha=0.85, edgecolor="none")
     axes[1, 0].set_ylabel("share of pairs")

@@ -88,9 +88,11 @@ class Comparison:
             )
             for m in self.metrics.values()
         ]
+        # Pad the columns, so that the table is also readable as plain text
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
         lines = ["| " + " | ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
         lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+        # Add differences of the settings, which may explain those of the metrics
         lines += [f"note: {name} differs: {a!r} and {b!r}" for name, (a, b) in self.differing_settings.items()]
         return "\n".join(lines)
 
@@ -110,6 +112,7 @@ class Comparison:
         if metric not in self.metrics:
             raise KeyError(f"metric={metric!r} must be one of {list(self.metrics)}")
         chosen = self.metrics[metric]
+        # Show completions of the kind that the metric measures
         greedy = metric.rpartition("/")[2] == "greedy"
         before, after = _completions_by_prompt(self.first, greedy), _completions_by_prompt(self.second, greedy)
         return [

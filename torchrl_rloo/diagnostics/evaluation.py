@@ -107,6 +107,7 @@ class Evaluation:
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
         self.scorers, self.executor = _resolve_scorers(scorers), executor
         self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
+        # Record all settings that affect scores, so that comparisons can list differences
         sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
         self.settings = EvaluationSettings(
             scorers=tuple(self.scorers),
@@ -119,6 +120,7 @@ class Evaluation:
             fingerprint=dataset.fingerprint,
             label=label,
         )
+        # Report wrong arguments now, not when the evaluation runs
         self._check()
         self._check_columns()
         self._make_policy()  # raise now on an unknown argument in generate_kwargs
@@ -200,12 +202,14 @@ class Evaluation:
         env = self._make_env(prompts) if self.make_env is None else self.make_env(prompts)
         seeds = [self._seed(*place) for place in part]
 
+        # Give each conversation its own seed, so that samples do not depend on the batch
         def seeded_policy(rows: TensorDictBase) -> TensorDictBase:
             for row in rows.unbind(0):
                 row.set(keys.SEED, torch.tensor(seeds[int(row[keys.PROMPT_ID])]))
             return policy(rows)
 
         rows = LLMCollector(env, seeded_policy).collect().unbind(0)
+        # Restore the order of the part, which a user's environment need not keep
         found = {int(row[keys.PROMPT_ID]): row for row in rows}
         if len(rows) != len(part) or found.keys() != set(range(len(part))):
             raise ValueError(

@@ -304,6 +304,7 @@ def _write_parquet(rows: Sequence[dict[str, Any]], scorers: Sequence[str], path:
     import pyarrow
     import pyarrow.parquet
 
+    # Set the types explicitly, since a column without values has none to infer
     text, integer = pyarrow.string(), pyarrow.int64()
     types = {
         "prompt_id": integer,

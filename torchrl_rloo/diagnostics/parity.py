@@ -184,12 +184,14 @@ def advice(
 
 def _advise_on_error(gap: LogProbGap, exact: bool, plain: LogProbGap | None) -> list[str]:
     """Return the advice for a gap larger than rounding explains."""
+    # First rule out log-probs of another distribution, which explain a gap at equal weights
     if plain is not None and _is_rounding(plain, exact) and plain.mean < gap.mean / 2:
         return [
             f"the sampler reports log-probs of the plain softmax (gap of {plain.mean:.2g} nats per token), not of the "
             f"sampled distribution (gap of {gap.mean:.2g}); make it report the latter, e.g. in vLLM with "
             "logprobs_mode='processed_logprobs'"
         ]
+    # Otherwise list the possible causes in the order to check them
     mean, largest = _limits(gap, exact)
     steps = [
         f"the gap of {gap.mean:.2g} nats per token (largest {gap.max:.2g}) exceeds rounding (at most {mean:.2g}, "
@@ -215,6 +217,7 @@ def _advise_on_rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]
         "if memory allows, use float32 in sampler and trainer (measured: at most 1e-5 nats per token); in only one of "
         "them it does not help (0.022 nats against 0.020 with bfloat16 in both)",
     ]
+    # Reduce rounding in the sampler, unless it uses float32 already
     if sampler_dtype != "float32":
         steps += [
             "set hf_overrides={'head_dtype': 'float32'} in vLLM, since the trainer's head is always float32 (measured: "
@@ -222,6 +225,7 @@ def _advise_on_rounding(gap: LogProbGap, sampler_dtype: str | None) -> list[str]
             "on GPUs of compute capability 8.0 or more set VLLM_BATCH_INVARIANT=1, so that vLLM's log-probs do not "
             "depend on the rest of the batch, and use the same attention kernel in sampler and trainer if possible",
         ]
+    # Correct for the gap in the loss only if it changes ratios noticeably
     if gap.outside_share > OUTSIDE_LIMIT or gap.row_ess < ESS_LIMIT:
         low, high = RATIO_BOUNDS
         steps.append(

@@ -73,6 +73,7 @@ class TrainingPlan:
         for name in ("micro_batch_size", "max_turns", "max_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be null or at least 1")
+        # Checks that need more than one field
         if self.rows_per_step % self.minibatches:
             raise ValueError(
                 f"minibatches={self.minibatches} must divide the rows per step, {self.prompts_per_step} prompts x "

@@ -37,6 +37,7 @@ def check_engine(
             f"inference.engine.max_model_len={limit} must be at least {longest}: prompts have up to "
             f"{plan.max_prompt_tokens} tokens, and generate.max_new_tokens={plan.max_new_tokens}"
         )
+    # Checks of an engine that receives only an adapter
     if not arguments.get("enable_lora"):
         return
     if lora is None:

@@ -76,10 +76,12 @@ def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Se
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
+    # Choose panels and lay them out in rows of at most three
     names = _numeric_names(history)
     chosen = _choose_panels(names, panels)
     columns = min(len(chosen), 3)
     rows = math.ceil(len(chosen) / columns)
+    # Draw without pyplot, whose backend and list of open figures are global
     figure = Figure(figsize=(5.0 * columns, 3.2 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)

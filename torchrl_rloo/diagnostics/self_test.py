@@ -133,6 +133,7 @@ def _check_result(found: SelfTest, tolerance: float | None) -> None:
     figures = (
         f"{', '.join(f'{name} {value:.2g}' for name, value in found._asdict().items())}, tolerance {limit:.2g} nats"
     )
+    # Check in the order of the pushes, because each check presumes those before it
     if not found.gap_before <= (HALF_PRECISION_GAP if tolerance is None else tolerance):
         raise WeightSyncError(
             f"engine and model differ with the current weights, right after a push ({figures}): the engine has another "

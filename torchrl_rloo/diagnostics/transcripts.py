@@ -191,6 +191,7 @@ class _Reader:
             "calls": find_calls(texts, actions, self.call_pattern),
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
+        # Entries that only some rows have
         for name, key in (("log_probs", keys.LOG_PROBS), ("ref_log_probs", keys.REF_LOG_PROBS)):
             if (values := row.get(key, None)) is not None:
                 part[name] = _pack(values.cpu()[mask], torch.float32)

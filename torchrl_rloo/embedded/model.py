@@ -30,9 +30,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # Seed the weights separately from the global random state
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the accelerators
         model = Qwen2ForCausalLM(config)
+    # Defaults for sampling, which transformers would otherwise fill in
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,

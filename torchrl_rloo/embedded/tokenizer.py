@@ -49,6 +49,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     Returns:
         Tokenizer of ``VOCAB_SIZE`` tokens.
     """
+    # Train byte-level BPE on the fixed corpus, so that any text has ids
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -61,6 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     core.train_from_iterator(_CORPUS, trainer)
+    # Add the markup as tokens that decoding keeps, and the chat template
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD, padding_side="left")
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -159,12 +159,14 @@ class TransformersEngine(Engine):
             "abort": lambda info: self._abort(),
             "adapter": _refuse_adapter,
         }
+        # Run the step between two batches, even while sampling is paused
         with self._exclusive(timeout, even_paused=True):
             self._check()
             try:
                 with torch.no_grad():
                     report = steps[step](info or {})
             except StaleStepError:
+                # A late step must not abort the newer update
                 raise
             except Exception as error:
                 self._abort()

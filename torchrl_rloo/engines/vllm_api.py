@@ -133,6 +133,7 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
+    # Settings that the loss and the updater require, and fewer messages
     defaults = {
         "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, not of the plain softmax
         "worker_extension_cls": WORKER,
@@ -140,6 +141,7 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    # Settings for the CPU backend, whose cache shares the machine's memory
     if not torch.cuda.is_available():
         defaults |= {
             "enforce_eager": True,
@@ -194,6 +196,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
             other order, and raises a temperature below 0.01 to 0.01.
     """
     d = request.distribution
+    # Refuse settings that vLLM applies differently
     if 0 < d.temperature < MIN_TEMPERATURE:
         raise EngineError(
             f"temperature={d.temperature} must be 0 or at least {MIN_TEMPERATURE}, to which vLLM would raise it; set 0 "

@@ -176,6 +176,7 @@ class _Core:
         self._closing = False
         self._death: str | None = None
         self._log_read = 0
+        # Start one engine at a time, since a start changes the environment of this process
         try:
             with _START_LOCK, vllm_environment(own_process=True, threads=threads, **variables):
                 require_vllm()
@@ -184,6 +185,7 @@ class _Core:
         except BaseException:
             self.close(CLOSED)
             raise
+        # End all requests if a process of the engine dies
         Thread(target=self._watch, name="vllm-watch", daemon=True).start()
 
     def _start(self, model: str | PathLike, arguments: dict[str, Any], timeout: float) -> None:

@@ -115,6 +115,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
             raise RuntimeError("no update is open; start one first")
         try:
             self.update.complete()
+            # Load staged tensors only now that all have arrived
             if self.staged:
                 self._start_loading()
                 self.model.load_weights(iter(self.staging.items()))
@@ -122,6 +123,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         except BaseException:
             self.abort_update()
             raise
+        # Make the weights usable before the next turn
         self.loading, self.staging = False, {}
         if self.device.type == "cpu":
             self._repack_tied_head()

@@ -195,9 +195,11 @@ class ChatEnv(SignedEnv, EnvBase):
                 f"a prompt of {len(prompt)} tokens leaves the policy none of max_tokens={self.max_tokens}; drop long "
                 "prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
             )
+        # Keep the row's own limit on a turn, since every turn overwrites it
         if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
             row.set(keys.INITIAL_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
         _record_tools(row)
+        # Start the conversation without turns
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
             keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
@@ -219,6 +221,7 @@ class ChatEnv(SignedEnv, EnvBase):
             "log_probs": make_tensorclass(LogProbs, full=log_probs),
         }
         set_entries(row, context)
+        # Limit the turn to the tokens that the row may still add
         if (room := self._room(row, tokens)) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
         if self.input_mode == "text":
@@ -258,6 +261,7 @@ class ChatEnv(SignedEnv, EnvBase):
         extended = (
             [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
         )
+        # Build the next row, with the entries that last for the whole conversation
         step = {
             keys.QUERY: make_non_tensor(query),
             keys.COMPLETION: make_non_tensor(extended),

@@ -165,6 +165,7 @@ def _call_on_thread(function: Callable[..., T], args: tuple, kwargs: dict[str, A
         else:
             future.set_result(result)
 
+    # Use a daemon thread, since a call that never returns must not keep the process alive
     thread = Thread(target=work, daemon=True, name=getattr(function, "__name__", "call"))
     _CALLS.add(thread)
     thread.start()

@@ -54,12 +54,14 @@ def load_model(
     tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
     from transformers import AutoModelForCausalLM  # takes 2 s
 
+    # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"
         )
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs)
+    # Some models accept checkpointing although no layer supports it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
         if not checkpointing_layers(model):
@@ -84,6 +86,7 @@ def load_tokenizer(
         ValueError: if the tokenizer has no end-of-sequence token.
         FileNotFoundError: if the model or template does not exist.
     """
+    # Check the paths before the slow import
     _check_path(name, kwargs.get("subfolder", ""))
     template = None if chat_template is None else read_chat_template(chat_template)
     from transformers import AutoTokenizer
@@ -95,6 +98,7 @@ def load_tokenizer(
         raise FileNotFoundError(f"model={str(name)!r} is neither a local directory nor a hub id: {reason}") from error
     if template is not None:
         tokenizer.chat_template = template
+    # Require a token that ends turns; pad with it if there is no pad token
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {name} has no eos_token, so a turn could never end; set tokenizer.eos_token"
@@ -118,8 +122,10 @@ def read_chat_template(source: str | os.PathLike) -> str:
         >>> read_chat_template("{{ messages[0]['content'] }}")
         "{{ messages[0]['content'] }}"
     """
+    # Recognize the text of a template by its tags
     if "{{" in str(source) or "{%" in str(source):
         return str(source)
+    # Otherwise read it from a file, or from a saved tokenizer
     path = Path(source).expanduser()
     if path.is_file():
         return path.read_text(encoding="utf-8")

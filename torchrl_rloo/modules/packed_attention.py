@@ -165,6 +165,7 @@ def _attend_blocks(
         rows = x.flatten(1).index_select(0, index)  # gather whole rows: three times as fast as single heads
         return rows.view(size, -1, *x.shape[1:]).transpose(1, 2)
 
+    # Make one call per block, whose segments differ little in length and need little padding
     outputs = []
     for block in blocks:
         mask = block.mask(window)
@@ -178,6 +179,7 @@ def _attend_blocks(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
+    # Restore the order of the tokens, without padding
     return torch.cat(outputs).flatten(1).index_select(0, places).view(len(q), q.shape[1], -1)
 
 

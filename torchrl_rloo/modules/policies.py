@@ -111,12 +111,14 @@ class TransformersWrapper(TurnPolicy):
             raise ValueError(f"num_samples={num_samples} requires generate=True")
         self.model, self.generate = model, generate
         self.record_support = record_support
+        # Record supports, over which a scorer must later normalize
         if record_support:
             self._check_records_support()
             self.out_keys.append(keys.SUPPORT_IDS[0])
         self.head = find_head(model, warn=not generate)
         self.packing = packing
         self._check_packing()
+        # A scorer reads finished rows and adds only log-probs
         if not generate:
             self.in_keys, self.out_keys = [keys.TOKENS, keys.ACTION_MASK], ["log_probs"]
 
@@ -192,6 +194,7 @@ class TransformersWrapper(TurnPolicy):
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
         limits = self._limits(rows)
         length = int(limits.max())
+        # Use the seeds of the rows if they have any, so that samples do not depend on the batch
         if rows.get(keys.SEED, None) is None:
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
@@ -213,6 +216,7 @@ class TransformersWrapper(TurnPolicy):
         if rows.get(keys.TOKENS, None, as_list=True) is not None:
             if rows.get(keys.ACTION_MASK, None, as_list=True) is not None:
                 return rows
+            # Rows with ids only: all tokens after the prompt are actions
             if (prompts := rows.get(keys.PROMPT_TOKENS, None, as_list=True)) is None:
                 raise KeyError(
                     f"rows to score have neither {keys.ACTION_MASK} nor {keys.PROMPT_TOKENS}, so their action tokens "
@@ -221,6 +225,7 @@ class TransformersWrapper(TurnPolicy):
             for row, prompt in zip(rows.unbind(0), prompts, strict=True):
                 row.set(keys.ACTION_MASK, torch.arange(len(row[keys.TOKENS])) >= len(prompt))
             return rows
+        # Finished conversations: encode them, and mark the assistant's tokens as actions
         if self.input_mode != "history":
             raise KeyError(f"rows to score require {keys.TOKENS}; they have {list(rows.keys())}")
         for row in rows.unbind(0):

@@ -55,12 +55,14 @@ class TurnPolicy(LLMWrapperBase):
         self.tokenizer, self.input_mode, self.num_samples = tokenizer, input_mode, num_samples
         self.generate_kwargs = dict(generate_kwargs or {})
         self.config = GenerationConfig.from_kwargs(generate_kwargs)
+        # Turns end with the tokenizer's ids, unless ignored, and with those of the settings
         own = () if self.config.ignore_eos else stop_ids
         self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
         self.generator = None
         if self.config.seed is not None:
             self.generator = torch.Generator().manual_seed(self.config.seed)
         self._min_batch_size = self._max_batch_size = None
+        # Choose the keys by the form in which the policy reads conversations
         self.in_keys = [keys.PROMPT_TOKENS if input_mode == "tokens" else (input_mode, "prompt")]
         self.out_keys = ["tokens", "masks", "log_probs", keys.RESPONSE_TRUNCATED]
         if input_mode != "tokens":

@@ -88,6 +88,7 @@ def check_parts(loss: RLOOLoss) -> None:
     for failed, message in checks:
         if failed:
             raise ValueError(message)
+    # Checks of single coefficients and flags
     for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "router_loss_coeff", "entropy_coeff"):
         check_coefficient(name, getattr(loss, name), negative=name == "entropy_coeff")
     for name in ("mask_truncated_completions", "kl_importance_weighted"):

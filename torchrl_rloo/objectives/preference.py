@@ -167,6 +167,7 @@ class PreferenceLoss(LossModule):
         """Return each completion's log-prob and the value that the objective takes, ``[B]`` each."""
         scored = self.actor_network.score(rows)
         log_probs, mask = scored.log_probs, scored.actions.mask
+        # Sum over each completion, or average over its tokens if the objective does
         lengths = mask.sum(-1).clamp(min=1) if self.objective.mean else 1
 
         def reduce(values: torch.Tensor) -> torch.Tensor:
@@ -174,6 +175,7 @@ class PreferenceLoss(LossModule):
 
         if self.reference is None:
             return reduce(log_probs), reduce(log_probs)
+        # Subtract the reference's log-probs, computed now or recorded on the rows
         if self.reference != RECORDED:
             with torch.no_grad():
                 ref = self.reference.score(rows).log_probs.to(log_probs.device)
@@ -195,6 +197,7 @@ def _check_reference(actor_network: Any, objective: PreferenceObjective, referen
         raise ValueError(f"reference={reference!r:.80}: objective={objective} {must}")
     if reference is None or (reference == RECORDED and objective.paired):
         return
+    # Checks of a reference that scores rows during training
     if isinstance(reference, str):
         raise ValueError(f"reference={reference!r}: objective={objective} requires {needed}")
     if not callable(getattr(reference, "score", None)) or getattr(reference, "generate", False):

@@ -278,11 +278,13 @@ def _merge_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL 
     """Return the KL of a method updated with ``given``; None if it is off."""
     if isinstance(given, str) and given != "default":
         raise ValueError(f"kl={given!r} must be None, 'default', a mapping or a KL")
+    # None turns the KL off, and 'default' keeps that of the method
     if given is None or isinstance(given, str):
         return own if given else None
     if not isinstance(given, KL | Mapping):
         raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or a mapping")
     if isinstance(given, Mapping):
+        # Checks of a mapping
         known = [f.name for f in fields(KL)]
         for key in given:
             if key not in known:
@@ -291,6 +293,7 @@ def _merge_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL 
             raise ValueError(
                 f"kl.where={given['where']!r} requires kl.coeff, because the method has no default KL; set kl.coeff"
             )
+        # Fill in the method's values, of which only the coefficient applies in another place
         base = asdict(own or KL())
         if given.get("where", base["where"]) != base["where"]:
             base = {"coeff": base["coeff"]} if given["where"] is not None else {}

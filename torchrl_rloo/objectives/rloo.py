@@ -157,6 +157,7 @@ class RLOOLoss(LossModule):
         super().__init__()
         check_actor(actor_network)
         self.actor_network = actor_network
+        # Resolve the parts that names may stand for
         self.ratio = resolve("ratio", ratio, RATIOS)
         self.surrogate = resolve("surrogate", surrogate, SURROGATES)
         self.aggregation = resolve("aggregation", aggregation, AGGREGATIONS)
@@ -167,6 +168,7 @@ class RLOOLoss(LossModule):
         self.kl_importance_weighted, self.entropy_coeff = kl_importance_weighted, entropy_coeff
         self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
         self.mask_truncated_completions = mask_truncated_completions
+        # Checks that need more than one argument
         check_parts(self)
         self._forward_value_estimator_keys()
         self.out_keys = list(RLOOLossOutput.__annotations__)
@@ -303,6 +305,7 @@ class RLOOLoss(LossModule):
         return weight
 
     def _compute_metrics(self, batch: _Batch, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        # Count a merged row once for each row that it stands for
         zero, tokens = batch.log_probs.new_zeros(()), batch.mask * batch.multiplicity
         difference = torch.where(batch.mask, batch.log_probs - batch.behavior, 0.0)
         log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())

@@ -100,15 +100,18 @@ class SFTLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> SFTLossOutput:
         """Compute the loss of rows ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        # Without rows, return zero gradients, so that the optimizer step behaves as usual
         if not len(tensordict):
             zero = zero_loss(self.actor_network)
             nan = zero.detach() + math.nan
             return SFTLossOutput(loss_sft=zero, nll=nan, entropy=nan.clone(), num_action_tokens=zero.new_zeros(()))
+        # Score the rows under the current weights, and weigh their tokens
         normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         scored = self.actor_network.score(tensordict)
         mask = scored.actions.mask
         weighted = -scored.log_probs * row_weights(tensordict)[:, None].to(mask.device)
         given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
+        # In metrics, count a merged row once for each row that it stands for
         with torch.no_grad():
             tokens = mask * multiplicity(tensordict)[:, None].to(mask.device)
         return SFTLossOutput(

@@ -117,12 +117,14 @@ class MCAdvantage(Transform):
         max_pending_groups: int | None = None,
     ):
         super().__init__()
+        # Resolve the parts that names may stand for
         self.credit: Credit = resolve("credit", credit, CREDITS)
         self.estimator = resolve(
             "estimator", self.credit.default_estimator if estimator is None else estimator, ESTIMATORS
         )
         self.credit.check_estimator(self.estimator)
         self.normalize = None if normalize is None else resolve("normalize", normalize, NORMALIZATIONS)
+        # Checks that need more than one argument
         if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
                 f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "
@@ -135,6 +137,7 @@ class MCAdvantage(Transform):
         if process_group is not None and self.normalize is None:
             raise ValueError("process_group has no effect without normalize: leave process_group out, or set normalize")
         self.kl = kl if kl is not None and kl.is_on else None
+        # Hold groups until they are complete, and until there are enough to normalize
         self._reduce = make_reducer(process_group)
         groups_per_batch = None if self.normalize is None else self.normalize.groups
         self._groups = PendingGroups(

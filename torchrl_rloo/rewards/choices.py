@@ -98,6 +98,7 @@ class MultipleChoice:
         return letters.pop() if len(letters) == 1 else None
 
     def _letter(self, gold: str | int, texts: Sequence[str]) -> str:
+        # Datasets give golds as indices, letters or texts of options
         if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(self.choices):
             return self.choices[gold]
         if isinstance(gold, str):

@@ -80,8 +80,10 @@ class SequenceClassifier:
         self.tokenizer, self.label, self.batch_size = tokenizer, label, batch_size
         self.max_length, self.truncation, self.device, self.dtype = max_length, truncation, device, dtype
         self.template_kwargs, self.model_kwargs = dict(template_kwargs or {}), model_kwargs
+        # Name the reward after the model, without its folder or owner
         path = self.model if isinstance(self.model, str) else _path_of(self.model)
         self.__name__ = name or path.rstrip("/").rpartition("/")[2] or type(self.model).__name__
+        # Load the model at the first call, which may be in another process
         self._loaded: tuple[torch.nn.Module, Any] | None = None
         self._lock = threading.Lock()
 
@@ -224,8 +226,10 @@ def load_classifier(
     from torchrl_rloo.data.dtypes import parse_dtype
 
     torch_dtype = parse_dtype(dtype)
+    # Adapters do not contain the weights of their base model
     if find_adapter_config_file(name, **{k: model_kwargs[k] for k in _ADAPTER_KWARGS if k in model_kwargs}) is not None:
         return _load_adapter(name, torch_dtype, {**({"num_labels": 1} if label is None else {}), **model_kwargs})
+    # Refuse a checkpoint without a head, because transformers would draw a random one
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name, dtype=torch_dtype, output_loading_info=True, **model_kwargs
     )

@@ -130,6 +130,7 @@ def serve() -> None:
     source, sys.stdin = sys.stdin.read(), io.StringIO()
     module = sys.modules[PROGRAM] = types.ModuleType(PROGRAM)
 
+    # Keep values that cannot be sent, and send their number instead
     def keep(value: Any) -> int:
         objects.append(value)
         return len(objects) - 1
@@ -141,6 +142,7 @@ def serve() -> None:
         except BaseException as error:  # SystemExit and KeyboardInterrupt are also failures of the program
             return ["raised", type(error).__name__, str(error)[:1000]]
 
+    # Operations on the whole program: run it, and look up names in it
     def load() -> None:
         exec(compile(source, "<program>", "exec"), module.__dict__)
 
@@ -149,6 +151,7 @@ def serve() -> None:
         library = {name: origin for name, value in found.items() if (origin := _find_origin(value))}
         return [{name: value for name, value in found.items() if name not in library}, library]
 
+    # Reply first to the program itself, then to each request
     reply = answer(load, [], {})
     while True:
         stream.send(reply)

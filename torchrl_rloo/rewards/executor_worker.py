@@ -44,6 +44,7 @@ def main(messages: int, tracebacks: int) -> None:
 
 def serve(connection: Connection) -> None:
     """Answer each message with one reply."""
+    # Import from the same places as the training process, before anything is unpickled
     sys.path[:] = pickle.loads(connection.recv_bytes())
     import cloudpickle
 
@@ -63,6 +64,7 @@ def serve(connection: Connection) -> None:
             return failure
         return protocol.attempt_reward(functions[key], content, BaseException)
 
+    # Send one reply to each message, also if a result cannot be pickled
     connection.send_bytes(pickle.dumps(None))  # ready
     while True:
         reply = answer(connection.recv_bytes())

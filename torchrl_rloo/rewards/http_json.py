@@ -135,12 +135,14 @@ class JsonSession:
         attempts = 0
         while True:
             attempts += 1
+            # Give an attempt at most the time that is left
             try:
                 return await self._attempt(data, max(0.001, min(settings.timeout, deadline - clock())))
             except _TransientError as error:
                 failed = f"{settings.url}: {attempts} attempts failed, the last with: {error}"
                 if attempts > settings.retries:
                     raise RemoteRewardError(failed, error.status) from error
+                # Wait longer after each failure, for a random time so that requests spread out
                 wait = max(error.wait, min(_MAX_WAIT, settings.backoff * 2 ** (attempts - 1)) * _JITTER.uniform(0.5, 1))
                 if clock() + wait >= deadline:
                     limit = f"total_timeout={settings.total_timeout} s leaves no time to wait {wait:.3g} s more"

@@ -107,10 +107,12 @@ class LLMJudge:
             raise ValueError(f"scale={scale} must be two finite numbers, lowest first")
         if max_chars < 2:
             raise ValueError(f"max_chars={max_chars} must be at least 2")
+        # Match the rubric's placeholders with columns of the data
         self.columns = dict(columns or {})
         if clash := {"prompt", "completion"} & set(self.columns):
             raise ValueError(f"columns={self.columns}: placeholders {sorted(clash)} are reserved; use other names")
         self.rubric, self.scale = read_rubric(os.fspath(rubric), self.columns), (float(low), float(high))
+        # Leave out fields of value None, which some servers refuse
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
@@ -181,10 +183,12 @@ class LLMJudge:
         try:
             score, reason = await self._ask_with_reminders(session, body)
         except (RemoteRewardError, NoScoreError) as error:
+            # Raise errors that every request would meet; after others, leave only this one unscored
             status = getattr(error, "status", None) or 0
             if status in _FATAL_STATUSES or 300 <= status < 400:
                 raise
             return Verdict(math.nan, f"{_UNSCORED}{error}", clock() - start)
+        # Rescale the score to between 0 and 1
         verdict = Verdict((score - self.scale[0]) / (self.scale[1] - self.scale[0]), reason)
         if self.cache is not None:
             try:

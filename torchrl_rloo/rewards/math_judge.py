@@ -59,9 +59,11 @@ class MathJudge:
             times out.
         """
         worker = self._take_worker()
+        # Read two replies: whether the gold was parsed, and whether the text equals it
         worker.send([gold, text])
         parsed = worker.receive()
         equal = worker.receive() if parsed else False
+        # A worker without a verdict has ended; keep others for later calls
         if parsed is None or equal is None:
             self.timeouts += 1
             _LOGGER.warning(

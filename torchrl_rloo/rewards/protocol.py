@@ -274,6 +274,7 @@ def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, dict[str, Any]]:
     call = RewardCall([])
 
+    # Recorders that the function may call
     def log_extra(column: str, values: Sequence[Any]) -> None:
         values = list(values)
         if len(values) != len(batch):
@@ -286,6 +287,7 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
     def log_metric(name: str, value: float) -> None:
         call.metrics.append((name, float(value)))
 
+    # Pass only the arguments that the function accepts
     arguments = {
         **batch.columns,
         "prompts": list(batch.prompts),

@@ -115,6 +115,7 @@ class RewardRunner:
         self.executors = self._executors(executor)
         self.max_consecutive_failures, self.deduplicate = max_consecutive_failures, deduplicate
         self.quarantine, self._loop = Quarantine(quarantine), EventLoop()
+        # Statistics of the calls
         self.counts: Counter[str] = Counter()
         self.latency = {f"{name}/{what}": Histogram() for name in self.names for what in ("call", "sample")}
         self._consecutive: Counter[str] = Counter()
@@ -163,6 +164,7 @@ class RewardRunner:
     def _run_all(self, batch: RewardBatch, distinct: RewardBatch) -> list[_Outcome]:
         """Run all functions: inline ones in this thread, one thread per other executor, one per async function."""
         outcomes: list[Any] = [None] * len(self.functions)
+        # Chain functions of the same executor, which runs one at a time
         chains: dict[Any, list[int]] = {}
         for k, (function, executor) in enumerate(zip(self.functions, self.executors, strict=True)):
             inline = isinstance(executor, InlineExecutor)
@@ -174,6 +176,7 @@ class RewardRunner:
                 whole = getattr(self.functions[k], "whole_batch", False)
                 outcomes[k] = self._run(k, batch if whole else distinct)
 
+        # Start the background threads before this thread runs the inline functions
         *background, foreground = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
         futures = [_start_thread(partial(run, chain)) for chain in background]
         run(foreground)

@@ -155,6 +155,7 @@ def start_program(files: list[int], peer: int | None, parent: int, containment: 
 
 def watch(channel: socket.socket, children: list[int], deadline: float) -> str | None:
     """Wait for the first child to end; return None, or the limit that it exceeds."""
+    # Wake up when the child ends or the trainer closes the channel
     handle = os.pidfd_open(children[0])
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -167,6 +168,7 @@ def watch(channel: socket.socket, children: list[int], deadline: float) -> str |
             if ready:  # the trainer has closed the channel
                 kill_children(children)
                 os._exit(0)
+            # Limits that the kernel does not enforce
             if time.monotonic() > deadline:
                 return "timed_out"
             if any(count_threads(pid) > MAX_THREADS for pid in children):
@@ -195,9 +197,11 @@ def kill_children(children: list[int]) -> dict[str, Any]:
 def main() -> str:
     settings = json.loads(sys.argv[1])
     channel = socket.socket(fileno=settings["channel"])
+    # Import now what programs use, so that forks share it
     for name in COMMON:
         __import__(name)
     load("code_peers")
+    # Report missing restrictions, and run nothing without them unless that is allowed
     containment = Containment(settings["limits"])
     channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")
     if containment.missing and not settings["allow_weaker"]:

@@ -277,6 +277,7 @@ def set_limits(cpu_seconds: int | None, memory: int, max_output: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
+    # Keep lower limits that the process inherited, since it may not raise them
     for name, value in limits.items():
         if value is None:
             continue

@@ -87,11 +87,13 @@ class Checkpointer:
         """
         if step < 0:
             raise ValueError(f"step={step!r} must be at least 0")
+        # Check before writing, so that an invalid state leaves no file
         state = dict(state)
         _check(state, "state")
         path = self._path(step)
         with atomic_write(path) as file:
             torch.save(state, file)
+        # Remove other checkpoints only now that this one is complete
         steps = self.steps()
         later = [other for other in steps if other > step]
         if later:
@@ -225,6 +227,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
     If the number of CUDA devices differs, only the common devices are restored, with a warning.
     """
+    # Generators of Python and NumPy
     random.setstate(state["python"])
     numpy_state = state["numpy"]
     np.random.set_state(
@@ -236,6 +239,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             numpy_state["gauss"],
         )
     )
+    # Generators of torch, for the devices that both processes have
     torch.set_rng_state(state["torch"])
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices != len(state["cuda"]):

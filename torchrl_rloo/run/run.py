@@ -79,6 +79,7 @@ class Run:
             raise ValueError(f"checkpoint.every={checkpoint_every} must be at least 0")
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps} must be at least 1")
+        # Every part must have a state to save, or a resumed run would lose it
         for name, part in parts.items():
             if name == "logger" or (part is not None and not hasattr(part, "state_dict")):
                 raise TypeError(
@@ -90,6 +91,7 @@ class Run:
         self.logger = RunLogger(
             directory, total_steps=total_steps, headline=headline, loggers=loggers, logger_kwargs=logger_kwargs
         )
+        # Save the logger as a part, so that a resumed run continues its records
         self.parts = {name: part for name, part in parts.items() if part is not None} | {"logger": self.logger}
         self._resume, self._checkpoint_every = resume, checkpoint_every
         self._checkpoints = Checkpointer(self.directory / "checkpoints", keep=keep)

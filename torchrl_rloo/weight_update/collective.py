@@ -77,6 +77,7 @@ class Collective(Transport):
             wait_for_workers=False,
             multi_tenant=True,  # a failed group may still have a store on this port
         )
+        # Form a group under a prefix that no earlier group used in the store
         self._groups += 1
         group, world_size = f"weights-{self._groups}", 1 + sum(workers)
         device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
@@ -85,6 +86,7 @@ class Collective(Transport):
             self.backend, dist.PrefixStore(group, store), self.host, world_size, timeout=timeout, device=device
         )
         self._stop = weakref.finalize(self, self._sender.stop)  # otherwise its thread would never end
+        # Tell each engine its ranks, which follow those of the engines before it
         options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
         options |= {"world_size": world_size, "timeout": timeout}
         offsets = accumulate(workers, initial=1)
@@ -136,6 +138,7 @@ class _Sender:
         self._queue.put(None)
 
     def _run(self, join: Sequence[Any], device: torch.device) -> None:
+        # Join the group in this thread, since joining blocks until all workers have joined
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own current device
@@ -145,6 +148,7 @@ class _Sender:
             self._joined.set_exception(error)
             return
         self._joined.set_result(None)
+        # Broadcast in the order of sending, and keep an error for the next call
         try:
             while (buffer := self._queue.get()) is not None:
                 _broadcast(group, buffer, self._timeout)

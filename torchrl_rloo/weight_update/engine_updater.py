@@ -120,6 +120,7 @@ class EngineUpdater(EngineUpdaterBase):
             raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
         if transport != "auto" and not isinstance(transport, Transport):
             raise ValueError(f"transport={transport!r} must be 'auto' or a Transport, such as SharedMemory()")
+        # Choose a transport that reaches all engines
         elsewhere = [engine for engine in self.engines if not engine.in_process]
         if transport == "auto":
             transport = SharedMemory() if elsewhere else Direct()

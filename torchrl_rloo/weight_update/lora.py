@@ -197,6 +197,7 @@ def _plain_adapter(model: Any) -> str:
     config = model.peft_config[active[0]]
     if config.peft_type.value != "LORA":
         raise ValueError(f"adapter {active[0]!r} has type {config.peft_type.value}, but must be LORA; train plain LoRA")
+    # Collect settings that change more than the low-rank products
     plain_values = {"use_dora": False, "lora_bias": False, "bias": "none"}
     unsupported = {n: getattr(config, n) for n, plain in plain_values.items() if getattr(config, n, plain) != plain}
     unsupported |= {n: v for n in ("modules_to_save", "trainable_token_indices") if (v := getattr(config, n, None))}

@@ -78,6 +78,7 @@ class SharedMemory(Transport):
         self._buffers = []
 
     def _make_files(self, nbytes: int) -> list[str]:
+        # Prefer files in memory, and fall back to a directory on disk
         candidates = [MEMORY, Path(tempfile.gettempdir())] if self.directory is None else [Path(self.directory)]
         for directory in candidates:
             paths: list[str] = []

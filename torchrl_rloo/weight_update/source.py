@@ -192,6 +192,7 @@ def _walk_tensors(
     module: nn.Module, prefix: str, layers: tuple[Any, ...], replaced: dict[int, _Part]
 ) -> Iterator[_Part]:
     """Yield the tensors that the module computes with, without adapters, and note trained copies in ``replaced``."""
+    # Modules of peft: use the base layer with its deltas, or the trained copy
     kind = _peft_kind(module)
     if kind == "lora":
         _check_layer(module, prefix)
@@ -199,6 +200,7 @@ def _walk_tensors(
     elif kind == "modules_to_save":
         yield from _walk_tensors(_trained_copy(module, prefix, replaced), prefix, (), replaced)
     else:
+        # Other modules: their persistent tensors, each with the deltas that change it
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield _Part(prefix + name, module, name, False, tuple(x for x in layers if _is_adapted(x, name)))
@@ -206,6 +208,7 @@ def _walk_tensors(
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield _Part(prefix + name, module, name, True, ())
         is_wrapper = kind == "wrapper" or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        # Leave wrappers out of the names, which engines do not know
         for name, child in module._modules.items():
             if child is not None:
                 inner = prefix if is_wrapper or name in _WRAPPED_CHILDREN else f"{prefix}{name}."
@@ -221,6 +224,7 @@ def _peft_kind(module: nn.Module) -> str | None:
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
+    # Test special classes first: they inherit from the general ones, which are refused
     if isinstance(module, LoraLayer):
         return "lora"
     if isinstance(module, ModulesToSaveWrapper):
@@ -265,6 +269,7 @@ def _check_layer(layer: Any, prefix: str) -> None:
             f"the LoRA layer of {name} is a {type(layer).__module__}.{type(layer).__name__}, whose weights cannot be "
             "merged exactly; use LoRAUpdater to send only the adapter"
         )
+    # Refuse adapters whose effect is not a change of existing tensors
     for adapter in _active_adapters(layer):
         if adapter in layer.lora_variant:
             kind = type(layer.lora_variant[adapter]).__name__

@@ -63,8 +63,10 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
     """
     sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
     difference = trainer - sampler
+    # Log-ratios of tokens, and of rows that have action tokens
     token_log_ratios = difference[mask]
     row_log_ratios = torch.where(mask, difference, 0.0).sum(-1)[mask.any(-1)]
+    # Size of the gap per token, and the tokens that leave the expected range of ratios
     ratio = token_log_ratios.exp()
     inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
     size = token_log_ratios.abs()

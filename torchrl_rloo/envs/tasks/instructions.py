@@ -20,6 +20,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
     rows = []
     for i in range(size or 256):
         n, topic = rng.randrange(3, 30), rng.choice(topics)
+        # Instructions that code can verify
         instructions = [
             ("Do not use any commas.", "punctuation:no_comma", {}),
             ("Use lowercase letters only.", "change_case:english_lowercase", {}),

@@ -157,14 +157,17 @@ class _Wrapped(TextSession):
         environment = self.environment
         if self.is_factory:
             return await call(environment)
+        # Classes: make an environment for each conversation
         if inspect.isclass(environment):
             if not inspect.iscoroutinefunction(environment.__init__):
                 return await call(lambda: environment())
             agent = environment.__new__(environment)  # the class of an actor, whose constructor is awaited
             await call(agent.__init__)
             return agent
+        # Instances of these styles keep no state of a conversation, so all share them
         if self.style in ("rollout", "verifiers"):
             return environment
+        # Copy other instances, whose state belongs to one conversation
         try:
             return await call(copy.deepcopy, environment)
         except Exception as error:

@@ -110,6 +110,7 @@ def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolC
     if isinstance(value, list):
         return [call for item in value for call in parse_calls(item, text, ids) if not isinstance(item, list)]
     error = None
+    # Read both forms of a call: flat, or with the name and arguments inside "function"
     outer = value if isinstance(value, dict) else {}
     inner = outer["function"] if isinstance(outer.get("function"), dict) else outer
     name = inner.get("name", inner.get("function"))
@@ -119,6 +120,7 @@ def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolC
             arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError):
             error = '"arguments" must be an object, got a string that is not JSON'
+    # Check the parts, and report one error; a wrong name comes first
     if not isinstance(name, str) or not name:
         error = 'a call must be an object with a "name" and "arguments"'
     elif not isinstance(arguments, dict | None) and error is None:

@@ -98,12 +98,14 @@ class MCPTools(Sequence[Tool]):
         weakref.finalize(self, _leave, self._connections).atexit = False
         _OPEN.add(self)
         tool_class = _SessionTool if per_trajectory else _SharedTool
+        # List the tools now, because their schemas are part of the prompts
         try:
             specs = event_loop.run(event_loop.call(self._list))
             self._tools: list[Tool] = [tool_class(self, spec, prefix) for spec in specs]
         except BaseException:
             self.close()
             raise
+        # Close the connection that listed them: each conversation opens its own
         if per_trajectory:
             _leave(self._connections)
 
@@ -280,6 +282,7 @@ class _Connection:
 
         failure: BaseException | None = None
         try:
+            # Limit the time to connect and to close, but not the time in between
             with anyio.move_on_after(seconds) as limit:
                 async with Client(transport(), mode=mode, cache=None) as client:
                     limit.deadline = math.inf
@@ -291,6 +294,7 @@ class _Connection:
         except BaseException as error:  # includes exception groups and cancellation: the task ends here anyway
             failure = error
         finally:
+            # Tell callers that still wait why there is no client
             self.lost = True
             self._connections.discard(self)
             if not self._client.done():
@@ -321,6 +325,7 @@ class _Connection:
                 self.leave()
                 raise ConnectionLostError(f"the tool's server was lost during the call ({error})") from error
             raise ToolError(str(error)) from error
+        # A tool that fails says so in its result
         text = format_result(result)
         if result.is_error:
             raise ToolError(text)

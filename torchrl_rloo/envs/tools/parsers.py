@@ -78,6 +78,7 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
     found, place = [], 0
     while (head := _FUNCTION.search(text, place)) is not None:
         name, place, arguments = head[1].strip(), head.end(), {}
+        # Read each parameter up to its end tag, since its value may contain any other text
         while (parameter := _PARAMETER.match(text, place)) is not None:
             end = text.find("</parameter>", parameter.end())
             if end < 0:
@@ -86,6 +87,7 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
             value = text[parameter.end() : end]
             arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
             place = end + len("</parameter>")
+        # Require the end tag: without it, parameters may be missing
         if (end_tag := _END.match(text, place)) is not None:
             found.append(ToolCall(name, arguments, untyped=True))
             place = end_tag.end()

@@ -41,12 +41,14 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
         _, files, _, _ = socket.recv_fds(requests, 1, 3)
         if not files:
             os._exit(0)
+        # Fork, or answer why the system refuses
         answer, handles = "", []
         try:
             pid = os.fork()
         except OSError as error:
             pid, answer = -1, str(error)
         if pid == 0:
+            # Restrict the session before it runs any code
             try:
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
                     score.write("1000")  # if the machine runs out of memory, kill a session first
@@ -56,6 +58,7 @@ def fork_sessions(requests: socket.socket, containment: Any, cell: ModuleType) -
             finally:
                 os._exit(1)
         if pid > 0:
+            # Send a handle in addition to the pid, which another process may get later
             try:
                 answer, handles = str(pid), [os.pidfd_open(pid)]
             except OSError as error:  # for example, it has already ended
@@ -80,9 +83,11 @@ class Process:
         self.output = self.handle = -1
         empty = -1
         try:
+            # Output file and empty input of the session
             self.output = os.memfd_create("output")
             fcntl.fcntl(self.output, fcntl.F_SETFL, os.O_APPEND)  # the sandbox forbids a session to change this
             empty = os.open(os.devnull, os.O_RDONLY)
+            # Let the zygote fork, because sessions forked here would inherit the calls of others
             socket.send_fds(zygote, [b"f"], [other.fileno(), self.output, empty])
             answer, handles, _, _ = socket.recv_fds(zygote, 200, 1)
             if not answer:

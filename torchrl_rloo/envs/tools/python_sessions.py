@@ -259,6 +259,7 @@ def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, pa
     poll, text = select.poll(), b""
     poll.register(channel, select.POLLIN)
     try:
+        # Wake up once a second, to notice overdue calls
         while not calls.overdue(patience):
             if not poll.poll(1000):
                 continue
@@ -270,6 +271,7 @@ def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, pa
     except ConnectionError:
         _LOGGER.debug("the keeper process of Python sessions has ended", exc_info=True)
     finally:
+        # No answer can arrive after this: end the calls that wait
         process.kill()
         channel.close()
         calls.end()

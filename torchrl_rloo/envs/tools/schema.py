@@ -114,6 +114,7 @@ def _object_misfits(
     for name in schema.get("required", ()):
         if name not in value:
             yield f"argument {_quote(path + name)} is missing"
+    # Check each given argument; for an unknown one, suggest known names
     for name, item in value.items():
         if name in properties:
             yield from _value_misfits(path + name, item, properties[name])
@@ -133,11 +134,13 @@ def _value_misfits(path: str, value: Any, schema: Any) -> Iterator[str]:
     """Yield messages about a value that does not fit its schema."""
     if not isinstance(schema, dict) or (value is None and schema.get("nullable")):
         return
+    # Accept a value that fits any alternative
     if choices := schema.get("anyOf", schema.get("oneOf")):
         if all(any(True for _ in _value_misfits(path, value, choice)) for choice in choices):
             expected = [words for choice in choices for words in _expected(choice)]
             yield _misfit(path, expected or ["something else"], value)
         return
+    # Check the type first, because the other keywords presume it
     kinds = _types(schema)
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         yield _misfit(path, _expected(schema), value)

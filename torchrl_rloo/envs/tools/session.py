@@ -68,11 +68,13 @@ class ToolSession:
             return await self._make(tool, arguments, deadline)
 
     async def _make(self, tool: Tool, arguments: dict[str, Any], deadline: float) -> ToolResult:
+        # Apply the earliest of the limits of the session, the tool and the caller
         now = time.monotonic()
         limit = self.timeout if tool.timeout is None else min(self.timeout, tool.timeout)
         deadline = min(deadline, now + limit)
         if deadline <= now:
             return ToolResult(tool.name, self._error(f"there was no time left for {tool.name}"), "timed_out")
+        # Open the state of the tool if necessary, then call it in the time that is left
         try:
             outcome = await self._state(tool, deadline - now)
             if outcome.ok:

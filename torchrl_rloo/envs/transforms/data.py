@@ -257,12 +257,14 @@ class DataLoadingPrimer(Transform):
                 f"the state belongs to a primer with {had} sampler, but this primer has {has}; resume with the same "
                 "sampler settings"
             )
+        # Continue the ids, and draw groups that were not delivered first
         self.next_group_id = state["next_group_id"]
         self._requeued = deque((index, group_id) for index, group_id in state.get("requeue", ()))
         if self.sampler is not None:
             self.generator.set_state(state["generator"])
             self.sampler.load_state_dict(state["sampler"])
             return
+        # Draw the order of the epoch again, from the generator's state at its start
         self.epoch, self.position = state["epoch"], state["position"]
         self.generator.set_state(state["epoch_start"])
         self._start_epoch()

@@ -93,6 +93,7 @@ class RewardTransform(Transform):
             quarantine=quarantine,
             deduplicate=deduplicate,
         )
+        # Checks that need the number of functions
         n = len(self.functions)
         self.weights = [1.0] * n if weights is None else [float(w) for w in weights]
         if len(self.weights) != n:
@@ -195,6 +196,7 @@ class RewardTransform(Transform):
         for row in finished:
             reward = float(row["reward"])
             self._first_outcomes.append((None if math.isnan(reward) else reward, bool(row["truncated"])))
+        # Stop looking at the first difference; warn only after enough equal rewards
         rewards = {reward for reward, _ in self._first_outcomes}
         if len(rewards) > 1:
             self._first_outcomes = None

@@ -175,6 +175,7 @@ class ToolTransform(TurnTransform):
         return session
 
     def _messages(self, calls: list[ToolCall | MalformedCall], results: list[ToolResult], before: int) -> Messages:
+        # Add one result for all refused calls, so that many of them do not fill the context
         results, refused = list(results), len(calls) - len(results)
         if refused:
             self.counts["tools/refused"] += refused
@@ -182,6 +183,7 @@ class ToolTransform(TurnTransform):
             if len(results) < self.max_calls_per_turn:
                 most = f"{self.max_calls} calls in all"
             results.append(ToolResult("", f"Error: the other {refused} calls were not made: at most {most}", "failed"))
+        # Write the results in the form that the template takes
         if self.result_role == "user":
             shown = "\n".join(f"<tool_response>\n{result.text}\n</tool_response>" for result in results)
             return [{"role": "user", "content": shown}]
