@@ -7,6 +7,7 @@ of unequal length in tokens mode, and never sets ``done``.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -272,20 +273,17 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _end_of_turn(self, row: TensorDictBase, full: torch.Tensor, length: int) -> str:
         """Return the stop reason of a turn that nothing answers."""
-        cut_off = row.get(keys.RESPONSE_TRUNCATED, None)
-        # A policy that reports where it stopped may have stopped on the last token that a limit allows
-        unreported = cut_off is None
-        if not unreported and not cut_off.any():
-            limits = (self.max_tokens, self.max_turn_tokens)
-            beyond = [n for n, most in zip((len(full), length), limits, strict=True) if most is not None and n > most]
-            if not beyond:
-                return "answered"
-        # Otherwise a turn as long as a limit counts as cut off
-        if self.max_tokens is not None and len(full) >= self.max_tokens:
-            return "total_tokens"
-        if not unreported or (self.max_turn_tokens is not None and length >= self.max_turn_tokens):
-            return "turn_tokens"
-        return "answered"
+        over_total = -math.inf if self.max_tokens is None else len(full) - self.max_tokens
+        over_turn = -math.inf if self.max_turn_tokens is None else length - self.max_turn_tokens
+        # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
+        reported = row.get(keys.RESPONSE_TRUNCATED, None)
+        if reported is None:
+            cut_off = max(over_total, over_turn) >= 0
+        else:
+            cut_off = bool(reported.any()) or max(over_total, over_turn) > 0
+        if not cut_off:
+            return "answered"
+        return "total_tokens" if over_total >= 0 else "turn_tokens"
 
     def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return ids, action mask and log-probs after the policy's turn."""
