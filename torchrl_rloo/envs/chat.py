@@ -180,7 +180,7 @@ class ChatEnv(SignedEnv, EnvBase):
         rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
             row = drop_entries(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
-            rows.append(set_done(self._open(row, encoded) if fresh else row, "running"))
+            rows.append(end_row(self._open(row, encoded), "running") if fresh else set_done(row, "running"))
         return stack_rows(rows)
 
     def prompt_ids(self) -> PromptIds:
@@ -202,7 +202,6 @@ class ChatEnv(SignedEnv, EnvBase):
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
             keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
-            keys.STOP_REASON[1]: torch.tensor(0),
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
         if self.max_seconds is not None:
