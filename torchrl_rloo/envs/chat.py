@@ -27,6 +27,7 @@ from torchrl_rloo.data.rows import (
     make_non_tensor,
     make_tensorclass,
     non_tensor_value,
+    rows_to_reset,
     set_entries,
     stack_rows,
     to_lazy_stack,
@@ -175,10 +176,8 @@ class ChatEnv(SignedEnv, EnvBase):
                 f"ChatEnv.reset needs rows with a {keys.QUERY!r}: pass a tensordict, or add a DataLoadingPrimer "
                 "(DatasetChatEnv has one)"
             )
-        restart = tensordict.get("_reset", None)
-        restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
         rows, encoded = [], self.prompt_ids()
-        for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
+        for row, fresh in zip(tensordict.unbind(0), rows_to_reset(tensordict), strict=True):
             row = drop_entries(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
             rows.append(end_row(self._open(row, encoded), "running") if fresh else set_done(row, "running"))
         return stack_rows(rows)
