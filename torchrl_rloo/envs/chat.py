@@ -32,7 +32,7 @@ from torchrl_rloo.data.rows import (
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import SAMPLE_KEYS, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import (
     Messages,
@@ -373,10 +373,9 @@ class ChatEnv(SignedEnv, EnvBase):
         return None
 
 
-_SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
-_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *_SAMPLE_KEYS)
+_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
 _STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
-_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *_SAMPLE_KEYS)
+_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *SAMPLE_KEYS)
 _CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
 
 
