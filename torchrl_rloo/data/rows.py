@@ -275,6 +275,12 @@ def make_tensorclass_like(entry: TensorDictBase, **tensors: torch.Tensor):
     return TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
 
 
+def rows_to_reset(rows: TensorDictBase) -> list[bool]:
+    """Return for each row of ``env.reset(rows)`` whether it is reset: all of them without a ``"_reset"``."""
+    mask = rows.get("_reset", None)
+    return [True] * len(rows) if mask is None else mask.reshape(len(rows), -1).any(1).tolist()
+
+
 def make_non_tensor(value: Any) -> NonTensorData:
     """Make a non-tensor entry of a row; ``NonTensorData(value)`` takes ten times as long."""
     made = _tensorclass(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})

@@ -28,20 +28,23 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import make_tensorclass_like, stack_rows
 
+# Entries about samples, which a step copies from the row to its "next"
+SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
 _TOKEN_ENTRIES = {"tokens": keys.PROMPT_TOKENS, "mask": keys.ACTION_MASK, "log_probs": keys.LOG_PROBS}
 _ACTION_ENTRIES = {
     "versions": keys.ACTION_VERSIONS,
     "support_sizes": keys.SUPPORT_SIZES,
     "support_ids": keys.SUPPORT_IDS,
 }
-_WHOLE_ROW_ENTRIES: tuple[NestedKey, ...] = (
+# Entries of one value per token, which earlier samples do not have
+LAST_SAMPLE_KEYS: tuple[NestedKey, ...] = (
     keys.TOKEN_REWARDS,
     keys.REF_LOG_PROBS,
     keys.PROXIMAL_LOG_PROBS,
     keys.PROXIMAL_ENTROPY,
     keys.STATE_VALUE,
     keys.VALUE_TARGET,
-)  # entries of one value per token, which earlier samples do not have
+)
 
 
 def stash_segment(row: TensorDictBase) -> None:
@@ -146,7 +149,7 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
         yield row
         return
     # Refuse entries that cover only the last sample
-    for key in _WHOLE_ROW_ENTRIES:
+    for key in LAST_SAMPLE_KEYS:
         if row.get(key, None) is not None:
             raise ValueError(f"a row of several samples has {key!r} of its last sample only; write it after the split")
     if (advantage := row.get(keys.ADVANTAGE, None)) is not None and advantage.numel() != 1:

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.data.segments import split_segments
+from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
@@ -28,8 +28,6 @@ from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_b
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
 _SNIPPET = 160  # characters of a prompt or completion in the list
-_LAST_SAMPLE_KEYS = (keys.TOKEN_REWARDS, keys.REF_LOG_PROBS, keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY)
-_LAST_SAMPLE_KEYS += (keys.STATE_VALUE, keys.VALUE_TARGET)
 _HIDDEN_KEYS = (keys.TOOLS, keys.TASK, *keys.RESERVED)
 
 
@@ -237,7 +235,7 @@ def _split_samples(row: TensorDictBase) -> list[TensorDictBase]:
     """Return the earlier samples with actions, if the template rewrote the past, then the row itself."""
     if keys.PREVIOUS_SEGMENTS not in row.keys():
         return [row]
-    samples = split_segments(stack_rows([row.exclude(*_LAST_SAMPLE_KEYS)])).unbind(0)
+    samples = split_segments(stack_rows([row.exclude(*LAST_SAMPLE_KEYS)])).unbind(0)
     masks = row[keys.PREVIOUS_SEGMENTS]["mask"].split(row[keys.PREVIOUS_SEGMENTS]["sizes"].tolist())
     return [*samples[: sum(bool(mask.any()) for mask in masks)], row]
 

@@ -112,10 +112,13 @@ class Generated(NamedTuple):
 
 def end_of_sequence_ids(tokenizer, model=None) -> tuple[int, ...]:
     """Return the sorted ids that end a turn according to the tokenizer and, if given, the model."""
-    ids = {tokenizer.eos_token_id}
-    model_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids.update(model_ids if isinstance(model_ids, list | tuple) else [model_ids])
-    return tuple(sorted(ids - {None}))
+    return tuple(sorted({tokenizer.eos_token_id, *model_stop_ids(model)} - {None}))
+
+
+def model_stop_ids(model) -> tuple[int, ...]:
+    """Return the ids that end a turn according to the model's generation config; empty for None."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return tuple(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if i is not None)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torchrl_rloo.engines.base import (
     WeightStep,
     check_in_flight,
 )
-from torchrl_rloo.engines.generation import GenerationConfig, generate
+from torchrl_rloo.engines.generation import GenerationConfig, generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
 from torchrl_rloo.weight_update.protocol import checksum, read_manifest
@@ -62,8 +62,7 @@ class TransformersEngine(Engine):
             raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
         self.model, self.tokenizer, self.request_timeout = model, tokenizer, request_timeout
         self.head = find_head(model, warn=False)
-        ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        self.stop_ids = tuple(i for i in (ids if isinstance(ids, list | tuple) else [ids]) if i is not None)
+        self.stop_ids = model_stop_ids(model)
         self._turn = Condition()
         self._busy = self._paused = False
         self._device: torch.device | None = None  # device of the model before it slept

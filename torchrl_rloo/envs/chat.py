@@ -7,6 +7,7 @@ of unequal length in tokens mode, and never sets ``done``.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,12 @@ from torchrl_rloo.data.rows import (
     make_non_tensor,
     make_tensorclass,
     non_tensor_value,
+    rows_to_reset,
     set_entries,
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import SAMPLE_KEYS, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
 from torchrl_rloo.data.templates import (
     Messages,
@@ -174,12 +176,10 @@ class ChatEnv(SignedEnv, EnvBase):
                 f"ChatEnv.reset needs rows with a {keys.QUERY!r}: pass a tensordict, or add a DataLoadingPrimer "
                 "(DatasetChatEnv has one)"
             )
-        restart = tensordict.get("_reset", None)
-        restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1).tolist()
         rows, encoded = [], self.prompt_ids()
-        for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
+        for row, fresh in zip(tensordict.unbind(0), rows_to_reset(tensordict), strict=True):
             row = drop_entries(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
-            rows.append(set_done(self._open(row, encoded) if fresh else row, "running"))
+            rows.append(end_row(self._open(row, encoded), "running") if fresh else set_done(row, "running"))
         return stack_rows(rows)
 
     def prompt_ids(self) -> PromptIds:
@@ -203,7 +203,6 @@ class ChatEnv(SignedEnv, EnvBase):
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
             keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
-            keys.STOP_REASON[1]: torch.tensor(0),
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
         if self.max_seconds is not None:
@@ -276,20 +275,17 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _end_of_turn(self, row: TensorDictBase, full: torch.Tensor, length: int) -> str:
         """Return the stop reason of a turn that nothing answers."""
-        cut_off = row.get(keys.RESPONSE_TRUNCATED, None)
-        # A policy that reports where it stopped may have stopped on the last token that a limit allows
-        unreported = cut_off is None
-        if not unreported and not cut_off.any():
-            limits = (self.max_tokens, self.max_turn_tokens)
-            beyond = [n for n, most in zip((len(full), length), limits, strict=True) if most is not None and n > most]
-            if not beyond:
-                return "answered"
-        # Otherwise a turn as long as a limit counts as cut off
-        if self.max_tokens is not None and len(full) >= self.max_tokens:
-            return "total_tokens"
-        if not unreported or (self.max_turn_tokens is not None and length >= self.max_turn_tokens):
-            return "turn_tokens"
-        return "answered"
+        over_total = -math.inf if self.max_tokens is None else len(full) - self.max_tokens
+        over_turn = -math.inf if self.max_turn_tokens is None else length - self.max_turn_tokens
+        # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
+        reported = row.get(keys.RESPONSE_TRUNCATED, None)
+        if reported is None:
+            cut_off = max(over_total, over_turn) >= 0
+        else:
+            cut_off = bool(reported.any()) or max(over_total, over_turn) > 0
+        if not cut_off:
+            return "answered"
+        return "total_tokens" if over_total >= 0 else "turn_tokens"
 
     def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return ids, action mask and log-probs after the policy's turn."""
@@ -381,10 +377,9 @@ class ChatEnv(SignedEnv, EnvBase):
         return None
 
 
-_SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
-_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *_SAMPLE_KEYS)
+_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
 _STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
-_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *_SAMPLE_KEYS)
+_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *SAMPLE_KEYS)
 _CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
 
 

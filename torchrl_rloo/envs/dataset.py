@@ -10,6 +10,7 @@ from torchrl.envs import Compose, Transform, TransformedEnv
 
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.rows import rows_to_reset
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
 from torchrl_rloo.envs.chat import ChatEnv
@@ -143,9 +144,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
         # A reset overwrites what the environment writes; drop what the policy wrote as well
         if tensordict is not None:
-            restart = tensordict.get("_reset", None)
-            restart = [True] * len(tensordict) if restart is None else restart.reshape(len(tensordict), -1).any(1)
-            for row, fresh in zip(tensordict.unbind(0), restart, strict=True):
+            for row, fresh in zip(tensordict.unbind(0), rows_to_reset(tensordict), strict=True):
                 if fresh:
                     drop_samples(row)
         return super()._reset_proc_data(tensordict, tensordict_reset)

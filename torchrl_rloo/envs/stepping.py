@@ -68,14 +68,11 @@ def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
 
 
 def _open_rows(env: EnvBase, rows: TensorDictBase | None) -> TensorDictBase:
-    if isinstance(env, TransformedEnv):
-        rows = env.transform._reset_env_preprocess(rows)
-        opened = _open_rows(env.base_env, rows)
-        return env.transform._reset(opened.empty() if rows is None else rows, opened)
-    opened = env._reset(rows)
-    for row in opened.unbind(0):
-        end_row(row, "running")
-    return opened
+    if not isinstance(env, TransformedEnv):
+        return env._reset(rows)
+    rows = env.transform._reset_env_preprocess(rows)
+    opened = _open_rows(env.base_env, rows)
+    return env.transform._reset(opened.empty() if rows is None else rows, opened)
 
 
 class RowStepper:

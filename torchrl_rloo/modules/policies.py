@@ -192,7 +192,7 @@ class TransformersWrapper(TurnPolicy):
         return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        limits = self._limits(rows)
+        limits = torch.tensor([self._limit(row) for row in rows.unbind(0)])
         length = int(limits.max())
         # Use the seeds of the rows if they have any, so that samples do not depend on the batch
         if rows.get(keys.SEED, None) is None:

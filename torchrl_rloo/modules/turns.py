@@ -115,11 +115,8 @@ class TurnPolicy(LLMWrapperBase):
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
         """Sample a turn after each of ``B`` prompts, ids ``[P_i]`` on the CPU."""
 
-    def _limits(self, rows: TensorDictBase) -> torch.Tensor:
-        """Return the token limit of each row's turn, ``[B]``."""
-        return torch.tensor([self._limit(row) for row in rows.unbind(0)])
-
     def _limit(self, row: TensorDictBase) -> int:
+        """Return the token limit of a row's turn."""
         own = row.get(keys.MAX_NEW_TOKENS, None)
         if own is None:
             return self.config.max_new_tokens

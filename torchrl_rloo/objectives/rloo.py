@@ -227,28 +227,28 @@ class RLOOLoss(LossModule):
                 "ratio='sequence' cannot be combined with rows that carry an advantage for each token; use "
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
-        weight = self._compute_weight(batch)
+        token_weights = self._compute_token_weights(batch)
         policy = self.surrogate(log_ratio, batch.advantages, log_probs, batch.old)
-        terms = {"loss_objective": weight * split_among_tokens(policy, mask)}
+        terms = {"loss_objective": token_weights * split_among_tokens(policy, mask)}
 
         # Add KL and entropy
-        sampler_ratio = torch.where(mask, log_probs - batch.behavior, 0.0) if self.kl_importance_weighted else None
+        sampler_log_ratio = torch.where(mask, log_probs - batch.sampler, 0.0) if self.kl_importance_weighted else None
         if beta := float(self.kl_to_ref_coeff):
-            terms["loss_kl_to_ref"] = beta * kl_loss_terms(log_probs, batch.ref, self.kl_estimator, sampler_ratio)
+            terms["loss_kl_to_ref"] = beta * kl_loss_terms(log_probs, batch.ref, self.kl_estimator, sampler_log_ratio)
         if beta := float(self.kl_to_inference_coeff):
-            kl = kl_loss_terms(log_probs, batch.behavior, self.kl_estimator, sampler_ratio)
+            kl = kl_loss_terms(log_probs, batch.sampler, self.kl_estimator, sampler_log_ratio)
             terms["loss_kl_to_inference"] = beta * kl
         if eta := float(self.entropy_coeff):
             terms["loss_entropy"] = -eta * scored.entropy
 
         # Reduce each term to a scalar, normalized over the whole step
         given = {"num_rows": normalizers.num_rows, "num_tokens": normalizers.num_tokens}
-        losses = {k: aggregate(v * batch.weights, mask, self.aggregation, **given) for k, v in terms.items()}
+        losses = {k: aggregate(v * batch.row_weights, mask, self.aggregation, **given) for k, v in terms.items()}
         if router_coeff:
             share = float((mask * batch.multiplicity).sum()) / max(normalizers.num_tokens, 1)
             losses["loss_router"] = router_coeff * share * scored.router_loss
         with torch.no_grad():
-            metrics = self._compute_metrics(batch, weight)
+            metrics = self._compute_metrics(batch, token_weights)
             metrics |= self._compute_clip_fractions(batch, log_ratio, per_token, normalizers)
         return RLOOLossOutput(**dict.fromkeys(RLOOLossOutput.loss_terms()) | losses | metrics)
 
@@ -267,7 +267,7 @@ class RLOOLoss(LossModule):
         def gather(key):
             return gather_actions(ragged(rows, key), actions).detach()  # rows may have been scored with gradient
 
-        behavior = gather(keys.LOG_PROBS)
+        sampler = gather(keys.LOG_PROBS)
         has_ref = keys.REF_LOG_PROBS in rows.keys(True)
         if is_on(self.kl_to_ref_coeff) and not has_ref:
             raise KeyError(
@@ -285,40 +285,41 @@ class RLOOLoss(LossModule):
             entropy=scored.entropy,
             mask=mask,
             chosen=chosen,
-            behavior=behavior,
-            old=gather(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else behavior,
+            sampler=sampler,
+            old=gather(keys.PROXIMAL_LOG_PROBS) if self.old_log_probs == "proximal" else sampler,
             ref=gather(keys.REF_LOG_PROBS) if has_ref else None,
             advantages=_gather_advantages(rows, self.tensor_keys.advantage, actions),
-            weights=row_weights(rows)[:, None].to(mask.device),
+            row_weights=row_weights(rows)[:, None].to(mask.device),
             multiplicity=multiplicity(rows)[:, None].to(mask.device),
         )
 
-    def _compute_weight(self, batch: _Batch) -> torch.Tensor:
+    def _compute_token_weights(self, batch: _Batch) -> torch.Tensor:
         """Return ``[B, A]``, without gradient: the correction for the sampler, 0 on masked tokens."""
         weight = batch.chosen.float()
         if self.correction is not None:
             numerator = batch.old if self.old_log_probs == "proximal" else batch.log_probs.detach()
-            weight = weight * self.correction(torch.where(batch.mask, numerator - batch.behavior, 0.0), batch.mask)
+            weight = weight * self.correction(torch.where(batch.mask, numerator - batch.sampler, 0.0), batch.mask)
         if self.off_policy_mask_threshold is not None:
-            drift = (batch.log_probs, batch.behavior, batch.advantages, batch.mask, self.off_policy_mask_threshold)
-            weight = weight * off_policy_mask(*drift)
+            weight = weight * off_policy_mask(
+                batch.log_probs, batch.sampler, batch.advantages, batch.mask, self.off_policy_mask_threshold
+            )
         return weight
 
-    def _compute_metrics(self, batch: _Batch, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _compute_metrics(self, batch: _Batch, token_weights: torch.Tensor) -> dict[str, torch.Tensor]:
         # Count a merged row once for each row that it stands for
         zero, tokens = batch.log_probs.new_zeros(()), batch.mask * batch.multiplicity
-        difference = torch.where(batch.mask, batch.log_probs - batch.behavior, 0.0)
+        difference = torch.where(batch.mask, batch.log_probs - batch.sampler, 0.0)
         log_ratio = difference.sum(-1).repeat_interleave(batch.multiplicity[:, 0].long())
         kl_to_ref = zero + math.nan
         if batch.ref is not None:
             kl_to_ref = masked_mean(self.kl_estimator(batch.log_probs, batch.ref), tokens)
         return {
             "entropy": masked_mean(batch.entropy, tokens),
-            "kl_approx": masked_mean(k3(batch.behavior, batch.log_probs), tokens),
+            "kl_approx": masked_mean(k3(batch.sampler, batch.log_probs), tokens),
             "kl_to_ref": kl_to_ref,
             "ESS": effective_sample_size(log_ratio),
-            "correction": zero + 1 if self.correction is None else masked_mean(weight, tokens),
-            "kept": masked_mean((weight != 0).to(weight), tokens),
+            "correction": zero + 1 if self.correction is None else masked_mean(token_weights, tokens),
+            "kept": masked_mean((token_weights != 0).to(token_weights), tokens),
             "log_ratio_max": difference.abs().max() if difference.numel() else zero,
             "log_ratio": log_ratio,
             "num_action_tokens": tokens.sum(),
@@ -348,17 +349,17 @@ class RLOOLoss(LossModule):
 
 
 class _Batch(NamedTuple):
-    """Rectangles of rows: ``[B, A]``, but ``[B, 1]`` for weights, multiplicity and advantages of whole rows."""
+    """Rectangles of rows: ``[B, A]``, but ``[B, 1]`` for row weights, multiplicity and advantages of whole rows."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
     mask: torch.Tensor
     chosen: torch.Tensor
-    behavior: torch.Tensor
+    sampler: torch.Tensor
     old: torch.Tensor
     ref: torch.Tensor | None
     advantages: torch.Tensor
-    weights: torch.Tensor
+    row_weights: torch.Tensor
     multiplicity: torch.Tensor
 
 

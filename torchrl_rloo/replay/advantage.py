@@ -185,8 +185,8 @@ class MCAdvantage(Transform):
         if self.kl is not None:
             needed += [keys.TOKENS, keys.ACTION_MASK, keys.REF_LOG_PROBS]
         for row in rows:
-            proximal = self.kl is None or row.get(keys.PROXIMAL_LOG_PROBS, None) is not None
-            for key in needed if proximal else [*needed, keys.LOG_PROBS]:
+            reads_sampler = self.kl is not None and row.get(keys.PROXIMAL_LOG_PROBS, None) is None
+            for key in [*needed, keys.LOG_PROBS] if reads_sampler else needed:
                 if row.get(key, None) is None:
                     raise KeyError(f"a row has no {key!r}: {_REMEDIES[key]}")
             if self.kl is not None or self.credit.per_token:
@@ -211,9 +211,10 @@ class MCAdvantage(Transform):
 
         # Normalize over the whole batch
         if self.normalize is not None:
-            largest = float(estimates.returns.abs().nan_to_num(0.0).max()) if estimates.returns.numel() else 0.0
-            magnitude = 0.0 if estimator_option(self.estimator, "rescales") else largest
-            advantages = self.normalize(advantages, mask, estimates.returns, magnitude, self._reduce)
+            returns, magnitude = estimates.returns, 0.0
+            if returns.numel() and not estimator_option(self.estimator, "rescales"):
+                magnitude = float(returns.abs().nan_to_num(0.0).max())
+            advantages = self.normalize(advantages, mask, returns, magnitude, self._reduce)
 
         # Write [1, 1] per row, or [T, 1] where action tokens have separate advantages
         per_row = advantages if batch is None else spread_actions(advantages, batch, actions)

@@ -173,8 +173,7 @@ class RewardRunner:
 
         def run(chain: Sequence[int]) -> None:
             for k in chain:
-                whole = getattr(self.functions[k], "whole_batch", False)
-                outcomes[k] = self._run(k, batch if whole else distinct)
+                outcomes[k] = self._run(k, batch, distinct)
 
         # Start the background threads before this thread runs the inline functions
         *background, foreground = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
@@ -184,10 +183,12 @@ class RewardRunner:
             future.result()
         return outcomes
 
-    def _run(self, k: int, batch: RewardBatch) -> _Outcome:
-        """Run one function on a batch, in calls of ``executor.rows_per_call`` rows."""
-        function, executor, n = self.functions[k], self.executors[k], len(batch)
+    def _run(self, k: int, batch: RewardBatch, distinct: RewardBatch) -> _Outcome:
+        """Run one function on the whole batch or its distinct rows, in calls of ``executor.rows_per_call`` rows."""
+        function, executor = self.functions[k], self.executors[k]
         whole = getattr(function, "whole_batch", False)
+        batch = batch if whole else distinct
+        n = len(batch)
         outcome, messages = _Outcome(batch, [None] * n), []
 
         def call(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -197,14 +198,16 @@ class RewardRunner:
                 results = self._loop.run(function, batches, executor.timeout)
             else:
                 results = executor.run(function, batches)
+            failed = []
             for part, result in zip(parts, results, strict=True):
-                if isinstance(result, RewardFailure) and not messages:
-                    messages.append(result.message)
                 with _COUNTERS_LOCK:
                     self.latency[f"{self.names[k]}/call"].add(result.seconds)
                     self.latency[f"{self.names[k]}/sample"].add(result.seconds / len(part), len(part))
                 outcome.put(part, result)
-            return [part for part, result in zip(parts, results, strict=True) if isinstance(result, RewardFailure)]
+                if isinstance(result, RewardFailure):
+                    messages.append(result.message)
+                    failed.append(part)
+            return failed
 
         size = n if whole else min(executor.rows_per_call or n, n)
         failed = call([range(i, min(i + size, n)) for i in range(0, n, size)]) if n else []

@@ -50,13 +50,6 @@ class Push(NamedTuple):
         return self.bytes / self.seconds
 
 
-class _Bucket(NamedTuple):
-    number: int
-    first: int
-    last: int
-    tensors: list[torch.Tensor]
-
-
 class EngineUpdater(EngineUpdaterBase):
     """Updater that sends all weights of a training model to engines, in place of TorchRL's ``vLLMUpdater``.
 
@@ -142,7 +135,8 @@ class EngineUpdater(EngineUpdaterBase):
         self._version = version
         manifest = self.source.manifest()
         buckets = plan_buckets(manifest, self.bucket_bytes)
-        gathered, failure = self._gather(buckets), None
+        gathered = (self.source.tensors(*bucket) for bucket in buckets)  # one bucket at a time, as it is sent
+        failure = None
         if self.source.sends:
             try:
                 self._push(version, manifest, buckets, gathered)
@@ -158,16 +152,12 @@ class EngineUpdater(EngineUpdaterBase):
         self._connection = None
         self.transport.close()
 
-    def _gather(self, buckets: Sequence[tuple[int, int]]) -> Iterator[_Bucket]:
-        for number, (first, last) in enumerate(buckets):
-            yield _Bucket(number, first, last, self.source.tensors(first, last))
-
     def _push(
         self,
         version: int,
         manifest: list[TensorInfo],
         buckets: Sequence[tuple[int, int]],
-        gathered: Iterator[_Bucket],
+        gathered: Iterator[list[torch.Tensor]],
     ) -> None:
         began, failure = monotonic(), None
         try:
@@ -175,7 +165,7 @@ class EngineUpdater(EngineUpdaterBase):
             self._call_all(lambda e: e.pause(self.in_flight, timeout=self.timeout), "pausing").wait()
             self._connect(manifest, buckets)
             self._start_step("start", {"version": version}, "starting").wait()
-            checksums = self._send(version, manifest, gathered)
+            checksums = self._send(version, manifest, buckets, gathered)
             reports = self._start_step("finish", {"version": version}, "loading the new weights")
             self._confirm(reports.wait(), version, checksums)
         except BaseException as error:
@@ -211,12 +201,18 @@ class EngineUpdater(EngineUpdaterBase):
         self.transport.connected()
         self._connection = wanted
 
-    def _send(self, version: int, manifest: list[TensorInfo], gathered: Iterator[_Bucket]) -> list[str]:
+    def _send(
+        self,
+        version: int,
+        manifest: list[TensorInfo],
+        buckets: Sequence[tuple[int, int]],
+        gathered: Iterator[list[torch.Tensor]],
+    ) -> list[str]:
         """Send all buckets and return their checksums."""
         # Send each bucket while the workers still receive the previous one
         checksums: list[str] = []
         pending: Round | None = None
-        for number, first, last, tensors in gathered:
+        for number, ((first, last), tensors) in enumerate(zip(buckets, gathered, strict=True)):
             checksums.append(checksum(tensors))
             infos = manifest[first:last]
             payload = self.transport.send(version, number, infos, tensors)

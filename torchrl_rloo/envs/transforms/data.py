@@ -19,7 +19,7 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.rows import make_non_tensor, stack_rows
+from torchrl_rloo.data.rows import make_non_tensor, rows_to_reset, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
 
 _LOGGER = logging.getLogger(__name__)
@@ -195,14 +195,13 @@ class DataLoadingPrimer(Transform):
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         if (drawn := _DRAWN.get()) is not None:
             return drawn
-        n = self.parent.batch_size[0]
-        restart = None if tensordict is None else tensordict.get("_reset", None)
-        if restart is None:
-            return stack_rows(self._draw_rows(n))
-        restart = restart.reshape(n, -1).any(1).tolist()
-        fresh = iter(self._draw_rows(sum(restart)))
+        if tensordict is None or "_reset" not in tensordict.keys():
+            return stack_rows(self._draw_rows(self.parent.batch_size[0]))
+        # Replace only the rows that are reset
+        resets = rows_to_reset(tensordict)
+        fresh = iter(self._draw_rows(sum(resets)))
         rows = []
-        for row, reset in zip(tensordict.unbind(0), restart, strict=True):
+        for row, reset in zip(tensordict.unbind(0), resets, strict=True):
             rows.append(next(fresh).set("_reset", row["_reset"]) if reset else row)
         return stack_rows(rows)
 

@@ -105,9 +105,8 @@ class RewardTransform(Transform):
         self.clip_range = clip_range
         self.trainer_state = TrainerState()
         self._metrics: dict[str, list[float]] = {}
-        self._first_outcomes: (
-            list[tuple[float | None, bool]] | None
-        ) = []  # reward and truncation of the first trajectories
+        # Reward and truncation of the first trajectories; None once the check for a signal is done
+        self._first_outcomes: list[tuple[float | None, bool]] | None = []
 
     @property
     def functions(self) -> list[RewardFunction]:

@@ -12,7 +12,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import to_lazy_stack
+from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
@@ -232,15 +232,13 @@ class ToolTransform(TurnTransform):
         return rows
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        restart = tensordict.get("_reset", None)
-        fresh = [True] * len(tensordict_reset) if restart is None else restart.reshape(len(restart), -1).any(1).tolist()
-        for row, restarted in zip(tensordict_reset.unbind(0), fresh, strict=True):
+        for row, fresh in zip(tensordict_reset.unbind(0), rows_to_reset(tensordict), strict=True):
             if self.show_schemas and row.get(keys.TOOLS, None) is None:
                 raise RuntimeError(
                     "the rows have no tool schemas; put the ToolTransform after the DataLoadingPrimer in a "
                     "DatasetChatEnv, or set show_schemas=False"
                 )
-            if restarted:
+            if fresh:
                 row.set(keys.NUM_TOOL_CALLS, torch.tensor(0))
         return tensordict_reset
 
