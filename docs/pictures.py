@@ -23,7 +23,7 @@ STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, f
     ("DataLoadingPrimer", "draws a prompt and copies it once for each generation", ("QUERY", "GROUP_ID"), BLUE),
     ("ChatEnv.reset", "encodes the prompt with the chat template", ("PROMPT_TOKENS",), BLUE),
     ("policy", "samples a turn and records each token's log-prob", ("TOKENS", "ACTION_MASK", "LOG_PROBS"), GREEN),
-    ("ChatEnv.step", "ends the row, or appends encoded feedback", ("STOP_REASON", "DONE"), BLUE),
+    ("ChatEnv.step", "ends the row; feedback from a transform opens the next turn", ("STOP_REASON", "DONE"), BLUE),
     ("reward transforms", "score the finished trajectory", ("REWARDS", "REWARD", "REF_LOG_PROBS"), BLUE),
     ("LLMCollector", "delivers the finished groups of a step", ("POLICY_VERSION",), AMBER),
     ("MCAdvantage", "subtracts the mean of the other rewards of the group", ("ADVANTAGE",), ROSE),
