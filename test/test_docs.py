@@ -305,6 +305,12 @@ def test_a_row_gains_the_keys_of_its_picture_in_that_order():
         before |= present if who not in ("DataLoadingPrimer", "ChatEnv.step") else set()
 
 
+def test_the_citation_has_the_version_of_the_package():
+    import torchrl_rloo
+
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == torchrl_rloo.__version__
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_warnings(tmp_path: Path):
     """Tutorials are not executed: other tests run them."""
