@@ -660,7 +660,7 @@ def test_a_state_may_be_taken_while_conversations_run(make: Callable) -> None:
     for _ in range(7):
         delivered += set(groups_of(collector.collect()))
     done.set()
-    joined(watching)
+    assert joined(watching) is None and len(states) > 1
     assert sorted(delivered) == list(range(28))
     for _, batches, state in states[:: max(1, len(states) // 4)]:
         if state["batches"] != batches:

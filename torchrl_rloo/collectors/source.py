@@ -22,7 +22,7 @@ class StepRows(NamedTuple):
     """
 
     trained: TensorDictBase | None
-    sampled: TensorDictBase
+    sampled: TensorDictBase | None
 
 
 class GroupSource:
