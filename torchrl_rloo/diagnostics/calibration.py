@@ -154,7 +154,7 @@ def _finite_or_none(value: float) -> float | None:
 def write_calibration(found: Calibration, directory: str | Path) -> Path:
     """Write ``calibration.json`` and ``calibration.png`` next to a reward model.
 
-    Rewards that score with the model divide its scores by the file's ``"temperature"``.
+    A :class:`~torchrl_rloo.envs.transforms.CalibrateScores` divides the model's scores by the file's ``"temperature"``.
 
     Args:
         found: result of :func:`calibrate`.
@@ -172,7 +172,7 @@ def write_calibration(found: Calibration, directory: str | Path) -> Path:
 
 
 def plot_calibration(found: Calibration, path: str | Path) -> Path:
-    """Plot the reliability curves before and after as a PNG, each above a histogram of its confidences."""
+    """Plot the reliability curves before and after scaling as a PNG, each above a histogram of its confidences."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes half a second
     from matplotlib.figure import Figure
 

@@ -138,7 +138,8 @@ class Evaluation:
             )
         if settings.num_samples > 1 and settings.generate_kwargs.get("temperature", 1.0) == 0:
             raise ValueError(
-                f"temperature=0 cannot be combined with num_samples={settings.num_samples}: all samples would be equal"
+                f"temperature=0 cannot be combined with num_samples={settings.num_samples}: all samples would be "
+                "equal; raise temperature"
             )
         if self.make_env is not None and self.env_kwargs:
             raise ValueError("env_kwargs cannot be combined with make_env; set them in make_env")

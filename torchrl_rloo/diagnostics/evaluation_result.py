@@ -263,7 +263,7 @@ class EvaluationResult:
         return groups
 
     def _independent_draws(self, metric: str) -> float:
-        """Return the independent draws behind a prompt's value: its samples, in disjoint sets of ``k``."""
+        """Return the number of independent draws behind a prompt's value: samples, or disjoint sets of ``k``."""
         kind, _, k = metric.rpartition("/")[2].partition("@")
         if kind == "greedy":
             return 1.0

@@ -71,7 +71,7 @@ DEFINITIONS = {
     "kl_approx": "mean k3 divergence of sampler from trainer per action token trained on, in nats; 0 on-policy",
     "ESS": "effective sample size of the importance ratios as a share of the rows trained on; 1 on-policy",
     "clip_ratio/region_mean": "share of all rows, or of action tokens with token ratios, that lose their gradient",
-    "clip_ratio/<low|high>_mean": "share that loses its gradient among negative (positive) advantages",
+    "clip_ratio/<low|high>_mean": "part of clip_ratio/region_mean with negative (positive) advantage",
     "log_ratio_max": "largest difference of trainer and sampler log-prob of one token trained on, in nats",
     "parity/mean": "mean of |trainer - sampler| log-prob per action token before the first update, in nats",
     "parity/max": "largest |trainer - sampler| log-prob of an action token before the first update, in nats",

@@ -32,7 +32,7 @@ class _Panel:
     patterns: tuple[str, ...]
     points: bool = False  # mark every value of a metric that is rarely measured
     smoothed: bool = False
-    share: bool = False  # show the whole range 0..1
+    share: bool = False  # show the whole range 0..1 if the values lie in it
     least: int = 1  # smallest number of metrics; with fewer, omit the panel
 
 

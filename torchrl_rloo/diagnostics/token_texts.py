@@ -12,7 +12,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = re.compile(r"<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _REMAPPED = sorted(set(range(256)) - set(_PRINTABLE))
-_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_REMAPPED)}  # of byte-level BPE
+# Byte of each character in the vocabulary of byte-level BPE
+_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_REMAPPED)}
 
 
 class TokenTexts:

@@ -23,9 +23,8 @@ from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, S
 
 PACKED = PACKINGS[1:]
 
-_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = (
-    WeakKeyDictionary()
-)  # reason by probed decoder; None if it can be packed
+# Reason by probed decoder; None if it can be packed
+_REFUSALS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 def action_hidden(
@@ -39,7 +38,8 @@ def action_hidden(
     They equal those of padded rows up to rounding. A probe checks the decoder on first use.
 
     Args:
-        decoder: module from ids to hidden states, e.g. ``model.get_decoder()``; its attention is replaced for this pass
+        decoder: module from ids to hidden states, e.g. ``model.get_decoder()``. Its attention is replaced for this pass
+            only.
         tokens: ids of ``B`` rows, ``[T_i]`` each, on any device. They may be padded on the right.
         action_masks: ``B`` bool masks ``[T_i]``, True on action tokens.
         packing: ``"packed"`` or ``"shared_prefix"``.
@@ -121,7 +121,7 @@ def _probe(decoder: nn.Module) -> str | None:
 
 
 def _window_refusal(config, windows: list[int | None]) -> str | None:
-    """Return a reason unless attention calls receive the sliding window, which is too long for the probe to show."""
+    """Return a reason unless attention calls receive the sliding window, which is longer than the probe's rows."""
     if not windows:
         return "its attention cannot be replaced"
     types = getattr(config, "layer_types", None)

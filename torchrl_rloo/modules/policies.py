@@ -47,9 +47,9 @@ class TransformersWrapper(TurnPolicy):
     A row's ``"seed"`` (int64) makes its tokens independent of the batch and of the policy's random stream; its
     ``num_samples`` samples derive seeds from it. A row's ``"max_new_tokens"`` lowers the general limit.
 
-    Differences from TorchRL: ``input_mode`` defaults to ``"tokens"``, ``return_log_probs`` is always on and
-    ``pad_output`` always off. ``pad_model_input=False`` is ``packing="packed"``. Key names are fixed, except
-    ``log_probs_key``.
+    Differences from TorchRL: ``input_mode`` defaults to ``"tokens"`` instead of ``"history"``, ``return_log_probs`` is
+    always on and ``pad_output`` always off. ``pad_model_input=False`` is ``packing="packed"``. Key names are fixed,
+    except ``log_probs_key``.
 
     Args:
         model: Hugging Face causal language model. Its training mode is not changed; use ``model.eval()``. Gradient
@@ -67,8 +67,8 @@ class TransformersWrapper(TurnPolicy):
             (concatenated, with a shared prompt processed once). Only time and memory differ.
 
     Raises:
-        ValueError: if ``record_support`` is set for a scorer or without truncation, or ``packing`` is unknown or set
-            with ``generate=True``.
+        ValueError: if ``record_support`` is set for a scorer or without truncation, ``num_samples`` is set for a
+            scorer, or ``packing`` is unknown or set with ``generate=True``.
         NotImplementedError: if the model cannot be packed exactly.
 
     Example:

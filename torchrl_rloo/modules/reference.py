@@ -86,7 +86,7 @@ class AdapterReference:
 
     @property
     def distribution(self) -> SamplingDistribution:
-        """Distribution of the log-probs."""
+        """Sampled distribution, which log-probs refer to."""
         return self.scorer.distribution
 
     @torch.no_grad()

@@ -139,7 +139,7 @@ def encode_pairs(examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTok
 
     Args:
         examples: pairs as :func:`~torchrl_rloo.data.load_preferences` returns them.
-        tokenizer: tokenizer of the model, whose chat template is used.
+        tokenizer: tokenizer of the model. Its chat template is used, whatever the ``markup`` of the examples.
 
     Returns:
         Ragged rows, batch size ``[P]``, with sub-rows ``"chosen"`` and ``"rejected"``.

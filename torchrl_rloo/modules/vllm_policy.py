@@ -28,8 +28,8 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
     It reads and writes the keys of :class:`TransformersWrapper`, including ``"seed"`` and ``"max_new_tokens"`` of rows.
     It also writes ``"action_versions"``, the policy version that sampled each action token. Log-probs refer to the
-    sampled distribution. The engine computes a common prefix of rows once. A turn that a pause aborts continues after
-    the pause.
+    sampled distribution. Common prefixes of rows share computation. A turn that a pause aborts continues after the
+    pause.
 
     Every request has a seed, from its row or from the policy's random stream. A turn therefore does not depend on other
     requests of the engine.

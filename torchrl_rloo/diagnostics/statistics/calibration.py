@@ -22,9 +22,9 @@ def fit_temperature(margins: torch.Tensor, *, bounds: tuple[float, float] = TEMP
     .. math:: \max_T \sum_i t \log \sigma(m_i / T) + (1 - t) \log \sigma(-m_i / T), \quad t = \frac{P + 1}{P + 2}
 
     The objective is concave in :math:`1 / T` and solved by bisection. The targets :math:`t` in place of 1 follow Platt
-    1999 ("Probabilistic outputs for support vector machines") and change the result by :math:`O(1 / P)`. They keep it
-    above 0 if every margin is positive, where maximum likelihood gives :math:`T \to 0`, so certainty. ``P`` correct
-    predictions are evidence of a probability of about :math:`t`, not of 1.
+    1999 ("Probabilistic outputs for support vector machines") and change the result by :math:`O(1 / P)`. They keep
+    :math:`T` above 0 if every margin is positive, where maximum likelihood gives :math:`T \to 0`, so certainty. ``P``
+    correct predictions are evidence of a probability of about :math:`t`, not of 1.
 
     Args:
         margins: ``[P]``.

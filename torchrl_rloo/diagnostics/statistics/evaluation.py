@@ -131,7 +131,7 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
         level: confidence level.
 
     Returns:
-        The mean with its bounds, NaN for a single value that is not 0 or 1.
+        The mean with its bounds, which are NaN for a single value that is not 0 or 1.
 
     Raises:
         ValueError: if there are no values.
