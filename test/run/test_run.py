@@ -132,7 +132,7 @@ def test_fewer_steps_than_are_done_are_refused(tmp_path):
 def test_wrong_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="resume='sometimes' must be one of"):
         play(tmp_path, resume="sometimes")
-    with pytest.raises(ValueError, match=r"checkpoint.every=-1 must be at least 0"):
+    with pytest.raises(ValueError, match=r"checkpoint_every=-1 must be at least 0"):
         play(tmp_path, checkpoint_every=-1)
 
 

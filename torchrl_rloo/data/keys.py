@@ -95,7 +95,7 @@ NUM_TOOL_CALLS = "num_tool_calls"
 TOOLS = "tools"
 PREVIOUS_SEGMENTS = "earlier"
 TOOLS_SEEN = "tools_seen"  # non-tensor: the schemas that the policy saw at its last turn
-INITIAL_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: MAX_NEW_TOKENS at the reset of the row's environment
+INITIAL_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: the row's MAX_NEW_TOKENS before its first turn
 STARTED = "started"  # optional, float64 []: seconds of time.monotonic() at which the conversation began
 MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's limit on the tokens of this turn
 

@@ -34,7 +34,7 @@ class WeightedScores:
     Attributes:
         weights: ``F`` weights, one per reward function; 0 leaves a function out.
         clip_range: bounds of the sum; None disables clipping.
-        raw: if True, use the scores before shaping.
+        raw: if True, use the scores before shaping, if the rows have them.
 
     Example:
         >>> from tensordict import TensorDict
@@ -61,7 +61,7 @@ class SeparateScores:
     """Separate scores of each reward function, ``[B, F]``, for ``rewards="normalize_then_sum"`` (GDPO).
 
     Attributes:
-        raw: if True, use the scores before shaping.
+        raw: if True, use the scores before shaping, if the rows have them.
     """
 
     raw: bool = False

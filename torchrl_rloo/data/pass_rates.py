@@ -19,8 +19,8 @@ _PREFERRED = ("unseen", "in_range")
 class PassRatePool:
     """Prompt sampler that prefers prompts whose pass rate is in a range.
 
-    A prompt's pass rate is the share of its rows whose return is at least ``success``. It counts the rows of the last
-    ``window`` groups (by ``"group_id"``) that did not abstain.
+    A prompt's pass rate is the share of its rows whose return is at least ``success``. It counts the rows that did not
+    abstain in the last ``window`` groups (by ``"group_id"``).
 
     A draw is uniform over the unseen prompts and those in range. With probability ``floor`` it is uniform over all
     prompts, so that every prompt is drawn and estimates stay fresh. Between two updates each prompt is preferred once.

@@ -30,7 +30,7 @@ _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _read_pair(prompt: str | None, chosen: str, rejected: str, row: Mapping) -> list[Example]:
-    """Read two answers, each text or messages that end with the answer; messages before it repeat the prompt."""
+    """Read two answers, each text or messages that end with the answer; those before it must equal any ``prompt``."""
     before, good = _split_answer(row, chosen)
     return [
         _make_pair(

@@ -314,14 +314,14 @@ def _choose_columns(
         prompt_column = candidates[0]
     if prompt_column not in names:
         raise ValueError(f"prompt_column={prompt_column!r} must be one of the columns {names}")
-    # Choose the other columns: their names must not hide the toolkit's entries
+    # Choose the other columns: their names must not hide other entries of a row
     others = [name for name in names if name != prompt_column]
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
         raise ValueError(f"columns={columns!r} must be a list of names from {others}")
     kept = others if columns is None else list(columns)
     if reserved := [name for name in kept if name in keys.RESERVED]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
-        raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed}, or exclude them")
+        raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed} or columns")
     return source_name[prompt_column], {source_name[name]: name for name in kept}
 
 
@@ -387,7 +387,7 @@ def _plain(value: Any, where: str = "") -> Any:
         return {key: _plain(entry, where) for key, entry in value.items()}
     if not isinstance(value, _PLAIN):
         found = f"keys {list(value)!r:.80}" if isinstance(value, Mapping) else f"a value of type {type(value).__name__}"
-        raise ValueError(f"{where} has {found}, but requires plain values with text keys; convert or exclude it")
+        raise ValueError(f"{where} has {found}, but requires plain values with text keys; convert it or set columns")
     return value
 
 

@@ -18,7 +18,7 @@ class DeferredRerolls:
     """Prompt sampler that wraps another one and draws failed prompts again.
 
     A prompt fails if no member of its group has a return above ``threshold``. It is then queued and drawn again after
-    ``delay`` further draws. After each further failure the delay is ``growth`` times longer, for at most ``max_tries``
+    ``delay`` further draws. After each further failure the delay is ``growth`` times as long, for at most ``max_tries``
     re-rolls. From then on only the inner sampler draws the prompt, until a success lets it be queued again.
 
     Between two re-rolls there are at least ``ceil(1 / max_share) - 1`` other draws. Re-rolls are therefore at most

@@ -55,7 +55,7 @@ def pad(values: Sequence[torch.Tensor], padding_value: float = 0, side: str = "r
 
 
 def unpad(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return the first ``lengths[i]`` entries of each row of ``padded`` (``[B, T]``): the inverse of :func:`pad`."""
+    """Undo :func:`pad` on the right: return the first ``lengths[i]`` entries of each row of ``padded`` (``[B, T]``)."""
     return [row[:n] for row, n in zip(padded.unbind(0), lengths, strict=True)]
 
 
@@ -179,7 +179,7 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) ->
 def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
     """Return the rows as plain TensorDicts without text, as a replay buffer and a loss need them.
 
-    Conversations, queries and text columns are dropped: in a buffer they take more memory than the tokens.
+    Conversations, queries and text columns are dropped: in a buffer each costs more than the tokens.
 
     Args:
         rows: batch of size ``[B]``; not changed.

@@ -83,6 +83,6 @@ def cut_specials(tokenizer, value: Any) -> Any:
 
 
 def cut_arguments(tokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat template's arguments with special tokens cut in ``tools`` and ``documents`` only."""
+    """Return a chat template's arguments with special tokens cut in ``tools`` and ``documents``, and trust the rest."""
     cut = {k: cut_specials(tokenizer, v) for k, v in template_kwargs.items() if k in ("tools", "documents")}
     return {**template_kwargs, **cut}

@@ -99,7 +99,8 @@ def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[i
 
     Chat messages are rendered with the tokenizer's template, and the assistant's turn is opened. If the last message is
     the assistant's, its turn stays open and the policy continues it. Plain text is encoded with the tokenizer's special
-    tokens, such as BOS. Special tokens in plain text stay special, because its author takes the template's part.
+    tokens, such as BOS. Special tokens in plain text stay special: without messages, its author writes the template's
+    part.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -225,11 +226,8 @@ class _NotShownOnceError(Exception):
     pass
 
 
-_REFUSALS = (
-    TemplateError,
-    TypeError,
-    _NotShownOnceError,
-)  # a template raises one of the first two if a field is missing
+# A template raises one of the first two if a field is missing
+_REFUSALS = (TemplateError, TypeError, _NotShownOnceError)
 
 
 def _cannot(error: Exception) -> str:

@@ -69,7 +69,7 @@ class Checkpointer:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint to disk, and remove all but the newest ``keep``.
+        """Write a checkpoint durably to disk, and then remove all but the newest ``keep``.
 
         Checkpoints of later steps are also removed. The run was resumed before them, so :meth:`load` must not return
         them.

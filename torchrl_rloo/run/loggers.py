@@ -15,7 +15,7 @@ Records = Sequence[dict[str, Any]]
 
 
 class ResumableTensorboardLogger(TensorboardLogger):
-    """TensorBoard logger with ``purge_step``, which removes points that a killed run logged after its checkpoint."""
+    """TorchRL's TensorBoard logger plus ``purge_step``: drops points that a killed run logged after its checkpoint."""
 
     def __init__(self, exp_name: str, log_dir: str, *, purge_step: int, **writer_kwargs: Any) -> None:
         self._writer_kwargs = {"purge_step": purge_step, **writer_kwargs}
@@ -31,7 +31,7 @@ class ResumableTensorboardLogger(TensorboardLogger):
 
 
 class EndingMLFlowLogger(MLFlowLogger):
-    """MLflow logger that ends its run at ``close``, so that the process can start another one."""
+    """TorchRL's MLflow logger, which here also ends its run at ``close``, so that the process can start another."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         import mlflow

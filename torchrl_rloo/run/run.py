@@ -44,7 +44,8 @@ class Run:
         logger: the :class:`RunLogger`.
 
     Raises:
-        ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint.
+        ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint,
+            or its step is above ``total_steps``.
         TypeError: if a part has no ``state_dict`` or is named ``"logger"``.
 
     Example:
@@ -76,7 +77,7 @@ class Run:
         if resume not in RESUME:
             raise ValueError(f"resume={resume!r} must be one of {list(RESUME)}")
         if checkpoint_every < 0:
-            raise ValueError(f"checkpoint.every={checkpoint_every} must be at least 0")
+            raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 0")
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps} must be at least 1")
         # Every part must have a state to save, or a resumed run would lose it

@@ -1,6 +1,6 @@
 """WeightUpdater, and updaters of samplers in this process.
 
-TorchRL's base class for weight updaters is deprecated, so this module defines another protocol.
+TorchRL's base class for weight updaters is deprecated, so this module defines its own protocol.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ class SequentialWeightUpdater(WeightUpdater):
         self.updaters = updaters
 
     def push_weights(self, version: int) -> None:
-        """Push through each updater; a failure skips the later ones."""
+        """Push through each updater; after a failure the later ones keep their old weights."""
         for updater in self.updaters:
             updater.push_weights(version)

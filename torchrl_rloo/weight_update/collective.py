@@ -63,7 +63,7 @@ class Collective(Transport):
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} must be 'gloo' or 'nccl'")
         self.backend, self.host, self.port = backend, host, port
-        self._groups = 0  # number of groups so far, in the prefix of each in the store
+        self._groups = 0  # number of groups so far, which gives each its own prefix in the store
         self._sender: _Sender | None = None
         self._buffers: list[torch.Tensor] = []
 

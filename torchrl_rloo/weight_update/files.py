@@ -27,7 +27,7 @@ class FilesReceiver(Receiver):
 class Files(Transport):
     """Transport that writes each bucket atomically as a safetensors file, into one folder per version.
 
-    The transport removes a version's folder when the next version begins or when it is closed.
+    The transport removes a version's folder when the next version begins and at :meth:`close`.
 
     Args:
         directory: parent of the folders, with the same path on all machines. It belongs to one updater.

@@ -23,7 +23,7 @@ class StaleStepError(EngineError):
 
 
 class OpenUpdate:
-    """Check that the buckets of one update arrive in order and uncorrupted, and contain the whole manifest.
+    """One weight update, whose buckets must arrive in order and uncorrupted, and contain the whole manifest.
 
     Args:
         manifest: tensors announced by ``connect``.

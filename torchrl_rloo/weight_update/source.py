@@ -40,8 +40,9 @@ class WeightSource:
 
     Raises:
         ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), its
-            base layer is quantized, or it adapts only one of two tied weights. Also if ``convert`` returns a name
-            twice, or if the model is sharded with ``FullyShardedDataParallel``.
+            base layer is quantized, or it adapts only one of two tied weights. Also if ``dtype`` is not
+            floating-point, if ``convert`` returns a name twice, or if the model is sharded with
+            ``FullyShardedDataParallel``.
 
     Attributes:
         sends: True if this process sends, which is rank 0.
@@ -112,9 +113,8 @@ class WeightSource:
         value = part.tensor.detach()
         for layer in part.layers:
             for adapter in _active_adapters(layer):
-                value = value + _adapter_delta(
-                    layer, adapter, part
-                )  # a sharded value stays sharded and is gathered once
+                value = value + _adapter_delta(layer, adapter, part)
+        # The sum of sharded tensors is still sharded, so that it is gathered only once
         return gather(value.to(self._dtype_of(part)))
 
 
@@ -191,7 +191,10 @@ def _list_parts(model: nn.Module) -> list[_Part]:
 def _walk_tensors(
     module: nn.Module, prefix: str, layers: tuple[Any, ...], replaced: dict[int, _Part]
 ) -> Iterator[_Part]:
-    """Yield the tensors that the module computes with, without adapters, and note trained copies in ``replaced``."""
+    """Yield the tensors that the module computes with, without adapters, and note trained copies in ``replaced``.
+
+    The keys of ``replaced`` are the ids of the base model's tensors that the copies replace.
+    """
     # Modules of peft: use the base layer with its deltas, or the trained copy
     kind = _peft_kind(module)
     if kind == "lora":
@@ -207,8 +210,8 @@ def _walk_tensors(
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield _Part(prefix + name, module, name, True, ())
+        # Names must not contain wrappers, which engines do not have
         is_wrapper = kind == "wrapper" or isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-        # Leave wrappers out of the names, which engines do not know
         for name, child in module._modules.items():
             if child is not None:
                 inner = prefix if is_wrapper or name in _WRAPPED_CHILDREN else f"{prefix}{name}."
@@ -234,7 +237,9 @@ def _peft_kind(module: nn.Module) -> str | None:
     if isinstance(module, PeftModel):
         kinds = {config.peft_type.value for config in module.peft_config.values()}
         if kinds != {"LORA"}:
-            raise ValueError(f"adapters of types {sorted(kinds)} cannot be merged exactly; train plain LoRA")
+            raise ValueError(
+                f"adapters have types {sorted(kinds)}, but only LORA can be merged exactly; train plain LoRA"
+            )
     return "wrapper" if isinstance(module, (PeftModel, BaseTuner)) else None
 
 

@@ -20,7 +20,7 @@ class EngineDeadError(EngineError):
 
 
 class EngineTimeoutError(EngineError):
-    """Time-out of an engine's answer."""
+    """No answer from an engine within the time limit."""
 
 
 class WeightTarget(ABC):
@@ -69,7 +69,8 @@ class WeightTarget(ABC):
 
         Args:
             in_flight: treatment of running requests. ``"finish"`` completes them first, ``"abort"`` ends them
-                unfinished, and ``"continue"`` freezes them until :meth:`resume` continues them with the new weights.
+                unfinished, and ``"continue"`` freezes them until :meth:`resume` continues them with the weights of
+                that time.
             timeout: seconds to wait for running requests.
         """
 

@@ -56,7 +56,7 @@ class Transport(ABC):
         return [{} for _ in workers]
 
     def connected(self) -> None:  # noqa: B027
-        """Handle that all workers have connected."""
+        """Note that all workers have connected."""
 
     @abstractmethod
     def send(
