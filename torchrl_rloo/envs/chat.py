@@ -76,7 +76,8 @@ class ChatEnv(SignedEnv, EnvBase):
             ``"max_new_tokens"`` tells the policy what is left for its turn. Feedback that leaves no room ends the row.
         max_turn_tokens: maximum tokens of each policy turn; None disables it. The policy's own limit and the
             ``"max_new_tokens"`` that a row brings to ``reset`` also apply.
-        max_turns: maximum number of policy turns, at which a conversation is truncated; None disables it.
+        max_turns: maximum number of policy turns; a conversation that would continue after them is truncated. None
+            disables it.
         max_seconds: maximum wall-clock time of a conversation, checked between turns; None disables it.
         on_rewrite: what to do if the chat template would now render the past differently from what the policy saw
             (it strips thinking, or the tools changed). ``"keep"`` continues from the ids that the policy saw.
@@ -88,9 +89,9 @@ class ChatEnv(SignedEnv, EnvBase):
         counts: ``"rewritten_turns"``, the number of turns whose past the template would have rendered differently.
 
     Raises:
-        KeyError: at ``reset`` if the rows have no ``"query"``.
+        KeyError: at ``reset`` if the rows have no ``"query"``; at ``step`` in tokens mode if the policy set no ids.
         ValueError: at ``reset`` if a query is neither text nor messages, or its prompt fills ``max_tokens``; at
-            ``step`` if the policy's ids do not extend its prompt.
+            ``step`` if the policy's ids do not extend its prompt, or it removed the mask or the log-probs.
 
     Example:
         >>> from tensordict import TensorDict

@@ -55,7 +55,7 @@ def make_specs(
 
 
 def _without_optional(spec: Composite) -> Composite:
-    """Remove the message fields that plain chats leave unset from a text or history spec."""
+    """Remove from a text or history spec the message fields that plain chats leave unset."""
     for messages in (v for v in spec.values() if isinstance(v, Composite)):
         for field in ("tool_calls", "tool_responses"):
             del messages[field]

@@ -81,9 +81,10 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         reward_transform: the :class:`RewardTransform`, or None.
 
     Raises:
-        TypeError: for an unknown argument, or if a transform is a class or not a transform.
-        ValueError: if a number is below 1, a reward function requires a column that the dataset does not have, or a
-            :class:`KLRewardTransform` is in ``transforms``.
+        TypeError: for an unknown argument, or a dataset that is not loaded. Also for a transform that is a class, not a
+            transform, or one of TorchRL's that edit conversations as text.
+        ValueError: if a number is below 1, or a :class:`KLRewardTransform` is in ``transforms``. Without
+            ``transforms``, also if a reward function requires a column that the dataset does not have.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts

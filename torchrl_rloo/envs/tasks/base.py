@@ -162,9 +162,10 @@ class Task(TaskBase):
             source: ``"embedded"`` for the synthetic rows, or a source in the published format for
                 :func:`~torchrl_rloo.data.load_prompts`. None loads the published dataset, or the synthetic rows if
                 there is none.
-            eval_source: source of the held-out prompts, in the same format; None splits them off ``source``.
-            eval_split: split of ``eval_source``; None uses the split of ``source``.
-            eval_size: maximum number of held-out prompts, chosen as in :meth:`load_held_out`.
+            eval_source: source of the held-out prompts, in the same format. None uses the evaluation split of the
+                published dataset, or the synthetic held-out rows; without them it splits prompts off ``source``.
+            eval_split: split of the held-out prompts; None uses the published evaluation split, or that of ``kwargs``.
+            eval_size: number of held-out prompts; of a separate source at most that many (:meth:`load_held_out`).
             seed: seed of the split and of the synthetic rows.
             **kwargs: see :func:`~torchrl_rloo.data.load_prompts`.
 

@@ -68,7 +68,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
     rows = []
     for i in range(size or 256):
         name, words, code, function = rng.choice(_FUNCTIONS)
-        n = 2 * rng.randrange(1, 100) + (split == "test")  # even in training, odd in the test
+        n = 2 * rng.randrange(1, 100) + (split == "test")  # even only in training, so that the splits share no problem
         name, words, code = name.format(n=n), words.format(n=n), code.format(n=n)
         rows.append(
             {

@@ -34,7 +34,8 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
     while len(rows) < (size or 512):
         a, b, c = rng.randrange(1, 20), rng.randrange(1, 20), rng.randrange(1, 10)
         target = rng.choice((a + b + c, a + b - c, (a + b) * c, a * b - c, a - b + c))
-        if target > 0 and (target % 10 == 0) == (split == "test"):  # only test targets end in 0
+        # Only test targets end in 0, so that the splits share no prompt
+        if target > 0 and (target % 10 == 0) == (split == "test"):
             numbers = [a, b, c]
             rng.shuffle(numbers)
             rows.append({"target": target, "nums": numbers})

@@ -38,7 +38,7 @@ def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[d
     rng = random.Random(f"{seed} {split}")
     rows = []
     for _ in range(size or 512):
-        # The first number is even in training and odd in the test
+        # The first number is even in training and odd in the test, so that the splits share no problem
         a, b = 2 * rng.randrange(5, 50) + (split == "test"), rng.randrange(2, 50)
         story = rng.choice(_STORIES).format(name=rng.choice(_NAMES), a=a, b=b)
         rows.append({"question": story, "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}"})

@@ -108,9 +108,10 @@ class EnvSession(TextSession):
 class OpenRLHFSession(TextSession):
     """Session of an OpenRLHF agent with ``async reset(states)`` and ``async step(states)``.
 
-    ``reset`` gets ``"observation"`` and ``"prompt"`` (the query) and ``"label"`` (that column). ``step`` gets
-    ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback become the contents of
-    messages. An agent that writes a chat template's markers into them needs an ``observe`` that removes these.
+    ``reset`` gets ``"observation"`` and ``"prompt"`` (the query, or the text of its only message) and ``"label"`` (that
+    column). ``step`` gets ``"observation_text"``, ``"action_text"`` and ``"label"``. Observations and feedback become
+    the contents of messages. An agent that writes a chat template's markers into them needs an ``observe`` that removes
+    these.
 
     Args:
         agent: agent of this conversation only.

@@ -19,13 +19,13 @@ class GuessNumber:
         low: lowest possible secret.
         high: highest possible secret.
         max_turns: number of guesses before the game is lost. Bisection finds one of ``2**n - 1`` numbers in ``n``.
-        turn_cost: cost of a wrong guess, subtracted from the reward.
+        turn_cost: cost of a wrong guess, whose reward is ``-turn_cost``; the right one's is 1.
 
     Attributes:
         secret: the secret number.
 
     Raises:
-        ValueError: for an empty range, or ``max_turns`` below 1.
+        ValueError: for a range that is empty or not within nine digits, or ``max_turns`` below 1.
 
     Example:
         >>> game = GuessNumber(1, 8, max_turns=4)

@@ -83,6 +83,6 @@ def as_messages(said: Any, what: str) -> Messages:
     if is_conversation(said) and all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in said):
         return [dict(message) for message in said]
     raise TypeError(
-        f"{what} must be text or a list of messages with 'role' and 'content', got {said!r:.200}; set observe= to a "
-        "function that converts it to text"
+        f"{what} must be text or a list of messages with 'role' and 'content', got {said!r:.200}; convert it to "
+        "text (in styles with observe=, by that function)"
     )

@@ -84,6 +84,9 @@ class TextTask(TaskBase):
 
         Returns:
             ``(train, held_out)``.
+
+        Raises:
+            ValueError: if ``kwargs`` other than ``tokenizer`` are given for rows of seeds.
         """
         if source in (None, EMBEDDED):
             if unused := sorted(name for name, value in kwargs.items() if value and name != "tokenizer"):

@@ -51,11 +51,11 @@ class TextEnvTransform(TurnTransform):
 
     Args:
         make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.wrap`.
-        timeout: time limit of a session's opening, and of each turn, in seconds; None disables it. A sync environment
-            that takes longer is abandoned on its thread.
+        timeout: time limit of a session's opening, closing and each turn, in seconds; None disables it. A sync
+            environment that takes longer is abandoned on its thread.
         system_prompt: system message of openings that have none; None adds none.
-        max_consecutive_failures: stop the run, which would learn nothing, at the next reset after this many consecutive
-            failures; None disables it.
+        max_consecutive_failures: number of consecutive failures after which the next reset stops the run, since it
+            would learn nothing; None disables it.
 
     Attributes:
         counts: ``"failed"`` conversations, at a turn, and sessions with ``"failed_opens"`` and ``"failed_closes"``.

@@ -136,7 +136,7 @@ class DataLoadingPrimer(Transform):
             self._requeued = kept
 
     def draw_groups(self, groups: int) -> list[TensorDictBase]:
-        """Draw the next ``groups`` groups, with only the dataset's columns and the ids of prompt and group.
+        """Draw the next ``groups`` groups; rows have only the dataset's columns, the two ids and the group size.
 
         Args:
             groups: number of draws.
@@ -221,7 +221,7 @@ class DataLoadingPrimer(Transform):
         return [TensorDict._new_unsafe(dict(entries), batch_size=empty) for _ in range(self.num_generations)]
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Add the entries that a reset writes: the dataset's columns, and the ids of prompt and group."""
+        """Add the entries that a reset writes: the dataset's columns, two ids and the group size."""
         shape = self.parent.batch_size
         state = input_spec["full_state_spec"]
         for name in self.dataset.columns:
@@ -242,8 +242,8 @@ class DataLoadingPrimer(Transform):
         """Restore the position in the dataset, for ``load_state_dict``.
 
         Raises:
-            ValueError: if the state belongs to another dataset, or only one of the two primers has a sampler. The draws
-                would silently differ.
+            ValueError: if the state belongs to another dataset, or only one of the two primers has a sampler, since
+                the draws would silently differ.
         """
         if state["fingerprint"] != self.dataset.fingerprint:
             raise ValueError(
@@ -256,7 +256,7 @@ class DataLoadingPrimer(Transform):
                 f"the state belongs to a primer with {had} sampler, but this primer has {has}; resume with the same "
                 "sampler settings"
             )
-        # Continue the ids, and draw groups that were not delivered first
+        # Continue the ids; groups that were not delivered come first
         self.next_group_id = state["next_group_id"]
         self._requeued = deque((index, group_id) for index, group_id in state.get("requeue", ()))
         if self.sampler is not None:

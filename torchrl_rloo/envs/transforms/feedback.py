@@ -25,8 +25,8 @@ class FeedbackTransform(TurnTransform):
         respond: ``f(conversation, row) -> messages | None``. It returns the messages that answer the conversation's
             last assistant message, or None to end the conversation. ``row`` holds the dataset's columns. In lock-step,
             a sync function is called row by row, an async function for all rows concurrently.
-        max_turns: maximum number of policy turns, at which a conversation is truncated; None leaves it to the
-            environment.
+        max_turns: maximum number of policy turns; a conversation that ``respond`` would continue after them is
+            truncated. None leaves it to the environment.
 
     Attributes:
         counts: truncated conversations: ``"turn_limit"`` at a limit on turns, ``"token_limit"`` at the environment's

@@ -52,8 +52,8 @@ class RewardTransform(Transform):
         clip_range: ``(low, high)`` bounds of the weighted sum, applied before any KL penalty; None disables clipping.
         executor: where functions run (:mod:`torchrl_rloo.rewards.executors`), or a mapping from function names; None
             runs them inline, without a time limit.
-        max_consecutive_failures: stop the run, which would learn nothing, after a function fails on this many
-            consecutive samples; None disables it.
+        max_consecutive_failures: number of consecutive samples that a function fails on before the run stops, since it
+            would learn nothing; None disables it.
         quarantine: JSON-lines file for the samples that a function failed on; None writes none.
         deduplicate: whether to score identical trajectories once; use False for functions that are random.
 
@@ -120,12 +120,12 @@ class RewardTransform(Transform):
 
     @property
     def counts(self) -> Counter[str]:
-        """Counters of failures so far."""
+        """Counters of failed, duplicate and retried samples so far."""
         return self.runner.counts
 
     @property
     def latency(self) -> dict[str, Histogram]:
-        """Seconds per call in this process, as ``"<name>/call"`` and ``"<name>/sample"``."""
+        """Histograms of seconds in this process, per call (``"<name>/call"``) and per sample (``"<name>/sample"``)."""
         return self.runner.latency
 
     @property
@@ -153,6 +153,8 @@ class RewardTransform(Transform):
     def returns(self, *, raw: bool = False, per_function: bool = False) -> Returns:
         """Return a function from rows to the returns that the baseline compares, before any KL.
 
+        Without reward functions these are the final returns, which include a KL.
+
         Args:
             raw: whether to use the scores from before shaping.
             per_function: whether to return each function's scores instead of their weighted sum.
@@ -167,7 +169,7 @@ class RewardTransform(Transform):
         return {f"logged/{name.replace('/', '_')}": sum(v) / len(v) for name, v in list(taken.items())}
 
     def timings(self) -> dict[str, float]:
-        """Return quantiles of the seconds per sample of each function, over all calls so far."""
+        """Return ``time/reward/<name>/<quantile>``: p50, p99 and max of the seconds per sample in all calls."""
         latency = {name.removesuffix("/sample"): h for name, h in self.latency.items() if name.endswith("/sample")}
         quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         return {

@@ -104,7 +104,7 @@ class ShapingTransform(Transform):
 
         Args:
             scores: ``[n, len(self.names)]`` scores of rows that are done, NaN where a function abstained.
-            truncated: bool ``[n]``, True for rows that a limit cut off.
+            truncated: bool ``[n]``, True for rows that a limit cut off or that failed.
 
         Returns:
             ``[n, len(self.names)]``.
@@ -320,7 +320,7 @@ def _read_temperature(path: Path) -> float:
 
 
 class TruncationPolicy(ShapingTransform):
-    r"""Shaping that changes the return of rows that a token, turn or time limit cut off.
+    r"""Shaping that changes the return of truncated rows: a limit cut them off, or their conversation failed.
 
     ===============  =================================================================================================
     ``"keep"``       leave the return unchanged
@@ -374,11 +374,12 @@ class TruncationPolicy(ShapingTransform):
             raise ValueError(f"value={value} must be {allowed[mode]} for mode={mode!r}")
         if mode not in allowed and value is not None:
             raise ValueError(f"value={value} cannot be combined with mode={mode!r}; omit it")
-        # Some modes divide the value among the functions, which requires positive weights
+        # Some modes divide the value by the weights, which must be positive
         if mode in ("replace", "penalty") and any(rewards.weights[k] <= 0 for k in self.columns):
             raise ValueError(
-                f"mode={mode!r} divides the value by weight, so the weights of {self.names} must be positive, got "
-                f"{[rewards.weights[k] for k in self.columns]}; set functions= to those with positive weights"
+                f"mode={mode!r} divides the value by the sum of weights, so the weights of {self.names} must be "
+                f"positive, got {[rewards.weights[k] for k in self.columns]}; set functions= to those with positive "
+                "weights"
             )
         self.mode, self.value = mode, 0.0 if value is None else float(value)
 

@@ -21,8 +21,8 @@ class AddThinkingPrompt(TurnTransform):
 
     Args:
         prompt: the user message.
-        condition: ``f(conversation, row) -> bool``, sync or async, returns whether to ask; None always asks. ``row``
-            holds the dataset's columns.
+        condition: ``f(conversation, row) -> bool``, sync or async: whether to ask; None always asks. ``row`` holds
+            the dataset's columns.
         max_times: maximum number of requests in one conversation.
 
     Attributes:

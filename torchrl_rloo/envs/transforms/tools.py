@@ -30,7 +30,7 @@ class ToolTransform(TurnTransform):
     """Transform that runs the tool calls of each finished turn of the policy, and answers it with their results.
 
     The calls of a turn run concurrently; results keep the order of the calls. The policy sees a failed call's error as
-    its result, starting with ``Error:``. A turn without calls counts as the final answer. Calls are not run for a turn
+    its result, starting with ``Error:``. A turn without calls is left as an answer. Calls are not run for a turn
     that a limit cut off, or after which the environment allows no other turn.
 
     Each row gets ``"num_tool_calls"``, int64 ``[]``, and with ``show_schemas`` also ``"tools"``, the schemas.
@@ -61,8 +61,9 @@ class ToolTransform(TurnTransform):
             exist), ``"tools/malformed"`` (could not be parsed) and ``"tools/refused"`` (beyond a limit).
 
     Raises:
-        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset``, if
-            ``tools_column`` names an unknown tool.
+        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset`` with
+            ``show_schemas``, if ``tools_column`` names an unknown tool.
+        RuntimeError: at ``reset`` with ``show_schemas``, if it does not come after a :class:`DataLoadingPrimer`.
 
     Example:
         >>> from torchrl_rloo.envs.tools.calculator import calculator

@@ -42,8 +42,8 @@ class UserSimulator(TurnTransform):
         generate_kwargs: sampling settings of an engine, see
             :class:`~torchrl_rloo.engines.generation.GenerationConfig`; None uses its defaults.
         stop_text: text by which the simulator ends the conversation; ``system_prompt`` should say so.
-        max_replies: maximum number of replies, at which the conversation is truncated; None leaves it to the
-            environment.
+        max_replies: maximum number of replies; the policy's turn after the last one ends as truncated. None leaves it
+            to the environment.
         greeting: message that the policy is assumed to have sent before the user's first one; many chat templates
             require a user message first.
         timeout: time limit of a reply in seconds; a conversation that waits longer ends as failed.
