@@ -87,9 +87,9 @@ class MathAccuracy:
 class ReasoningAccuracy(MathAccuracy):
     r"""Reward like :class:`MathAccuracy` that judges only the text after the reasoning.
 
-    A completion without a delimiter scores 0.0, even if its gold cannot be parsed. Otherwise the text after the last
-    occurrence of the delimiter is judged. With several delimiters, the first in the list that occurs in the text is
-    used. TRL's code does the same, although its documentation names the last one in the text.
+    A completion without a delimiter scores 0.0, even if its gold is None or cannot be parsed. Otherwise the text after
+    the last occurrence of the delimiter is judged. With several delimiters, the first in the list that occurs in the
+    text is used. TRL's code does the same, although its documentation names the last one in the text.
 
     Args:
         reasoning_delimiters: strings that end the reasoning.

@@ -25,7 +25,7 @@ class SequenceClassifier:
 
     Each call sets evaluation mode and disables gradients. Calls from several threads are executed one after another.
 
-    Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens.
+    Metric: ``<name>/overlong``, the share of rows with more than ``max_length`` tokens, before any truncation.
 
     Args:
         model: hub id, directory of a model or of a LoRA adapter (requires peft), or loaded module.
@@ -43,8 +43,8 @@ class SequenceClassifier:
 
     Raises:
         ValueError: if a setting is out of range. At the first call, if the model has several labels and ``label`` is
-            None, or the checkpoint has no classification head. Also if the tokenizer has no pad token, which
-            classifiers need to find the end of a text.
+            None, or the checkpoint has no classification head. At the first call, if neither tokenizer nor model has a
+            pad token, which classifiers need to find the end of a text.
         ImportError: at the first call, if an adapter is loaded without peft.
 
     Example:
@@ -271,7 +271,7 @@ def _set_pad_token(model: torch.nn.Module, tokenizer: Any, name: str) -> None:
 
 
 def _context_length(model: torch.nn.Module, tokenizer: Any) -> int:
-    """Return the smaller limit: RoBERTa has two unusable positions, and a tokenizer may have no limit."""
+    """Return the smaller limit of both: RoBERTa has two unusable positions, and a tokenizer may have no limit."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(most or sys.maxsize, tokenizer.model_max_length)
 

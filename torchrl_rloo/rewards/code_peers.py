@@ -1,10 +1,10 @@
 """Tests and the program under test in separate processes; loaded by :mod:`torchrl_rloo.rewards.sandbox_child`.
 
 ``serve`` runs in the process of the program, ``judge`` in that of the tests. Calls of the tests are executed in the
-process of the program, and only plain values come back: numbers, texts, lists, dicts and similar. Changes of the
-program to its interpreter, such as ``sys.exit``, patched ``builtins`` or an ``__eq__`` that always returns True, do not
-affect the tests. No frame or file of that process holds an expected result. Instances of the program's classes stay
-there, and the tests hold a :class:`RemoteObject` for each.
+process of the program, and only plain values come back: numbers, texts, lists, dicts and similar. Nothing that the
+program does to its interpreter affects the tests: not ``sys.exit``, patched ``builtins`` or an ``__eq__`` that always
+returns True. No frame or file of that process holds an expected result. Instances of the program's classes stay there,
+and the tests hold a :class:`RemoteObject` for each.
 
 A message is a line of JSON. A request is ``[operation, arguments, keywords]``. A reply is
 ``["value", result, arguments]``, with the arguments after the call, or ``["raised", type, text]``.
@@ -45,7 +45,7 @@ class ProgramError(Exception):
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """Encode a value as JSON; ``keep`` returns the index that stands for an object without a plain form."""
+    """Encode a value as JSON; ``keep`` returns the index of an object that is not a plain value."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

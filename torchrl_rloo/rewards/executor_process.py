@@ -111,7 +111,7 @@ class ProcessExecutor:
                         worker = self._take_worker()
                         busy[worker] = index
                         worker.submit(load, call)
-                    # Collect results; a worker that failed was killed and is not reused
+                    # Collect results; a worker that hung or died is not reused
                     for worker, result in wait_for(list(busy)):
                         results[busy.pop(worker)] = result
                         if not worker.is_dead:

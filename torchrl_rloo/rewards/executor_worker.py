@@ -1,4 +1,4 @@
-"""Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executor_process`.
+"""Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executor_connection`.
 
 Its arguments are two file descriptors: a socket for messages, and a file for tracebacks of crashes and hangs. It does
 not import torch, so it starts in a fraction of a second.
@@ -27,8 +27,8 @@ DUMP_SIGNAL = signal.SIGUSR2  # requests a traceback of the running code
 
 def main(messages: int, tracebacks: int) -> None:
     """Serve requests until the socket closes."""
-    # A child must not hold the socket open. Ctrl-C is left to the training process. The output of a reward must not
-    # mix with that of the training process
+    # A child that outlives this process must not hold the socket open. Ctrl-C is left to the training process, which
+    # may finish its step. The output of a reward must not mix with that of the training process
     for descriptor in (messages, tracebacks):
         os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -44,7 +44,7 @@ def main(messages: int, tracebacks: int) -> None:
 
 def serve(connection: Connection) -> None:
     """Answer each message with one reply."""
-    # Import from the same places as the training process, before anything is unpickled
+    # Import from the same places as the training process, before a function is unpickled
     sys.path[:] = pickle.loads(connection.recv_bytes())
     import cloudpickle
 
@@ -64,7 +64,7 @@ def serve(connection: Connection) -> None:
             return failure
         return protocol.attempt_reward(functions[key], content, BaseException)
 
-    # Send one reply to each message, also if a result cannot be pickled
+    # Confirm the start, then send one reply to each message, even if a result cannot be pickled
     connection.send_bytes(pickle.dumps(None))  # ready
     while True:
         reply = answer(connection.recv_bytes())

@@ -9,7 +9,7 @@ executor                    time limit  effect of a bad sample
 ==========================  ==========  ============================================================================
 
 Executors return the result of each call. :class:`~torchrl_rloo.rewards.runner.RewardRunner` counts and logs the
-failures. Async functions run without an executor (:mod:`torchrl_rloo.rewards.executor_async`).
+failures. Async functions run on an event loop instead (:mod:`torchrl_rloo.rewards.executor_async`).
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def make_executor(
         if settings:
             name, value = next(iter(settings.items()))
             raise ValueError(
-                f"{name}={value} cannot be combined with mode='inline', which makes one call in the calling thread; "
-                "use mode='process' or 'thread'"
+                f"{name}={value} cannot be combined with mode='inline', where one call runs in the calling thread and "
+                "nothing can stop it; use mode='process' or 'thread'"
             )
         return InlineExecutor()
     if mode not in _MODES:

@@ -10,7 +10,7 @@ from torchrl_rloo.rewards.protocol import final_text
 
 
 class InstructionFollowing:
-    """Reward of 1.0 where a completion follows all instructions of its row, else 0.0, or of the share it follows.
+    """Reward of 1.0 where a completion follows all instructions of its row, else 0.0. ``partial`` scores their share.
 
     This is IFEval's strict accuracy: the text is judged unchanged. An empty text follows no instruction.
 

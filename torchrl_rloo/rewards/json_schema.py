@@ -16,10 +16,10 @@ from torchrl_rloo.rewards.protocol import final_text
 class JSONSchema:
     """Reward of 1.0 where a completion is JSON that a JSON Schema allows, else 0.0.
 
-    The last fenced block of language ``json`` is judged, else the whole completion. NaN, infinities and numbers too
-    large for a float are not JSON. Values that are nested too deeply to check score 0.0. References are resolved only
-    within the schema; nothing is fetched. Regular expressions with nested repetitions in a schema can take very long.
-    Use a process executor with a time limit for them.
+    The last fenced block of language ``json`` is judged, else the whole completion. NaN, infinities and decimals too
+    large for a float (``1e999``) are not JSON. Values that are nested too deeply to check score 0.0. References are
+    resolved only within the schema; nothing is fetched. Regular expressions with nested repetitions in a schema can
+    take very long. Use a process executor with a time limit for them.
 
     Args:
         schema: schema of all rows, as a mapping or JSON. None requires ``column``.

@@ -33,8 +33,8 @@ class Verdict(NamedTuple):
 class LLMJudge:
     """Reward in [0, 1] from a judge model behind an OpenAI-compatible ``/chat/completions`` endpoint.
 
-    The judge must reply with ``{"reason": ..., "score": ...}``, and the reply is parsed leniently. A reply without a
-    score on the scale is answered with a reminder, up to ``retries`` times. Identical rows share one request, and
+    The prompt requests the reply ``{"reason": ..., "score": ...}``, which is parsed leniently. A reply without a score
+    on the scale is answered with a reminder, up to ``retries`` times. Identical rows of a call share one request, and
     cached rows need none.
 
     A row without a score gets NaN, which counts as a failure of this reward, not as an abstention. One warning per call
@@ -107,18 +107,18 @@ class LLMJudge:
             raise ValueError(f"scale={scale} must be two finite numbers, lowest first")
         if max_chars < 2:
             raise ValueError(f"max_chars={max_chars} must be at least 2")
-        # Match the rubric's placeholders with columns of the data
+        # Check the placeholders of the rubric
         self.columns = dict(columns or {})
         if clash := {"prompt", "completion"} & set(self.columns):
             raise ValueError(f"columns={self.columns}: placeholders {sorted(clash)} are reserved; use other names")
         self.rubric, self.scale = read_rubric(os.fspath(rubric), self.columns), (float(low), float(high))
-        # Leave out fields of value None, which some servers refuse
+        # None removes a field, because some servers refuse max_tokens
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
         self.cache = None if cache is None else DiskCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
-        self.concurrency = concurrency  # also the number of calls in flight with one trajectory each
+        self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env)
 
     async def __call__(
@@ -134,7 +134,7 @@ class LLMJudge:
 
         Raises:
             KeyError: if the dataset lacks a column of ``columns``.
-            RemoteRewardError: if the endpoint refuses every request.
+            RemoteRewardError: if the endpoint refuses every request, or the key is missing.
             OSError: if the cache cannot be read.
         """
         if missing := sorted(set(self.columns.values()) - set(columns)):

@@ -31,7 +31,7 @@ class ExactMatch:
               the line after its last occurrence or, if that is blank, the next line that is not.
 
         ignore_case: True ignores case.
-        ignore_punctuation: True ignores punctuation and symbols.
+        ignore_punctuation: True replaces punctuation and symbols by spaces in both texts.
 
     Raises:
         ValueError: if ``column`` is not a name, or ``where`` is not a list of places.

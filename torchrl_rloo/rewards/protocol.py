@@ -18,7 +18,7 @@ same protocol and run unchanged. Two optional attributes configure the calls:
 
 ==================  ================================================================================================
 ``whole_batch``     True: the function compares trajectories, so one call gets the whole batch, duplicates included
-``concurrency``     of an async function: maximum number of calls in flight, each with one trajectory
+``concurrency``     of an async function: maximum number of calls in flight
 ==================  ================================================================================================
 
 This module does not import torch, so a worker process starts in a fraction of a second.
@@ -140,7 +140,7 @@ class RewardFailure:
 
     @classmethod
     def timed_out(cls, limit: float, seconds: float, traceback: str = "") -> RewardFailure:
-        """Create the failure of a call that was stopped after ``limit`` seconds."""
+        """Create the failure of a call without a result within ``limit`` seconds."""
         return cls("timed_out", f"no answer within {limit:g} s", traceback, seconds)
 
 

@@ -18,7 +18,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """JSON-lines file of failed samples, at most 1,000 per function. A write that fails is only logged.
+    """JSON-lines file of failed samples, at most 1,000 per function.
+
+    A failed write is logged and ends the recording for that function; it does not end the run.
 
     Args:
         path: file, created with its folder at the first line. None disables it.
@@ -37,7 +39,7 @@ class Quarantine:
         self.lines: Counter[str] = Counter()
 
     def add(self, function: str, entry: Mapping[str, Any]) -> None:
-        """Append ``entry`` after the function's name; values that are not JSON are written as their ``repr``."""
+        """Append a line of the function's name and ``entry``, with the ``repr`` of values that are not JSON."""
         if self.path is None or self.lines[function] >= MAX_LINES:
             return
         try:

@@ -23,9 +23,9 @@ class RemoteScorer:
 
         {"prompts": ["1+1?", "2+2?"], "completions": ["2", "5"]}  ->  {"rewards": [1.0, 0.0]}
 
-    If a request fails after all attempts, the call raises and cancels its other requests. ``concurrency`` limits the
-    requests of one call, and also the number of calls in flight with one row each. The object holds no connections, so
-    it can be pickled and called by several threads and event loops.
+    If a request fails for good, the call raises and cancels its other requests. ``concurrency`` limits the requests of
+    one call, and also the number of calls in flight. The object holds no connections, so it can be pickled and called
+    by several threads and event loops.
 
     Args:
         url: address of the service.
@@ -79,7 +79,7 @@ class RemoteScorer:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row per request")
         self.scores_field, self.batch_size, self.__name__ = scores_field, batch_size, name
-        self.concurrency = concurrency  # also the number of calls in flight with one trajectory each
+        self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(
             url, timeout, total_timeout, retries, backoff, concurrency, dict(headers or {}), api_key_env
         )

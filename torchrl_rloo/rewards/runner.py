@@ -62,7 +62,8 @@ class RewardRunner:
 
     Identical trajectories (prompt, completion, ids, columns and truncation) are scored once. A function with the
     attribute ``whole_batch = True`` gets all trajectories in one call, duplicates included. Async functions run on an
-    event loop, concurrently with each other and with the sync functions. Their executor only sets their time limit.
+    event loop, concurrently with each other and with the sync functions. Of their executor only ``timeout`` and
+    ``rows_per_call`` apply.
 
     Args:
         functions: reward functions, each in a form that :func:`~torchrl_rloo.rewards.load_reward` accepts.
@@ -164,7 +165,7 @@ class RewardRunner:
     def _run_all(self, batch: RewardBatch, distinct: RewardBatch) -> list[_Outcome]:
         """Run all functions: inline ones in this thread, one thread per other executor, one per async function."""
         outcomes: list[Any] = [None] * len(self.functions)
-        # Chain functions of the same executor, which runs one at a time
+        # Chain functions that share an executor, so that it runs one at a time
         chains: dict[Any, list[int]] = {}
         for k, (function, executor) in enumerate(zip(self.functions, self.executors, strict=True)):
             inline = isinstance(executor, InlineExecutor)
@@ -175,7 +176,7 @@ class RewardRunner:
             for k in chain:
                 outcomes[k] = self._run(k, batch, distinct)
 
-        # Start the background threads before this thread runs the inline functions
+        # Start the background threads, then run the inline functions here, or the last chain if none is inline
         *background, foreground = (chains[name] for name in sorted(chains, key=lambda name: name == "inline"))
         futures = [_start_thread(partial(run, chain)) for chain in background]
         run(foreground)

@@ -5,22 +5,23 @@ Each program runs in a separate Linux process, inside independent layers of isol
 =============================  =========================================================================================
 attempt of a program           protection
 =============================  =========================================================================================
-endless loops, sleeping        CPU time limit of the kernel; a supervising process enforces the time limit
+endless loops, sleeping        CPU time limit of the kernel; wall-clock limit of a supervising process
 memory, huge output            limits on address space and on output size; no pipes, shared or locked memory
 processes, many threads        seccomp: no fork, no exec; more than 64 threads end the program
 network                        seccomp: no sockets; also Landlock, depending on the kernel
 signals, tracing               seccomp: no signals, even to itself; also Landlock, depending on the kernel
 writing, deleting              seccomp: files cannot be created, opened for writing, renamed or removed; also Landlock
 reading                        Landlock: only the standard library and shared libraries; no ``/proc``, ``/etc``, home
-                               directories or trainer's environment
+                               directories or environment of the trainer
 open files, leftovers          only the standard streams, which are in memory; the process ends with the call
 =============================  =========================================================================================
 
 A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
 start. The standard library is available without packages, with a fixed hash seed and the clock in UTC.
 
-Known limits: a program can test paths, read sizes of files, user name and kernel version, and read files next to
-shared libraries under ``/usr/lib``. The isolation relies on a kernel without security bugs.
+Known limits: a program can test whether a path exists, and read file sizes, the user id, the host name and the kernel
+version. It can read files next to shared libraries under ``/usr/lib``. The isolation relies on a kernel without
+security bugs.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Sandbox:
         finally:
             for file in files:
                 os.close(file)
-            # After an exception, discard the starter: the next request must not read the pending reply
+            # Discard a starter with a pending reply: the next request must not read it
             if starter.reply_due:
                 starter.process.kill()
         if reply is None:

@@ -1,7 +1,7 @@
 """Starter process of sandboxed programs; a script started by :mod:`torchrl_rloo.rewards.sandbox`.
 
 It imports common modules, then forks once per program. A fork takes 1 ms, the start of an interpreter 20 ms. Each fork
-drops its rights before it reads its program. The process holds no secrets: its parent defines its environment, and
+drops its rights before it runs its program. The process holds no secrets: its parent defines its environment, and
 requests contain only open files.
 
 The process and its program end when the other end of its socket closes, even if the trainer is killed. If the settings
@@ -99,7 +99,7 @@ class Containment:
         kernel.die_with_parent()
         if os.getppid() != parent:  # the parent ended before that took effect
             os._exit(1)
-        # Restrict files while the process may still open them
+        # Apply Landlock first: later the filter forbids the call and the descriptor of the rules is closed
         if self.ruleset is not None:
             kernel.landlock_restrict(self.ruleset)
         # Move the kept files to high numbers first, so that none is overwritten
@@ -154,7 +154,7 @@ def start_program(files: list[int], peer: int | None, parent: int, containment: 
 
 
 def watch(channel: socket.socket, children: list[int], deadline: float) -> str | None:
-    """Wait for the first child to end; return None, or the limit that it exceeds."""
+    """Wait for the first child to end; return None, or the name of an exceeded limit."""
     # Wake up when the child ends or the trainer closes the channel
     handle = os.pidfd_open(children[0])
     poll = select.poll()
@@ -206,7 +206,7 @@ def main() -> str:
     channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")
     if containment.missing and not settings["allow_weaker"]:
         os._exit(1)
-    builtins.exit = builtins.quit = sys.exit  # missing without site-packages
+    builtins.exit = builtins.quit = sys.exit  # defined by the site module, which -S skips
     server = load(settings["serve"]).serve if "serve" in settings else None
     gc.freeze()  # keeps collections in forks from copying the memory of this process
     if server is not None:
