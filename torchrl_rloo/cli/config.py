@@ -134,7 +134,7 @@ class SamplerConfig:
 class ExecutorConfig:
     """Execution of reward functions."""
 
-    mode: str = "inline"  # executor: inline, thread (for waiting functions), process (a hang costs one sample)
+    mode: str = "inline"  # executor: inline, thread (for waiting functions), process (a hang or crash costs one sample)
     workers: int | None = None  # number of threads or processes; null: the default of the mode
     timeout: float | None = None  # seconds per sample; null: the default of the mode
     rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode

@@ -9,8 +9,8 @@
     user       lower
     assistant  <think>41-51</think>46
 
-A player that writes down the remaining bounds and guesses near their middle nearly always finds the number. A player
-that does not rarely finds it.
+A player that writes down the remaining bounds and guesses near their middle nearly always finds the number. Other
+players rarely do.
 """
 
 from __future__ import annotations

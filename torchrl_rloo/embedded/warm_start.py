@@ -67,9 +67,9 @@ def warm_start(
             beyond choosing the better demonstrations.
         cache_dir: directory of the results. None is ``$TORCHRL_RLOO_CACHE``, else ``$XDG_CACHE_HOME/torchrl_rloo``,
             else ``~/.cache/torchrl_rloo``. A result's name contains the task, the seed and a fingerprint. The
-            fingerprint covers this package's source, ``steps``, ``clean`` and the versions of torch, transformers and
-            tokenizers.
-        log: function called every ``LOG_EVERY`` steps with a line of progress. None is silent.
+            fingerprint covers the source of ``torchrl_rloo.embedded``, ``steps``, ``clean`` and the versions of torch,
+            transformers and tokenizers.
+        log: function called every ``LOG_EVERY`` steps, and after the last, with a line of progress. None is silent.
 
     Returns:
         Directory in Hugging Face format, ready for ``from_pretrained``.

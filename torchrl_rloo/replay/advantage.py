@@ -77,8 +77,8 @@ class MCAdvantage(Transform):
         normalize: choice from :data:`~torchrl_rloo.functional.advantages.NORMALIZATIONS` for the last step:
             ``Whiten(groups)`` or ``RewardStd(groups)``. It normalizes over rows, or over all action tokens if each has
             its own advantage. Complete groups wait until there are ``groups`` of them. None disables it.
-        process_group: ranks that hold parts of one batch to normalize; each needs equally many batches. None is this
-            rank only.
+        process_group: ranks that hold parts of one batch to normalize, whole groups each; each needs equally many
+            batches. None is this rank only.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
     Attributes:
@@ -90,6 +90,7 @@ class MCAdvantage(Transform):
         ValueError: for a setting that is unknown, out of range or without effect; for rows that disagree with each
             other or with ``num_generations`` on the size of their group.
         KeyError: if a row lacks an entry. No row of the batch is taken in after either error.
+        TypeError: if ``kl`` is not a ``KL``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -124,7 +125,7 @@ class MCAdvantage(Transform):
         )
         self.credit.check_estimator(self.estimator)
         self.normalize = None if normalize is None else resolve("normalize", normalize, NORMALIZATIONS)
-        # Checks that need more than one argument
+        # Refuse arguments that do not fit together or have no effect
         if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
                 f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "

@@ -18,7 +18,7 @@ from torchrl_rloo.replay.credit import check_token_rewards
 
 
 class TokenGAE(Transform):
-    """Replay-buffer transform that estimates generalized advantages per action token (Schulman et al. 2015).
+    """Replay-buffer transform that estimates generalized advantages per action token (arXiv 1506.02438).
 
     It reads the token ids, the action mask (both ``[T]``) and ``("next", "reward")`` (``[1, 1]``) of each row. The
     reward is earned at the last action token, unless the row has token rewards (``[T]``). It writes ``"advantage"``,
@@ -41,7 +41,8 @@ class TokenGAE(Transform):
         micro_batch_size: rows in one forward pass of the value head. None is all of them.
 
     Raises:
-        ValueError: if a number is out of range, or ``kl`` has another ``where``.
+        ValueError: if a number is out of range, ``kl`` has another ``where``, or a token reward is not at an action.
+        TypeError: if ``kl`` is not a ``KL``.
         KeyError: if rows lack rewards, or reference log-probs for the KL.
 
     Example:

@@ -33,7 +33,7 @@ def optimizer_step(
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler={scheduler!r} must be a learning-rate schedule; pass max_grad_norm by name")
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; use null to disable clipping")
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; use None to disable clipping")
     norm = clip_grad_norm_(model.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
     optimizer.step()
     if scheduler is not None:

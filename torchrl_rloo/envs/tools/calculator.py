@@ -35,7 +35,7 @@ class _Calculator(Tool):
     def call(self, state: None, /, expression: str) -> str:
         """Return the value of an expression as text.
 
-        Integers and finite decimals of up to 30 digits are exact; other values are rounded to about 15 digits.
+        Integers are exact, and finite decimals of up to 30 digits. Other values are rounded to about 15 digits.
 
         Raises:
             ToolError: if the expression is invalid or too long, divides by zero, or its value is too large.

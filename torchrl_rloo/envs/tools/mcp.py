@@ -38,8 +38,8 @@ class MCPTools(Sequence[Tool]):
     Names, descriptions and schemas are the server's. The result of a call is the server's texts, joined by line breaks;
     images, audio and links are described. Errors, timeouts and lost connections become texts for the policy.
 
-    The next call reconnects to a server that was lost. A lost call is repeated once if the server declares the tool
-    read-only or idempotent. Other calls are not repeated, because they may have had their effect.
+    The next call reconnects to a server that was lost. Without ``per_trajectory``, a lost call is repeated once if the
+    server declares the tool read-only or idempotent. Others are not repeated: they may have had their effect.
 
     All trajectories share one connection, over which any number of calls run concurrently. ``per_trajectory=True`` is
     for servers with state: each trajectory has a separate session from its first call to its end, and its calls run

@@ -261,7 +261,7 @@ class Keeper:
         return True
 
     def hear(self, session: Session) -> None:
-        """Finish a running call with the packet that its process sent, or kill the process if it is forged."""
+        """Finish a running call with the packet that its process sent, or kill a process that forged one or ended."""
         try:
             packet = session.process.channel.recv(MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:

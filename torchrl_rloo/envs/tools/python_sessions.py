@@ -53,7 +53,7 @@ class SessionResult:
         reason: ``"ok"``; ``"error"`` (the code raised); ``"memory"``, ``"output"``, ``"timed_out"``, ``"cpu"`` or
             ``"threads"`` (it exceeded that limit); ``"killed"`` (the process ended in another way); ``"too_long"`` (the
             code was not run); ``"closed"`` (the session was closed); ``"unavailable"`` (the system could not start a
-            process); ``"lost"`` (all sessions were killed from outside).
+            process); ``"lost"`` (all sessions were closed or killed).
         output: printed output and the value of the code's last expression; a note replaces the middle of long output.
         error: report of the exception.
         ended: True if the session's process has ended. Its variables are lost, and the next call starts another.
@@ -150,7 +150,7 @@ class PythonSession:
 
     def __init__(self, sessions: PythonSessions, number: int):
         self._sessions, self._number = sessions, number
-        self._has_state = self._closed = False  # the former: an earlier call may have left variables
+        self._has_state = self._closed = False  # has state: an earlier call may have left variables
 
     def run(self, code: str) -> SessionResult:
         """Run code and wait for its result; see :meth:`submit`."""

@@ -44,7 +44,7 @@ class SearchTool(Tool):
 
     Args:
         documents: strings, or mappings with ``"text"`` and optionally ``"title"``, or the path of a ``.jsonl`` file
-            with one of either per line. Other entries are ignored.
+            with one of either per line. Other keys are ignored.
         k: maximum number of documents that a query returns.
         max_chars: maximum length of an excerpt, in characters.
         name: name of the tool for the policy.
@@ -52,7 +52,7 @@ class SearchTool(Tool):
         timeout: limit of a call, in seconds; see :class:`~torchrl_rloo.envs.tools.tool.Tool`.
 
     Raises:
-        ValueError: if ``k`` or ``max_chars`` is below 1, no document has a word, or a document has no text.
+        ValueError: if ``k`` or ``max_chars`` is below 1, no document has a word, or one has no text or is not JSON.
         ImportError: if ``bm25s`` is not installed.
 
     Example:
@@ -149,7 +149,7 @@ def excerpt(text: str, wanted: Iterable[str], max_chars: int) -> str:
     wanted = set(wanted)
     found = [(m.start(), word) for m in _WORD.finditer(text) for word in words(m.group()) if word in wanted]
 
-    # Slide a window over the found words, to where it holds the most different ones
+    # Find the window with the most distinct words
     best, max_distinct, first, in_window = 0, 0, 0, Counter()
     for position, word in found:
         in_window[word] += 1

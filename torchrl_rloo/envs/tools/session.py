@@ -25,14 +25,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class ToolSession:
     """Session that makes the calls of one trajectory and opens a tool's state at the first call that needs it.
 
-    It must be used on the loop of conversations (:mod:`torchrl_rloo.envs.event_loop`). No call raises: errors become
+    It must be used on the loop of conversations (:mod:`torchrl_rloo.envs.event_loop`). Errors of a call become
     texts for the policy. A call that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so
     that no later call uses it.
 
     Args:
         tools: tools that may be called.
         columns: dataset columns of the trajectory's row.
-        timeout: limit of a call, in addition to the tool's own, and of closing a state, in seconds.
+        timeout: limit of a call and of closing a state, in seconds. A tool's own limit applies if it is shorter.
         max_chars: characters of a result that the policy is shown; the rest is cut.
     """
 
@@ -51,6 +51,9 @@ class ToolSession:
         Args:
             call: call from a parser.
             deadline: time of ``time.monotonic()`` at which the call times out, in seconds.
+
+        Raises:
+            RuntimeError: if the session is closed and the tool has a state.
         """
         if isinstance(call, MalformedCall):
             return ToolResult("", self._error(f"the call could not be read: {call.error}"), "malformed")
