@@ -33,7 +33,7 @@ class RefilledBatch(NamedTuple):
 class RefillingCollector:
     """Collector that samples until there are enough groups with a signal, as in DAPO (arXiv 2503.14476, section 3.2).
 
-    Surplus groups come first in the next batch, ordered by policy version, and nothing is sampled while they suffice.
+    The next batch delivers surplus groups first, oldest policy version first, and samples nothing while they suffice.
     They keep the log-probs of the policy that sampled them, so the loss's ratio does not start at 1 for them.
 
     Args:
@@ -43,7 +43,7 @@ class RefillingCollector:
         groups_per_batch: number of groups in a batch.
         max_batches: maximum number of batches collected for one result, which may then have fewer groups.
         max_age: maximum number of policy versions that a surplus group may be behind. Older groups are dropped and
-            counted. Surplus waits one step only if the collector's batches have at most ``groups_per_batch`` groups.
+            counted. If a collected batch has at most ``groups_per_batch`` groups, surplus waits for one step only.
         observers: functions called with each collected batch before it is filtered, e.g. ``pool.update``.
 
     Attributes:

@@ -84,7 +84,7 @@ class TurnSource(ABC):
             self._waiting.discard(waiting)
 
     def recover(self) -> None:
-        """Restart a dead engine once for all waiting turns. Does nothing if no engine is dead.
+        """Restart a dead engine once for all waiting turns; do nothing if no engine is dead.
 
         It must not be called on the event loop.
 
@@ -157,7 +157,7 @@ class BatchedTurns(TurnSource):
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size={max_batch_size} must be None or at least 1")
         super().__init__(policy, version, on_death)
-        # The policy must not recover during a batch; TurnSource.recover does
+        # The policy must not restart the engine in this thread; TurnSource.recover replaces its own recovery
         if self._recover is not None:
             self.policy = policy.get_new_version(recover=None)
         self.max_batch_size = max_batch_size

@@ -74,7 +74,8 @@ class TransformersEngine(Engine):
 
         Raises:
             EngineTimeoutError: if a pause or another call lasts longer than ``request_timeout`` seconds.
-            EngineError: if the engine is closed or asleep, a request is invalid, or the model fails.
+            EngineError: if the engine is closed or asleep, its last update failed half-way, a request is invalid, or
+                the model fails.
         """
         for number, request in enumerate(requests):
             self._check_request(number, request)

@@ -1,4 +1,4 @@
-"""Settings, requests and outputs of vLLM, and the base of its engines. Only this module knows vLLM's names."""
+"""Settings, requests and outputs of vLLM, and the base of its engines."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class VLLMEngineBase(Engine):
 
     _staged = True
     _adapter_failed = False  # True if failed_version is of an adapter only, so that the weights are intact
-    _adapter: Any = None  # name of the adapter in requests; None samples with the weights only
+    _adapter: Any = None  # what requests pass as the adapter; None samples with the weights only
 
     @property
     @abstractmethod

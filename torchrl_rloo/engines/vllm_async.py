@@ -259,7 +259,7 @@ class _Core:
             ended = [process for process in self._processes if process.exitcode is not None]
             ends = [f"{p.name} (pid {p.pid}) ended with exit code {p.exitcode}" for p in ended]
             self._death = f"vLLM is dead: {', '.join(ends) or 'its engine core stopped'}"
-            self._log_read = 0  # quote the whole log, of which an earlier error may have quoted the last lines
+            self._log_read = 0  # an earlier error may have quoted the last lines; quote them again
             self._death += f"; call restart(){self._log()}"
         return EngineDeadError(self._death)
 

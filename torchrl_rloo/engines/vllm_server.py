@@ -246,7 +246,7 @@ class VLLMServer(LoopEngine):
 
 
 class _Http:
-    """HTTP client of one server. It uses aiohttp, which keeps hundreds of requests open on one thread."""
+    """HTTP client of one server: aiohttp, on which datasets depends, keeps hundreds of requests open on a thread."""
 
     def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float):
         self.url, self.headers, self.connect_timeout = url, headers, connect_timeout

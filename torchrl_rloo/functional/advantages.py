@@ -224,8 +224,8 @@ def whiten(
     """Normalize advantages over the whole batch: ``(A - mean(A)) / (std(A) + 1e-4)``.
 
     REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), over rows ``[N]`` or action tokens ``[B, A]``. The standard
-    deviation is unbiased. If it is at most :data:`NOISE` times the largest value, it is rounding error and all
-    advantages become exactly 0.
+    deviation is unbiased. If it is at most :data:`NOISE` times the largest value, it is rounding error, and
+    with ``scale`` all advantages become exactly 0.
 
     Args:
         advantages: any shape.

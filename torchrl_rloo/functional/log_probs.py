@@ -113,7 +113,7 @@ class _HeadSettings(NamedTuple):
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Save the normalizer of each position, and recompute the logits of a tile for its gradient."""
+    """Autograd function that saves one normalizer per position, and recomputes each tile's logits for its gradient."""
 
     @staticmethod
     def forward(ctx, settings, targets, seen, support_ids, support_sizes, bias, *factors):

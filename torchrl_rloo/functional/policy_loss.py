@@ -25,7 +25,7 @@ Surrogate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], t
 
 
 class _UnmaskedSurrogate(Choice):
-    """Base class of surrogates that may scale a gradient down but never remove it."""
+    """Base class of surrogates that scale gradients but never mask one."""
 
     def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
         """Return False everywhere."""
@@ -75,7 +75,7 @@ class Clip(Choice):
         return -objective
 
     def clipped(self, log_ratio, advantages, log_probs, old_log_probs) -> torch.Tensor:
-        """Return True where the ratio is out of bounds in the direction of the advantage, so no gradient is left."""
+        """Return True where the ratio is beyond the bound on the advantage's side, or above ``dual`` if ``A < 0``."""
         ratio = exp_log_ratio(log_ratio)
         bad = ratio < 1 - self.low if self.dual is None else (ratio < 1 - self.low) | (ratio > self.dual)
         return torch.where(advantages < 0, bad, (ratio > 1 + self.high) & (advantages > 0))

@@ -73,7 +73,7 @@ class Support(NamedTuple):
         return [0, *self.sizes.cumsum(0).tolist()]
 
     def mask(self, rows: slice, offsets: list[int], vocab_size: int) -> torch.Tensor:
-        """Return the bool mask ``[n, V]`` of the positions ``rows``, given the offsets of :meth:`offsets`."""
+        """Return the bool mask ``[n, V]`` of the positions ``rows``; ``offsets`` are computed once for all tiles."""
         ids, sizes = self.ids[offsets[rows.start] : offsets[rows.stop]], self.sizes[rows]
         mask = torch.zeros(len(sizes), vocab_size, dtype=torch.bool, device=ids.device)
         lines = torch.arange(len(sizes), device=ids.device).repeat_interleave(sizes.long(), output_size=len(ids))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_actor(actor_network: Any) -> None:
-    """Raise if the network cannot score rows or samples greedily."""
+    """Raise if the network cannot score rows, is set to generate, or samples greedily."""
     if not callable(getattr(actor_network, "score", None)):
         raise ValueError(f"actor_network={type(actor_network).__name__} must have a score(rows) method")
     if getattr(actor_network, "generate", False):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torchrl_rloo.functional.kl import adapt_coefficient
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_GAIN = 5.0  # from here on, one step of -20 % could make the coefficient negative
+_MAX_GAIN = 5.0  # from here on, an error of -20 % could bring the coefficient to 0 or below
 
 
 class AdaptiveKLCoefficient:
@@ -50,7 +50,7 @@ class AdaptiveKLCoefficient:
             num_samples: number of samples of this step.
 
         Raises:
-            ValueError: if ``num_samples`` is negative, or so large that the coefficient could become negative.
+            ValueError: if ``num_samples`` is negative, or so large that the coefficient could reach 0.
         """
         if not 0 <= num_samples < _MAX_GAIN * self.horizon:
             raise ValueError(

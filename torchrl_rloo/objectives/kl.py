@@ -22,9 +22,9 @@ class KL:
 
     Args:
         where: place of the KL. ``"reward"`` subtracts that of the whole trajectory from its reward before the baseline
-            (:class:`~torchrl_rloo.envs.transforms.KLRewardTransform`). ``"token"`` adds that of each action token as a
-            reward after the baseline (:class:`~torchrl_rloo.replay.MCAdvantage`). ``"loss"`` adds it as a term of
-            :class:`~torchrl_rloo.objectives.RLOOLoss`. None disables the KL.
+            (:class:`~torchrl_rloo.envs.transforms.KLRewardTransform`). ``"token"`` rewards each action token with
+            its negative KL, after the baseline (:class:`~torchrl_rloo.replay.MCAdvantage`). ``"loss"`` adds that of
+            each action token to :class:`~torchrl_rloo.objectives.RLOOLoss`. None disables the KL.
         coeff: coefficient of at least 0, or an object with ``__float__`` that is read at each use.
         estimator: name in :data:`~torchrl_rloo.functional.kl.KL_ESTIMATORS`. None takes ``"k3"`` in the loss, where the
             gradient of k1 is 0 on average, and ``"k1"`` elsewhere.
@@ -57,7 +57,7 @@ class KL:
                 if getattr(self, name) != unset:
                     raise ValueError(f"kl.{name}={getattr(self, name)} has no effect with kl.where=None; set kl.where")
             return
-        # Fill in the estimator of the place, and check it and the clip
+        # Take the default estimator of the place; reject an unknown one, and a clip without effect
         if self.estimator is None:
             object.__setattr__(self, "estimator", "k3" if self.where == "loss" else "k1")
         if self.estimator not in KL_ESTIMATORS:

@@ -18,7 +18,7 @@ class Normalizers:
     Attributes:
         num_rows: rows of the step (pairs for paired losses), including rows without a gradient.
         num_tokens: action tokens of the step that the loss covers.
-        entropy_threshold: smallest entropy, in nats, of a token with a policy gradient. None gives all tokens one.
+        entropy_threshold: smallest entropy, in nats, of a token with a policy gradient. None sets no threshold.
         reference_point: KTO's ``z_0`` in nats. None for other losses.
         mean_reward: weighted mean score of all completions. None if no term needs it.
     """

@@ -284,7 +284,7 @@ def _merge_kl(own: KL | None, given: KL | Mapping[str, Any] | str | None) -> KL 
     if not isinstance(given, KL | Mapping):
         raise TypeError(f"kl={given!r} must be None, 'default', a KL such as KL('reward', 0.05), or a mapping")
     if isinstance(given, Mapping):
-        # Checks of a mapping
+        # Reject unknown fields, and a place without a coefficient
         known = [f.name for f in fields(KL)]
         for key in given:
             if key not in known:

@@ -71,9 +71,9 @@ class RLOOLoss(LossModule):
     Coefficients are numbers or objects with ``__float__``, which are read at each use.
 
     This class replaces TorchRL's ``GRPOLoss``. ``clip_epsilon=0.2`` there is ``surrogate=Clip(0.2)`` here,
-    ``clip_epsilon=(0.2, 0.28)`` is ``Clip(0.2, 0.28)``. Its defaults ``ratio="token"``, ``aggregation="token_mean"``
-    and the entropy bonus must be set here. ``set_keys`` accepts ``advantage=``; :mod:`torchrl_rloo.data.keys` fixes the
-    other keys.
+    ``clip_epsilon=(0.2, 0.28)`` is ``Clip(0.2, 0.28)``. The KL and entropy coefficients have the same names. Its
+    token ratio (``ratio="token"``), its default ``aggregation="token_mean"`` and its entropy bonus must be set here.
+    ``set_keys`` accepts ``advantage=``; :mod:`torchrl_rloo.data.keys` fixes the other keys.
 
     Args:
         actor_network: policy that scores rows with :meth:`TransformersWrapper.score`.
@@ -168,7 +168,7 @@ class RLOOLoss(LossModule):
         self.kl_importance_weighted, self.entropy_coeff = kl_importance_weighted, entropy_coeff
         self.high_entropy_fraction, self.router_loss_coeff = high_entropy_fraction, router_loss_coeff
         self.mask_truncated_completions = mask_truncated_completions
-        # Checks that need more than one argument
+        # Reject values out of range, and settings that cannot be combined
         check_parts(self)
         self._forward_value_estimator_keys()
         self.out_keys = list(RLOOLossOutput.__annotations__)
@@ -224,7 +224,7 @@ class RLOOLoss(LossModule):
         per_token = self._is_per_token(batch, log_ratio)
         if not per_token and batch.advantages.shape[1] > 1:
             raise ValueError(
-                "ratio='sequence' cannot be combined with rows that carry an advantage for each token; use "
+                "a ratio of whole sequences cannot be combined with rows that carry an advantage for each token; use "
                 "ratio='sequence_mean', 'token' or 'none', or MCAdvantage(credit='trajectory')"
             )
         token_weights = self._compute_token_weights(batch)
