@@ -28,12 +28,12 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-source_suffix = {".md": "myst-nb", ".py": "myst-nb", ".rst": "restructuredtext"}
+source_suffix = {".md": "myst-nb", ".py": "myst-nb"}
 exclude_patterns = ["_build", "*.py"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 # Markdown and tutorials: percent scripts, executed once for each change of their text
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 nb_custom_formats = {".py": "generate.read_notebook"}
 nb_execution_mode = "cache"
@@ -53,7 +53,6 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = ["Shapes", "Inputs", "Outputs", ("Keys", "params_style")]
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
 nitpicky = True  # a reference to a name of this package must resolve; other packages are not indexed
@@ -67,7 +66,6 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
-linkcheck_anchors = False
 
 
 def setup(app):

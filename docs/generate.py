@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import os
 import pkgutil
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = {
-    "rloo": "rloo/rloo_sync.py",
-    "reward_model": "reward_model/reward_model.py",
-    "evaluate": "evaluate/evaluate.py",
-}
+RECIPES = ("rloo", "reward_model", "evaluate")
 TUTORIALS = (
     "first_loop",
     "own_data_and_reward",
@@ -30,13 +28,18 @@ TUTORIALS = (
 
 
 def write_pages(docs: Path) -> None:
-    """Write all generated pages below ``docs``; leave those that have not changed untouched."""
+    """Write all generated pages below ``docs``; leave those that have not changed untouched.
+
+    Each page is replaced as a whole, so that two builds at once read no half-written page.
+    """
     pages = {**api_pages(), **configuration_pages(), **coming_from_pages(), **tutorial_pages(), **metrics_page()}
     for name, text in pages.items():
         path = docs / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            written = path.with_name(f".{path.name}.{os.getpid()}")
+            written.write_text(text)
+            written.replace(path)
 
 
 def api_pages() -> dict[str, str]:
@@ -87,7 +90,7 @@ def _summary(value) -> str:
 
 def configuration_pages() -> dict[str, str]:
     """Return a page of settings for each recipe, from its typed configuration."""
-    pages = {f"configuration/{name}.md": _configuration_page(name, file) for name, file in RECIPES.items()}
+    pages = {f"configuration/{name}.md": _configuration_page(name) for name in RECIPES}
     entries = "\n".join(RECIPES)
     pages["configuration/index.md"] = CONFIGURATION.format(
         tasks=_group_table("task"), engines=_group_table("inference"), entries=entries
@@ -130,20 +133,18 @@ def _group_table(group: str) -> str:
     return "\n".join(lines)
 
 
-def _configuration_page(name: str, file: str) -> str:
+def _configuration_page(name: str) -> str:
     from torchrl_rloo.cli.schema import iter_settings
 
-    config = load_recipe(name, file).Config
+    config = load_recipe(name).Config
     lines = [
         f"# Settings of {name}",
         "",
         f"`torchrl-rloo run {name}`" if name != "evaluate" else "`torchrl-rloo evaluate`",
     ]
     lines += ["", "## Top level", "", *_HEADER]
-    sections: list[str] = []
     for setting, default, comment in iter_settings(config):
         if not default:
-            sections.append(setting)
             lines += ["", f"## {setting}", "", *([_plain(_sentence(comment)), ""] if comment else []), *_HEADER]
         else:
             lines.append(f"| `{setting}` | `{_cell(default)}` | {_cell(limits(setting))} | {_plain(comment)} |")
@@ -164,9 +165,12 @@ def limits(setting: str) -> str:
     return ", ".join(filter(None, [low, "≤ 1" if setting in AT_MOST_1 else ""]))
 
 
-def load_recipe(name: str, file: str):
+@cache
+def load_recipe(name: str):
     """Import a recipe's file as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_recipe_{name}", ROOT / "sota_implementations" / file)
+    from torchrl_rloo.cli.main import recipe_file
+
+    spec = importlib.util.spec_from_file_location(f"docs_recipe_{name}", recipe_file(name))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their annotations up here
     spec.loader.exec_module(module)
@@ -176,8 +180,7 @@ def load_recipe(name: str, file: str):
 def coming_from_pages() -> dict[str, str]:
     """Return a page for each library whose settings ``coming_from.yaml`` translates."""
     libraries = yaml.safe_load((ROOT / "docs" / "coming_from.yaml").read_text())
-    pages = {f"coming-from/{name}.md": _coming_from_page(library) for name, library in libraries.items()}
-    return pages
+    return {f"coming-from/{name}.md": _coming_from_page(library) for name, library in libraries.items()}
 
 
 def metrics_page() -> dict[str, str]:

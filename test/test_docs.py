@@ -33,9 +33,10 @@ from torchrl_rloo.replay import MCAdvantage, RowStorage
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GENERATED = ("_build", "api", "configuration", "tutorials", "metrics.md")  # written by docs/generate.py
+LIBRARIES = yaml.safe_load((DOCS / "coming_from.yaml").read_text())
+GENERATED = ("_build", "api", "configuration", "tutorials", "metrics.md", *(f"{name}.md" for name in LIBRARIES))
 sys.path.insert(0, str(DOCS))
-from generate import TUTORIALS  # noqa: E402
+from generate import TUTORIALS, load_recipe  # noqa: E402
 
 PAGES = [
     ROOT / "README.md",
@@ -154,8 +155,7 @@ def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypa
 
 def known_settings(name: str) -> None:
     """Fail for a dotted name that no recipe has."""
-    config = load(ROOT / "sota_implementations" / "rloo" / "rloo_sync.py").Config
-    check_names([name], config)
+    check_names([name], load_recipe("rloo").Config)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
@@ -190,8 +190,7 @@ CONTEXTS = {  # what a setting requires, by the start of its name; the first tha
 
 def translations() -> list[str]:
     """Return our side of the table: one or more settings a row."""
-    libraries = yaml.safe_load((DOCS / "coming_from.yaml").read_text())
-    rows = [row for library in libraries.values() for group in library["settings"].values() for row in group.values()]
+    rows = [row for library in LIBRARIES.values() for group in library["settings"].values() for row in group.values()]
     assert all(ours or note for ours, note in rows)
     return sorted({ours for ours, _ in rows if ours})
 
@@ -250,7 +249,7 @@ def fields_of(path: Path, *classes: str) -> set[str]:
 
 def test_every_setting_of_trl_is_translated():
     """Names come from the source of the installed version, which is the version that the page names."""
-    library = yaml.safe_load((DOCS / "coming_from.yaml").read_text())["trl"]
+    library = LIBRARIES["trl"]
     trl, transformers = (
         Path(importlib.util.find_spec(n).submodule_search_locations[0]) for n in ("trl", "transformers")
     )

@@ -80,6 +80,8 @@ from torchrl_rloo.run import Run, check_resumable, meters
 from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightUpdater
 
+HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")  # metrics of the progress bar
+
 
 class Problem(NamedTuple):
     """Task, prompts, model, rewards, method and sizes of a run."""
@@ -128,8 +130,7 @@ def main(cfg: Config) -> None:
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
-    headline = ("reward", "eval/greedy", "eval/sampled", "time/step")
-    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=headline)
+    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=HEADLINE)
     with engine or nullcontext(), closing(rewards), closing(source), run:
         rewards.quarantine.rewind(run.step)  # steps that run again write their failed samples again
         if run.step == 0:

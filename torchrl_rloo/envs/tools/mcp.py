@@ -29,7 +29,7 @@ Transport = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 class ConnectionLostError(ToolError):
-    """The server could not be reached, or the connection was lost during a call."""
+    """Error of a server that could not be reached, or whose connection was lost during a call."""
 
 
 class MCPTools(Sequence[Tool]):
