@@ -65,7 +65,7 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
 from torchrl_rloo import data, diagnostics, modules, replay
-from torchrl_rloo.collectors import AsyncLLMCollector, GroupSource, LLMCollector, RefillingCollector, StepRows
+from torchrl_rloo.collectors import GroupSource, LLMCollector, RefillingCollector, StepRows
 from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
 from torchrl_rloo.engines import Engine, sleeping

@@ -8,108 +8,136 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_rloo.collectors.concurrency import Slots
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
+from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.turn_source import TurnSource
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.stepping import RowStepper, open_rows
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_RESETS = 16  # groups reset at a time, each in a thread, since sessions may start slowly
+_MAX_REPLACEMENTS = 3  # conversations that replace a failed one before it abstains
+
+OnFailure = Literal["abstain", "replace"]
+ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 
 class GroupRunner:
-    """Runner of any number of concurrent groups on the loop of :mod:`torchrl_rloo.envs.event_loop`.
+    """Runner of any number of concurrent groups on one event loop.
 
     Args:
-        env: environment, see :class:`AsyncLLMCollector`.
-        source: source of the turns.
+        env: environment, see :class:`LLMCollector`.
         version: function that returns the current policy version.
         seed: seed from which the conversations' seeds are derived.
-        max_in_flight: maximum number of concurrent conversations; None disables the limit.
         reward_threads: number of groups scored at a time.
         max_consecutive_failures: number of consecutive failed turns that stops collection; None disables the limit.
+        on_failure: ``"abstain"`` keeps a failed conversation, without a return. ``"replace"`` runs another conversation
+            of the prompt in its place, with another seed, at most three times.
 
     Attributes:
-        counts: ``"collector/failed_turns"``, turns on which the policy failed, and ``"collector/timed_out"``,
-            conversations that the environment's ``max_seconds`` ended while they waited.
+        source: source of the turns, set before the first group.
+        slots: places of the conversations, set before the first group.
+        counts: ``"collector/failed_turns"``, turns on which the policy failed; ``"collector/timed_out"``, conversations
+            that the environment's ``max_seconds`` ended while they waited; ``"collector/replaced"`` and
+            ``"collector/cancelled_rows"``, conversations that were replaced after a failure and cut as stragglers.
         turn_counts: number of turns by ``group_id``, until :meth:`forget`.
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
-
-    Example::
-
-        source = make_turn_source(policy, version)
-        runner = GroupRunner(env, source, version, seed=0, max_in_flight=None, reward_threads=1,
-                             max_consecutive_failures=None)
-        rows = event_loop.run(runner.run(primer.draw_groups(1)[0]))  # one finished row per member of the group
+        pending: number of conversations that have not ended.
     """
+
+    source: TurnSource
+    slots: Slots
 
     def __init__(
         self,
         env: EnvBase,
-        source: TurnSource,
         version: Callable[[], int],
         *,
         seed: int,
-        max_in_flight: int | None,
         reward_threads: int,
         max_consecutive_failures: int | None,
+        on_failure: OnFailure,
     ):
-        self.env, self.source, self.stepper, self.version, self.seed = env, source, RowStepper(env), version, seed
+        self.env, self.stepper, self.version, self.seed = env, RowStepper(env), version, seed
         self.max_seconds = getattr(self.stepper.base, "max_seconds", None)
-        self.max_consecutive_failures = max_consecutive_failures
+        self.max_consecutive_failures, self.on_failure = max_consecutive_failures, on_failure
         self.counts: Counter[str] = Counter()
         self.turn_counts: Counter[int] = Counter()
         self.ended_counts: Counter[int] = Counter()
-        self._conversation_slots = nullcontext() if max_in_flight is None else asyncio.Semaphore(max_in_flight)
+        self.pending = 0
         self._reset_slots, self._scoring_slots = asyncio.Semaphore(_MAX_RESETS), asyncio.Semaphore(reward_threads)
         self._consecutive_failures = 0
+        self._running: dict[int, list[_Conversation]] = {}
         self._thread_work: set[asyncio.Future] = set()  # outlives a cancelled group
 
-    async def run(self, drawn: TensorDictBase) -> list[TensorDictBase]:
+    def expected(self) -> float:
+        """Return the number of conversations that hold a place or could, and have not ended."""
+        return min(self.pending, self.slots.limit)
+
+    async def run(self, lease: Lease, begin: Callable[[int], None]) -> list[TensorDictBase]:
         """Run a group to its end. Cancelling it cancels its turns and tools and releases its state.
 
         Args:
-            drawn: ``[G]`` rows of one group, from the primer.
+            lease: group to run.
+            begin: function called with the policy version when a conversation begins.
 
         Returns:
-            ``G`` finished rows of the schema, in the same order.
+            ``G`` finished rows of the schema, in the order of the drawn rows.
 
         Raises:
-            EngineDeadError: if the engine died and cannot be restarted.
+            EngineDeadError: if the engine is dead.
             RuntimeError: after ``max_consecutive_failures`` consecutive failed turns.
             Exception: raised by the environment or its transforms.
         """
-        group_id = int(drawn[0][keys.GROUP_ID])
-        conversations = [_Conversation(row, group_id, i, self) for i, row in enumerate(await self._open(drawn))]
+        group = lease.group_id
+        conversations = [_Conversation(row, lease, i, self, begin) for i, row in enumerate(lease.rows.unbind(0))]
+        self.pending += len(conversations)
+        unended = set(conversations)
         try:
-            await _gather_or_cancel([self._converse(conversation) for conversation in conversations])
+            for conversation, row in zip(conversations, await self._open(conversations), strict=True):
+                conversation.row = row
+            self._running[group] = conversations
+            await _gather_or_cancel([self._run_conversation(c, unended) for c in conversations])
             async with self._scoring_slots:
                 return await asyncio.shield(self._run_in_thread(self._score, conversations))
         finally:
+            self._running.pop(group, None)
+            self.pending -= len(unended)
+            self.source.notify()
             # Release the state to the end, even if the group is cancelled during it
-            releasing = asyncio.ensure_future(self._release([conversation.row for conversation in conversations]))
+            releasing = asyncio.ensure_future(self._release([c.row for c in conversations if c.row is not None]))
             try:
                 await asyncio.shield(releasing)
             except asyncio.CancelledError:
                 await asyncio.wait({releasing})
                 raise
 
+    def cut_stragglers(self, group_id: int) -> None:
+        """Cancel the conversations of a group that have not ended; the group then completes with them abstaining."""
+        for conversation in self._running.get(group_id, ()):
+            if conversation.task is not None and not conversation.task.done():
+                conversation.cut = True
+                conversation.task.cancel()
+
     def forget(self, group_id: int) -> None:
         """Drop the counts of a delivered or cancelled group."""
         self.turn_counts.pop(group_id, None)
         self.ended_counts.pop(group_id, None)
 
-    async def _open(self, drawn: TensorDictBase) -> list[TensorDictBase]:
+    async def _open(self, conversations: list[_Conversation]) -> list[TensorDictBase]:
         async with self._reset_slots:
+            drawn = stack_rows([conversation.draw() for conversation in conversations])
             opening = self._run_in_thread(open_rows, self.env, drawn)
             try:
                 return list((await asyncio.shield(opening)).unbind(0))
@@ -141,22 +169,50 @@ class GroupRunner:
             if isinstance(outcome, Exception):
                 _LOGGER.error("releasing the state of a conversation failed", exc_info=outcome)
 
-    async def _converse(self, conversation: _Conversation) -> None:
-        """Run one conversation to its end, once a slot is free."""
-        async with self._conversation_slots:
-            conversation.start(self.version())
-            turns = self._take_turns(conversation)
-            if self.max_seconds is None:
-                await turns
-            elif not await _finish_within(self.max_seconds, turns):
-                self.counts["collector/timed_out"] += 1
-                self._truncate(conversation, "time")
+    async def _run_conversation(self, conversation: _Conversation, unended: set[_Conversation]) -> None:
+        """Run a conversation to its end, or to the cut of a straggler."""
+        conversation.task = asyncio.current_task()
+        try:
+            await self._converse(conversation)
+        except asyncio.CancelledError:
+            if not conversation.cut:
+                raise
+            self.counts["collector/cancelled_rows"] += 1
+            self._truncate(conversation, "cancelled")
         self.ended_counts[conversation.group_id] += 1
+        unended.discard(conversation)
+        self.pending -= 1
+        self.source.notify()
+
+    async def _converse(self, conversation: _Conversation) -> None:
+        """Run one conversation to its end once a place is free, and its replacements after failures."""
+        async with self.slots.place():
+            for replacement in range(_MAX_REPLACEMENTS + 1):
+                await self._take_turns_in_time(conversation)
+                failed = stop_reason(conversation.row["next"]) == "failed"
+                if self.on_failure == "abstain" or not failed or replacement == _MAX_REPLACEMENTS:
+                    return
+                self.counts["collector/replaced"] += 1
+                await self._release([conversation.row])
+                conversation.replace()
+                (conversation.row,) = await self._open([conversation])
+
+    async def _take_turns_in_time(self, conversation: _Conversation) -> None:
+        conversation.start(self.version())
+        turns = self._take_turns(conversation)
+        if self.max_seconds is None:
+            await turns
+        elif not await _finish_within(self.max_seconds, turns):
+            self.counts["collector/timed_out"] += 1
+            self._truncate(conversation, "time")
 
     async def _take_turns(self, conversation: _Conversation) -> None:
+        if conversation.row["done"].any():  # the prompt leaves the policy no turn
+            self._truncate(conversation, stop_reason(conversation.row))
+            return
         while True:
             try:
-                row = await self.source.turn(conversation.row)
+                row = await self.source.turn(conversation.row, conversation.order)
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -196,18 +252,38 @@ class GroupRunner:
 class _Conversation:
     """One conversation: its current row, accumulated reward and policy version."""
 
-    def __init__(self, row: TensorDictBase, group_id: int, member: int, runner: GroupRunner):
-        self.row, self.group_id, self.reward, self.version = row, group_id, torch.zeros(1, 1), runner.version()
-        self.seeded = keys.SEED not in row.keys()
-        # Give the conversation a seed, so that its samples do not depend on the batch
-        if self.seeded:
-            row.set(keys.SEED, torch.tensor(_seed(runner.seed, group_id, member)))
+    def __init__(
+        self, drawn: TensorDictBase, lease: Lease, member: int, runner: GroupRunner, begin: Callable[[int], None]
+    ):
+        self.drawn, self.group_id, self.order = drawn, lease.group_id, (lease.group_id, member)
+        self.row: TensorDictBase | None = None
+        self.reward, self.version, self.begin = torch.zeros(1, 1), runner.version(), begin
+        self.task: asyncio.Task | None = None
+        self.cut = self.seeded = False
+        self._seed, self._attempt, self._replacements = runner.seed, lease.attempt, 0
+
+    def draw(self) -> TensorDictBase:
+        """Return the row to open, with ids that no other conversation has."""
+        row, numbers = self.drawn.copy(), (*self.order, self._replacements)
+        row.set(keys.TRAJECTORY_ID, torch.tensor(_hash("trajectory", self._seed, *numbers, self._attempt)))
+        return row
+
+    def replace(self) -> None:
+        """Prepare for another conversation in place of this one, which failed."""
+        self._replacements += 1
+        self.reward = torch.zeros(1, 1)
 
     def start(self, version: int) -> None:
-        """Record the version and the time of the first turn."""
+        """Record the version, the seed and the time of the first turn."""
         self.version = version
+        self.begin(version)
+        # Give the conversation a seed, so that its samples do not depend on the batch; another attempt repeats them
+        if keys.SEED not in self.row.keys():
+            self.seeded = True
+            numbers = self.order if not self._replacements else (*self.order, self._replacements)
+            self.row.set(keys.SEED, torch.tensor(_hash(self._seed, *numbers)))
         if keys.STARTED in self.row.keys():
-            self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
+            self.row.set(keys.STARTED, torch.tensor(time.time(), dtype=torch.float64))
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""
@@ -217,9 +293,9 @@ class _Conversation:
         return row.exclude(keys.SEED) if self.seeded else row
 
 
-def _seed(*numbers: int) -> int:
-    """Hash numbers to a seed below ``2**62``."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+def _hash(*values: int | str) -> int:
+    """Hash values to a number below ``2**62``."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 

@@ -8,109 +8,59 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, Request, Sample
+from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, EngineLoad, Request, Sample
+from torchrl_rloo.envs import event_loop
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
 _LOGGER = logging.getLogger(__name__)
-_QUIET_S = 0.002  # time without another row on an idle event loop before a batch begins
+_QUIET_S = 0.002  # time without another row before a batch begins although other conversations may still ask
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
+Order = tuple[int, int]  # group and member of a conversation
 
 
 class TurnSource(ABC):
     """Base of sources that continue single rows of conversations, each by a turn of the policy.
 
-    If the policy can restart a dead engine (``recover``), turns wait until the caller calls :meth:`recover`. Only the
-    training loop knows when it may run, since it reads the training model's weights.
-
     Args:
         policy: callable that takes and returns rows.
-        version: function that returns the current policy version.
-        on_death: function called on the event loop when the engine died and :meth:`recover` should be called.
-
-    Attributes:
-        death: error of an engine that waits for :meth:`recover`; None if there is none.
     """
 
-    def __init__(self, policy: Policy, version: Callable[[], int], on_death: Callable[[], None] = lambda: None):
-        self.policy, self.version, self.on_death = policy, version, on_death
-        self.death: EngineDeadError | None = None
-        self._recover: Callable[[], Any] | None = getattr(policy, "recover", None)
-        self._recoveries = 0
-        self._waiting: set[asyncio.Future] = set()
+    load: Callable[[], EngineLoad] | None = None  # reports the engine's load; None if there is no such engine
 
-    async def turn(self, row: TensorDictBase) -> TensorDictBase:
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    @abstractmethod
+    async def turn(self, row: TensorDictBase, order: Order) -> TensorDictBase:
         """Continue one row by one turn.
 
         Args:
             row: one row, without batch dimensions. It is unchanged if the turn fails or is cancelled.
+            order: group and member of the conversation.
 
         Returns:
             The row, or a copy, with the policy's outputs.
 
         Raises:
-            EngineDeadError: if the engine died and cannot be restarted, or died again after a restart.
+            EngineDeadError: if the engine is dead.
             Exception: raised by the policy on this row.
         """
-        recoveries = self._recoveries
-        try:
-            return await self._sample(row)
-        except EngineDeadError as error:
-            if self._recover is None:
-                raise
-            if self._recoveries == recoveries:
-                await self._wait_for_recovery(error)
-            return await self._sample(row)
 
-    async def _wait_for_recovery(self, error: EngineDeadError) -> None:
-        """Wait for :meth:`recover`, which releases all waiting turns at once."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
-        if self.death is None:
-            self.death = error
-            self.on_death()
-        try:
-            await waiting
-        finally:
-            self._waiting.discard(waiting)
-
-    def recover(self) -> None:
-        """Restart a dead engine once for all waiting turns; do nothing if no engine is dead.
-
-        It must not be called on the event loop.
-
-        Raises:
-            Exception: raised by the policy's ``recover``. Turns then still wait, and it may be called again.
-        """
-        if self.death is None:
-            return
-        _LOGGER.warning("restarting a dead engine: %s", self.death)
-        self._recover()
-        self._recoveries += 1
-        self.death = None
-        for waiting in list(self._waiting):
-            waiting.get_loop().call_soon_threadsafe(lambda waiting=waiting: waiting.done() or waiting.set_result(None))
-
-    @abstractmethod
-    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
-        """Sample one turn, without restarting the engine."""
+    def notify(self) -> None:  # noqa: B027  an engine needs no news
+        """Note that a conversation ended, so that fewer may ask for a turn."""
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep the policy from using weights in this process within the context. Engines need no such lock."""
         yield
-
-    def close(self) -> None:  # noqa: B027  a source without threads has nothing to stop
-        """Stop the source's threads."""
 
 
 class EngineTurns(TurnSource):
@@ -121,58 +71,105 @@ class EngineTurns(TurnSource):
 
     policy: vLLMWrapper
 
-    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
+    def __init__(self, policy: vLLMWrapper):
+        super().__init__(policy)
+        self.load = policy.engine.load
+
+    async def turn(self, row: TensorDictBase, order: Order) -> TensorDictBase:
         return await self.policy.turn(row, self._submit)
 
     async def _submit(self, request: Request) -> Sample:
-        return await asyncio.wrap_future(self.policy.engine.submit(request))
+        future = self.policy.engine.submit(request)
+        # An answer that is there already needs no detour over the event loop
+        return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
 class BatchedTurns(TurnSource):
     """Turn source that samples turns of any policy in batches: a thread calls it with all waiting rows.
 
-    A batch begins once no other row has arrived for 2 ms, since stepped rows return one after the other. It waits no
-    longer than the previous batch took. If the policy fails on a batch, its rows are retried one by one, so that only
-    the failing rows fail. Each row gets the version that sampled its first turn.
+    A batch begins once every conversation that may ask for a turn is waiting, so its rows depend on the seed only.
+    With ``eager``, it also begins once no other row has arrived for 2 ms. If the policy fails on a batch, its rows are
+    retried one by one, so that only the failing rows fail. Each row gets the version that sampled its first turn.
 
     Args:
         policy: callable that takes and returns any number of rows. Each row has a seed, and its sample must not depend
             on the other rows.
-        version: see :class:`TurnSource`.
-        on_death: see :class:`TurnSource`.
+        version: function that returns the current policy version.
+        expected: function that returns the number of conversations that wait for a turn or may still ask for one.
+        eager: whether to begin a batch although other conversations may still ask.
         max_batch_size: maximum number of rows in a batch; None takes all waiting rows.
-
-    Raises:
-        ValueError: if ``max_batch_size`` is below 1.
     """
 
     def __init__(
         self,
         policy: Policy,
         version: Callable[[], int],
-        on_death: Callable[[], None] = lambda: None,
+        expected: Callable[[], float],
         *,
+        eager: bool,
         max_batch_size: int | None = None,
     ):
-        if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size={max_batch_size} must be None or at least 1")
-        super().__init__(policy, version, on_death)
-        # The policy must not restart the engine in this thread; TurnSource.recover replaces its own recovery
-        if self._recover is not None:
-            self.policy = policy.get_new_version(recover=None)
-        self.max_batch_size = max_batch_size
-        self._rows: SimpleQueue[tuple[TensorDictBase, asyncio.Future] | None] = SimpleQueue()
+        super().__init__(policy)
+        self.version, self.expected, self.eager, self.max_batch_size = version, expected, eager, max_batch_size
+        self._waiting: list[tuple[Order, TensorDictBase, asyncio.Future]] = []
         self._weights_lock = threading.Lock()
-        self._batch_seconds = 0.05  # duration of the last batch; a guess before the first
-        self._thread: threading.Thread | None = None
+        self._running: asyncio.Task | None = None
+        self._quiet: asyncio.TimerHandle | None = None
+        self._since = self._seconds = 0.0  # time of the first waiting row; duration of the last batch
 
-    async def _sample(self, row: TensorDictBase) -> TensorDictBase:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_batches, daemon=True, name="turns")
-            self._thread.start()
+    async def turn(self, row: TensorDictBase, order: Order) -> TensorDictBase:
         turn = asyncio.get_running_loop().create_future()
-        self._rows.put((row, turn))
-        return await turn
+        if not self._waiting:
+            self._since = monotonic()
+        self._waiting.append(waiting := (order, row, turn))
+        self.notify()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
+
+    def notify(self) -> None:
+        """Begin a batch if it is time for it."""
+        if self._running is not None or not self._waiting:
+            return
+        if len(self._waiting) >= self.expected() or len(self._waiting) == self.max_batch_size:
+            self._begin()
+        elif self.eager:
+            # Wait for further rows, but no longer than the last batch took
+            loop = asyncio.get_running_loop()
+            if self._quiet is not None:
+                self._quiet.cancel()
+            left = self._since + self._seconds - monotonic()
+            self._quiet = loop.call_later(max(0.0, min(_QUIET_S, left)), self._begin)
+
+    def _begin(self) -> None:
+        if self._quiet is not None:
+            self._quiet.cancel()
+            self._quiet = None
+        if self._running is None and self._waiting:
+            self._running = asyncio.ensure_future(self._run_batch())
+
+    async def _run_batch(self) -> None:
+        """Sample all waiting rows, or the first of them up to the maximum, in the order of their conversations."""
+        self._waiting.sort(key=lambda waiting: waiting[0])
+        size = self.max_batch_size or len(self._waiting)
+        batch, self._waiting = self._waiting[:size], self._waiting[size:]
+        began = monotonic()
+        try:
+            outcomes = await event_loop.call(self._sample, [row for _, row, _ in batch])
+        except Exception as error:
+            outcomes = [error] * len(batch)
+        self._seconds, self._running = monotonic() - began, None
+        for (_, _, turn), outcome in zip(batch, outcomes, strict=True):
+            if turn.done():  # cancelled
+                continue
+            if isinstance(outcome, Exception):
+                turn.set_exception(outcome)
+            else:
+                turn.set_result(outcome)
+        self.notify()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -180,41 +177,9 @@ class BatchedTurns(TurnSource):
         with self._weights_lock:
             yield
 
-    def _run_batches(self) -> None:
-        while (first := self._rows.get()) is not None:
-            batch, closed = self._gather(first)
-            if batch := [(row, turn) for row, turn in batch if not turn.cancelled()]:
-                start = monotonic()
-                rows, turns = zip(*batch, strict=True)
-                with self._weights_lock:
-                    outcomes = self._call(list(rows))
-                self._batch_seconds = monotonic() - start
-                turns[0].get_loop().call_soon_threadsafe(_deliver, turns, outcomes)
-            if closed:
-                return
-
-    def _gather(self, first: tuple) -> tuple[list[tuple[TensorDictBase, asyncio.Future]], bool]:
-        """Return the rows of the next batch, and whether the source is closed."""
-        batch, deadline = [first], monotonic() + self._batch_seconds
-        while len(batch) != self.max_batch_size and (remaining := deadline - monotonic()) > 0:
-            # Let the event loop run its ready callbacks, which may submit more rows
-            callbacks_ran = threading.Event()
-            first[1].get_loop().call_soon_threadsafe(callbacks_ran.set)
-            callbacks_ran.wait(remaining)
-            # Take all rows that arrived, and stop if none arrives in the quiet time
-            timeout = _QUIET_S
-            while len(batch) != self.max_batch_size:
-                try:
-                    more = self._rows.get(timeout=timeout)
-                except Empty:
-                    break
-                if more is None:
-                    return batch, True
-                batch.append(more)
-                timeout = 0.0
-            if timeout:
-                break
-        return batch, False
+    def _sample(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
+        with self._weights_lock:
+            return self._call(rows)
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
         # Work on copies, since a failed turn must not change the row
@@ -236,36 +201,22 @@ class BatchedTurns(TurnSource):
             _LOGGER.warning("a batch of %d turns failed; retrying its rows one by one: %r", len(rows), error)
             return [self._call([row])[0] for row in rows]
 
-    def close(self) -> None:
-        """Stop the thread after its current batch."""
-        self._rows.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout=10.0)
-
-
-def _deliver(turns: tuple[asyncio.Future, ...], outcomes: list[TensorDictBase | Exception]) -> None:
-    for turn, outcome in zip(turns, outcomes, strict=True):
-        if turn.done():  # cancelled
-            continue
-        if isinstance(outcome, Exception):
-            turn.set_exception(outcome)
-        else:
-            turn.set_result(outcome)
-
 
 def make_turn_source(
     policy: Policy,
     version: Callable[[], int],
-    on_death: Callable[[], None] = lambda: None,
+    expected: Callable[[], float],
     *,
+    eager: bool,
     max_batch_size: int | None = None,
 ) -> TurnSource:
     """Return :class:`EngineTurns` for a :class:`vLLMWrapper` over an :class:`AsyncEngine`, else :class:`BatchedTurns`.
 
     Args:
         policy: callable that takes and returns rows.
-        version: see :class:`TurnSource`.
-        on_death: see :class:`TurnSource`.
+        version: see :class:`BatchedTurns`.
+        expected: see :class:`BatchedTurns`.
+        eager: see :class:`BatchedTurns`.
         max_batch_size: see :class:`BatchedTurns`. It must be None for an engine, which limits its batches itself.
 
     Raises:
@@ -279,5 +230,5 @@ def make_turn_source(
                 f"max_batch_size={max_batch_size} has no effect with {type(policy.engine).__name__}, which forms its "
                 "batches itself; leave it None and limit max_in_flight instead"
             )
-        return EngineTurns(policy, version, on_death)
-    return BatchedTurns(policy, version, on_death, max_batch_size=max_batch_size)
+        return EngineTurns(policy)
+    return BatchedTurns(policy, version, expected, eager=eager, max_batch_size=max_batch_size)

@@ -73,6 +73,14 @@ class Sample(NamedTuple):
     versions: list[int]
 
 
+class EngineLoad(NamedTuple):
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int
+    tokens: int
+
+
 class Engine(WeightTarget):
     """Base of engines, which sample turns from token ids and receive weight updates.
 
@@ -154,6 +162,9 @@ class AsyncEngine(Engine):
         if request_timeout <= 0:
             raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
         self.request_timeout = request_timeout
+
+    def load(self):
+        return EngineLoad(0, 0, 0.0, 0, 0)
 
     @abstractmethod
     def submit(self, request: Request) -> Future[Sample]:

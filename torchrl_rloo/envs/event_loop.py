@@ -47,6 +47,22 @@ class _Loop:
                 _LOGGER.exception("a task on the event loop of the %s tried to exit the process", self.thread.name)
 
 
+class EventLoop(_Loop):
+    def run(self, work):
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call_soon(self, fn, *args):
+        self.loop.call_soon_threadsafe(fn, *args)
+
+    def close(self):
+        self.stop()
+
+
 _LOCK = Lock()
 _LOOPS: dict[str, _Loop] = {}
 _CALLS: weakref.WeakSet[Thread] = weakref.WeakSet()  # threads of sync functions

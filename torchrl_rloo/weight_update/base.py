@@ -18,8 +18,21 @@ class WeightSyncError(RuntimeError):
 class WeightUpdater(ABC):
     """Base class of senders of the training model's weights to a sampler."""
 
-    @abstractmethod
-    def push_weights(self, version: int) -> None:
+    version = 0
+    current_version = 0
+
+    def initialize(self): pass
+
+    def resume_from(self, version):
+        self.version = self.current_version = version
+
+    def push_weights(self):
+        self.version += 1
+        self._push_old(self.version)
+        self.current_version = self.version
+        return self.version
+
+    def _push_old(self, version: int) -> None:
         """Send the current weights and return once the sampler has them.
 
         Args:
@@ -62,7 +75,7 @@ class InProcessWeightUpdater(WeightUpdater):
             )
 
     @torch.no_grad()
-    def push_weights(self, version: int) -> None:
+    def _push_old(self, version: int) -> None:
         """Copy the weights; ``version`` is ignored within one process."""
         if self.source is not self.target:
             source, target = self.source.state_dict(), self.target.state_dict()
@@ -84,7 +97,7 @@ class SequentialWeightUpdater(WeightUpdater):
             raise ValueError("updaters=() must have at least one updater")
         self.updaters = updaters
 
-    def push_weights(self, version: int) -> None:
+    def _push_old(self, version: int) -> None:
         """Push through each updater; after a failure the later ones keep their old weights."""
         for updater in self.updaters:
-            updater.push_weights(version)
+            updater._push_old(version)

@@ -159,6 +159,16 @@ class DataLoadingPrimer(Transform):
             raise DatasetExhaustedError(f"{int(self.remaining())} draws are left, a batch needs {groups}")
         return [stack_rows(self._copies(*self.draw())) for _ in range(groups)]
 
+    def make_group(self, prompt_id: int, group_id: int) -> TensorDictBase:
+        """Return the rows of a group that was drawn before, as :meth:`draw_groups` returned them.
+
+        Args:
+            prompt_id: index of the prompt in the dataset.
+            group_id: id of the draw.
+        """
+        prompt = {**self.dataset[prompt_id], keys.PROMPT_ID: torch.tensor(prompt_id)}
+        return stack_rows(self._copies(prompt, group_id))
+
     @staticmethod
     @contextmanager
     def with_rows(rows: TensorDictBase) -> Iterator[None]:

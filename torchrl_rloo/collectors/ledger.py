@@ -1,0 +1,317 @@
+"""GroupLedger: the one record of groups, from their draw to the step that trained on them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
+
+
+class GroupState(str, Enum):
+    """State of a group in the ledger. An acknowledged group leaves the ledger.
+
+    - ``drawn``: its prompt was chosen, and no conversation runs.
+    - ``leased``: its conversations run, under its current attempt.
+    - ``complete``: its rows wait for delivery.
+    - ``delivered``: its rows are part of a batch, which was not acknowledged yet.
+    - ``acknowledged``: a training step took its rows. It is never drawn again in this run.
+    """
+
+    DRAWN = "drawn"
+    LEASED = "leased"
+    COMPLETE = "complete"
+    DELIVERED = "delivered"
+    ACKNOWLEDGED = "acknowledged"
+
+
+class Lease(NamedTuple):
+    """Permission to run one attempt of a group.
+
+    Attributes:
+        group_id: id of the group.
+        attempt: number of the attempt, from 0. A result of an earlier attempt is dropped.
+        rows: ``[G]`` drawn rows.
+    """
+
+    group_id: int
+    attempt: int
+    rows: TensorDictBase
+
+
+@dataclass
+class Group:
+    """Record of one group that is not acknowledged.
+
+    Attributes:
+        group_id: id of the draw.
+        prompt_id: index of the prompt in the dataset.
+        attempt: number of the current attempt, from 0.
+        state: state of the group.
+        version: policy version at which its first conversation began; None before.
+        rows: ``G`` finished rows of a complete group.
+        taken: True once :meth:`GroupLedger.settle` confirmed that a caller has the delivered rows.
+    """
+
+    group_id: int
+    prompt_id: int
+    attempt: int = 0
+    state: GroupState = GroupState.DRAWN
+    version: int | None = None
+    rows: list[TensorDictBase] | None = None
+    taken: bool = False
+
+
+class GroupLedger:
+    """Record of all groups that are drawn and not acknowledged, in the order of their draws.
+
+    A result counts once per ``(group_id, attempt)``: those of earlier attempts are dropped and counted. The state of a
+    ledger, with that of its primer, is a checkpoint: groups that were not acknowledged are drawn again under their ids.
+
+    A ledger is not thread-safe. :class:`LLMCollector` calls it from its event loop only, so an interrupt of the main
+    thread never finds it between two states.
+
+    Args:
+        primer: source of the draws.
+        audit: file that every change of state is appended to, as one JSON object per line; None writes none.
+
+    Attributes:
+        groups: records by ``group_id``.
+        counts: ``"ledger/drawn"``, ``"ledger/acknowledged"``, ``"ledger/requeued"`` groups and ``"ledger/late"``
+            results of earlier attempts.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> ledger = GroupLedger(DataLoadingPrimer(load_prompts([{"prompt": "1+1?"}, {"prompt": "2+2?"}])))
+        >>> lease, = ledger.lease(1)
+        >>> ledger.complete(lease.group_id, lease.attempt, list(lease.rows.unbind(0)))
+        True
+        >>> rows = ledger.deliver([lease.group_id])
+        >>> ledger.settle([lease.group_id]), ledger.acknowledge()
+        (None, 1)
+    """
+
+    def __init__(self, primer: DataLoadingPrimer, *, audit: str | PathLike | None = None):
+        self.primer = primer
+        self.groups: dict[int, Group] = {}
+        self.counts: Counter[str] = Counter()
+        self._attempts: dict[int, int] = {}  # next attempt of groups that a checkpoint put back
+        self._audit = None if audit is None else Path(audit)
+        if self._audit is not None:
+            self._audit.parent.mkdir(parents=True, exist_ok=True)
+
+    def lease(self, count: int) -> list[Lease]:
+        """Lease groups: those re-queued first, then new draws.
+
+        Args:
+            count: number of groups.
+
+        Returns:
+            The leases. A new draw raises before any group is leased.
+
+        Raises:
+            DatasetExhaustedError: if fewer draws are left.
+        """
+        waiting = self.of(GroupState.DRAWN)[:count]
+        if (new := count - len(waiting)) > 0:
+            drawn = self.primer.draw_groups(new)
+            for rows in drawn:
+                group_id, prompt_id = int(rows[0][keys.GROUP_ID]), int(rows[0][keys.PROMPT_ID])
+                group = Group(group_id, prompt_id, self._attempts.pop(group_id, 0))
+                self.groups[group_id] = group
+                self.counts["ledger/drawn"] += 1
+                self._move(group, GroupState.DRAWN)
+                waiting.append(group)
+        return [self._lease(group) for group in waiting]
+
+    def _lease(self, group: Group) -> Lease:
+        self._move(group, GroupState.LEASED)
+        return Lease(group.group_id, group.attempt, self.primer.make_group(group.prompt_id, group.group_id))
+
+    def begin(self, group_id: int, attempt: int, version: int) -> None:
+        """Note the policy version at which a conversation of a leased group begins."""
+        group = self.groups.get(group_id)
+        if group is not None and group.attempt == attempt:
+            group.version = version if group.version is None else min(group.version, version)
+
+    def complete(self, group_id: int, attempt: int, rows: list[TensorDictBase]) -> bool:
+        """Record the rows of a leased group.
+
+        Returns:
+            False if the result is late: the group was re-queued, cancelled or completed before.
+        """
+        group = self.groups.get(group_id)
+        if group is None or group.attempt != attempt or group.state != GroupState.LEASED:
+            self.counts["ledger/late"] += 1
+            return False
+        group.rows = rows
+        self._move(group, GroupState.COMPLETE)
+        return True
+
+    def requeue(self, group_ids: Iterable[int]) -> None:
+        """Return leased or complete groups to the drawn ones, under their next attempt."""
+        for group_id in group_ids:
+            group = self.groups[group_id]
+            group.attempt, group.version, group.rows = group.attempt + 1, None, None
+            self.counts["ledger/requeued"] += 1
+            self._move(group, GroupState.DRAWN)
+
+    def drop(self, group_ids: Iterable[int]) -> None:
+        """Remove groups for good, as after a cancellation by the user."""
+        for group_id in group_ids:
+            self._move(self.groups.pop(group_id), "dropped")
+
+    def deliver(self, group_ids: Iterable[int]) -> list[TensorDictBase]:
+        """Move complete groups into a batch and return their rows."""
+        rows = []
+        for group_id in group_ids:
+            group = self.groups[group_id]
+            self._move(group, GroupState.DELIVERED)
+            rows += group.rows
+        return rows
+
+    def settle(self, taken: Iterable[int]) -> None:
+        """Confirm delivered groups whose rows the caller has; the other delivered groups become complete again."""
+        taken = set(taken)
+        for group in self.of(GroupState.DELIVERED):
+            if group.group_id in taken:
+                group.taken, group.rows = True, None
+            elif not group.taken:
+                self._move(group, GroupState.COMPLETE)
+
+    def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
+        """Remove delivered groups that were trained on, and return their number.
+
+        Args:
+            group_ids: groups to acknowledge; None takes all that :meth:`settle` confirmed.
+
+        Raises:
+            KeyError: if a group is not delivered.
+        """
+        if group_ids is None:
+            group_ids = [group.group_id for group in self.of(GroupState.DELIVERED) if group.taken]
+        group_ids = list(group_ids)
+        for group_id in group_ids:
+            if group_id not in self.groups or not self.groups[group_id].taken:
+                raise KeyError(f"group_id={group_id} is not delivered, so it cannot be acknowledged")
+        for group_id in group_ids:
+            self._move(self.groups.pop(group_id), GroupState.ACKNOWLEDGED)
+            self.counts["ledger/acknowledged"] += 1
+        return len(group_ids)
+
+    def of(self, *states: GroupState) -> list[Group]:
+        """Return the groups in any of the states, oldest draw first."""
+        return [group for group in self.groups.values() if group.state in states]
+
+    def state_dict(self, save_env: Callable[[], Any]) -> dict[str, Any]:
+        """Return the counters, the attempts, and the environment's state with all open groups re-queued.
+
+        Args:
+            save_env: function that returns the state of the environment, which contains the primer.
+        """
+        draws = [(group.prompt_id, group.group_id) for group in self.groups.values()]
+        attempts = {group.group_id: group.attempt + 1 for group in self.groups.values()} | self._attempts
+        with self.primer.with_requeued(draws):
+            return {"env": save_env(), "attempts": attempts, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any], load_env: Callable[[Any], None]) -> None:
+        """Restore :meth:`state_dict`; all current groups are forgotten."""
+        load_env(state["env"])
+        self.groups.clear()
+        self.counts.clear()
+        self.counts.update(state["counts"])
+        self._attempts = dict(state["attempts"])
+        self._write({"state": "restored", "next_group": self.primer.next_group_id, "requeued": sorted(self._attempts)})
+
+    def _move(self, group: Group, state: GroupState | str) -> None:
+        if isinstance(state, GroupState):
+            group.state = state
+        name = state.value if isinstance(state, GroupState) else state
+        self._write({"state": name, "group": group.group_id, "attempt": group.attempt, "version": group.version})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._audit is not None:
+            with self._audit.open("a") as file:
+                file.write(json.dumps({"time": time.time()} | record) + "\n")
+
+
+class Audit(NamedTuple):
+    """Result of :func:`check_audit`.
+
+    Attributes:
+        acknowledged: groups acknowledged in the final timeline.
+        open: groups drawn and neither acknowledged nor dropped at the end.
+        attempts: leases in total, over all processes.
+        restores: number of times that a checkpoint was restored.
+    """
+
+    acknowledged: set[int]
+    open: set[int]
+    attempts: int
+    restores: int
+
+
+def check_audit(path: str | PathLike) -> Audit:
+    """Replay an audit file, and check that no group was lost or counted twice.
+
+    A restore returns to the groups acknowledged at its checkpoint, since the steps after it run again.
+
+    Args:
+        path: file that :class:`GroupLedger` wrote, over any number of processes.
+
+    Returns:
+        The groups at the end of the file.
+
+    Raises:
+        ValueError: if a change of state is not allowed, if a group was acknowledged twice, or if a restored checkpoint
+            lost a group; with the line number.
+    """
+    before = {
+        "drawn": {None, "drawn", "leased", "complete"},
+        "leased": {"drawn"},
+        "complete": {"leased", "delivered"},
+        "delivered": {"complete"},
+        "acknowledged": {"delivered"},
+        "dropped": {"drawn", "leased", "complete"},
+    }
+    states: dict[int, str] = {}
+    attempts: dict[int, int] = {}
+    acknowledged: set[int] = set()
+    ever: set[int] = set()
+    leases = restores = 0
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        record = json.loads(line)
+        state = record["state"]
+        # A restore forgets what came after its checkpoint, but must account for every group before
+        if state == "restored":
+            restores += 1
+            requeued, known = set(record["requeued"]), set(range(record["next_group"]))
+            if lost := known - requeued - ever:
+                raise ValueError(f"line {number}: the checkpoint lost groups {sorted(lost)[:5]}")
+            acknowledged, states = known - requeued, {}
+            continue
+        group, attempt = record["group"], record["attempt"]
+        if group in acknowledged:
+            raise ValueError(f"line {number}: group {group} is {state} again after it was acknowledged")
+        if states.get(group) not in before[state]:
+            raise ValueError(f"line {number}: group {group} is {state} after {states.get(group)}")
+        if state not in ("drawn", "leased") and attempt != attempts.get(group):
+            raise ValueError(f"line {number}: attempt {attempt} of group {group} is {state}, but was not leased")
+        if state == "leased":
+            leases, attempts[group] = leases + 1, attempt
+        states[group] = state
+        if state in ("acknowledged", "dropped"):
+            del states[group]
+            acknowledged.add(group)
+            ever.add(group)
+    return Audit(acknowledged, set(states), leases, restores)

@@ -1,0 +1,147 @@
+"""Bounded staleness: which groups may wait, and what happens to tokens that waited too long.
+
+The staleness of a token is the policy version at delivery minus the version that sampled it. With ``max_staleness=s``
+and batches of ``b`` groups, a group at position ``p`` of the queue is delivered about ``p // b`` versions from now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.collectors.ledger import Group
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import make_tensorclass_like
+from torchrl_rloo.data.segments import sampled_versions
+
+OnStale = Literal["requeue", "mask", "baseline"]
+ON_STALE: tuple[str, ...] = get_args(OnStale)
+
+
+def token_staleness(rows: TensorDictBase, version: int) -> torch.Tensor:
+    """Return the staleness of every action token of a batch, over all samples of its rows.
+
+    Args:
+        rows: ``[B]`` finished rows.
+        version: current policy version.
+
+    Returns:
+        ``[A]`` int64, ``A`` being the number of action tokens of all rows.
+    """
+    return torch.cat([version - _versions(row) for row in rows.unbind(0)])
+
+
+def _versions(row: TensorDictBase) -> torch.Tensor:
+    """Return the version of each action token ``[A]``; that of the row if the policy reports none per token."""
+    versions = sampled_versions(row)
+    if versions is not None:
+        return versions
+    actions, previous = int(row[keys.ACTION_MASK].sum()), row.get(keys.PREVIOUS_SEGMENTS, None)
+    actions += 0 if previous is None else int(previous["mask"].sum())
+    return row[keys.POLICY_VERSION].expand(actions)
+
+
+def oldest_version(group: Group, version: int) -> int:
+    """Return the oldest version that sampled, or may have sampled, a token of a group.
+
+    Args:
+        group: record of the ledger. Before its first conversation it cannot be older than ``version``.
+        version: current policy version.
+    """
+    if group.rows is not None:
+        sampled = [int(v.min()) for row in group.rows if len(v := _versions(row))]
+        return min(sampled, default=version)
+    return version if group.version is None else group.version
+
+
+def may_wait(remaining: Sequence[Group], per_batch: int, version: int, max_staleness: int) -> bool:
+    """Return whether the groups that a delivery leaves behind can still be delivered in time.
+
+    Later batches take the oldest groups first, and each follows one weight update. Groups beyond the bound are not
+    considered, since waiting does not help them.
+
+    Args:
+        remaining: groups that would be left.
+        per_batch: number of groups in a batch.
+        version: current policy version.
+        max_staleness: bound on the staleness.
+    """
+    ages = sorted(version - oldest_version(group, version) for group in remaining)
+    in_bound = [age for age in reversed(ages) if age <= max_staleness]
+    return all(age + 1 + index // per_batch <= max_staleness for index, age in enumerate(in_bound))
+
+
+def limit_staleness(
+    rows: list[TensorDictBase], version: int, max_staleness: int, on_stale: OnStale, counts: Counter[str]
+) -> list[TensorDictBase]:
+    """Take tokens beyond the bound out of the loss.
+
+    Args:
+        rows: finished rows.
+        version: current policy version.
+        max_staleness: bound on the staleness.
+        on_stale: ``"mask"`` removes stale tokens from the action mask. ``"baseline"`` removes all tokens of a row with
+            a stale one. In both cases the row's reward stays in its group's baseline.
+        counts: counters to which ``"staleness/masked_tokens"`` and ``"staleness/masked_rows"`` are added.
+
+    Returns:
+        The rows; changed ones are copies.
+    """
+    limited = []
+    for row in rows:
+        stale = version - _versions(row) > max_staleness
+        if stale.any():
+            stale = torch.ones_like(stale) if on_stale == "baseline" else stale
+            counts["staleness/masked_tokens"] += int(stale.sum())
+            counts["staleness/masked_rows"] += 1
+            row = _mask_actions(row.copy(), stale)
+        limited.append(row)
+    return limited
+
+
+def _mask_actions(row: TensorDictBase, stale: torch.Tensor) -> TensorDictBase:
+    """Remove actions from a row's masks, in place.
+
+    Args:
+        row: finished row.
+        stale: ``[A]`` bool, over all samples of the row.
+    """
+    previous, split = row.get(keys.PREVIOUS_SEGMENTS, None), 0
+    # Earlier samples come first; their entries are concatenated
+    if previous is not None:
+        split = int(previous["mask"].sum())
+        previous = previous.copy()
+        for name, value in _without(previous["mask"], previous["log_probs"], stale[:split]).items():
+            previous.set(name, value)
+        if "support_ids" in previous.keys():
+            sizes = previous["support_sizes"].long()
+            previous.set("support_ids", previous["support_ids"][(~stale[:split]).repeat_interleave(sizes)])
+        for name in {"versions", "support_sizes"} & set(previous.keys()):
+            previous.set(name, previous[name][~stale[:split]])
+        row.set(keys.PREVIOUS_SEGMENTS, previous)
+    # Then the last sample, whose entries are those of the row
+    last = stale[split:]
+    kept = _without(row[keys.ACTION_MASK], row[keys.LOG_PROBS], last)
+    masks = {"all_attention_mask": row[keys.ATTENTION_MASK], "all_assistant_mask": kept["mask"]}
+    row.set("masks", make_tensorclass_like(row.get("masks"), **masks))
+    row.set("log_probs", make_tensorclass_like(row.get("log_probs"), full=kept["log_probs"]))
+    if keys.ACTION_VERSIONS in row.keys():
+        row.set(keys.ACTION_VERSIONS, row[keys.ACTION_VERSIONS][~last])
+    if keys.SUPPORT_IDS[0] in row.keys():
+        ids, sizes = row[keys.SUPPORT_IDS], row[keys.SUPPORT_SIZES]
+        support = row[keys.SUPPORT_IDS[0]].copy()
+        support.set("ids", ids[(~last).repeat_interleave(sizes.long())])
+        row.set(keys.SUPPORT_IDS[0], support.set("sizes", sizes[~last]))
+    return row
+
+
+def _without(mask: torch.Tensor, log_probs: torch.Tensor, stale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return mask and log-probs ``[T]`` without the stale ones of the masked tokens."""
+    positions = mask.nonzero()[:, 0][stale]
+    mask, log_probs = mask.clone(), log_probs.clone()
+    mask[positions], log_probs[positions] = False, 0.0
+    return {"mask": mask, "log_probs": log_probs}
