@@ -220,7 +220,7 @@ class AsyncLLMCollector(LLMCollector):
                 groups = {int(rows[0][keys.GROUP_ID]): rows for rows in drawn}
                 with self._changed:
                     self._undelivered |= {group: int(rows[0][keys.PROMPT_ID]) for group, rows in groups.items()}
-                event_loop.conversation_loop().call_soon_threadsafe(self._start_tasks, groups)
+                event_loop.default_loop().call_soon(self._start_tasks, groups)
             return min(self.groups_per_batch, len(self._undelivered))
 
     def _start_tasks(self, groups: Mapping[int, TensorDictBase]) -> None:
