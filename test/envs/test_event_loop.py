@@ -16,7 +16,7 @@ SECONDS = 30.0  # a generous limit, so that a lost loop does not hang the test
 def call(function, timeout: float | None = SECONDS):
     """Run ``event_loop.call`` from an ordinary thread."""
     work = event_loop.call(function, timeout=timeout)
-    return asyncio.run_coroutine_threadsafe(work, event_loop.conversation_loop()).result(SECONDS)
+    return asyncio.run_coroutine_threadsafe(work, event_loop.default_loop().loop).result(SECONDS)
 
 
 def exits() -> None:

@@ -50,7 +50,7 @@ def test_the_condition_decides(later: bool, collect: Callable) -> None:
 
     def condition(conversation, row) -> bool:
         assert conversation[-1]["role"] == "assistant"
-        seen.append(event_loop.conversation_loop())
+        seen.append(event_loop.default_loop())
         return row["answer"] in "ab"
 
     async def condition_later(conversation, row) -> bool:
