@@ -65,7 +65,7 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
 from torchrl_rloo import data, diagnostics, modules, replay
-from torchrl_rloo.collectors import GroupSource, LLMCollector, RefillingCollector, StepRows
+from torchrl_rloo.collectors import AdaptiveConcurrency, GroupSource, LLMCollector, RefillingCollector, StepRows
 from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
 from torchrl_rloo.engines import Engine, sleeping
@@ -295,11 +295,12 @@ def make_policy(
 
 
 def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:
-    """Build the collector: all conversations together, turn by turn, or each one independently."""
+    """Build the collector: nothing ahead by default, so that every batch has the current weights."""
     settings = asdict(cfg.collector)
-    if not settings.pop("asynchronous"):
-        return LLMCollector(env, policy, weight_updater=updater)
-    return AsyncLLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, **settings)
+    if isinstance(limits := settings["max_in_flight"], dict):
+        settings["max_in_flight"] = AdaptiveConcurrency(**limits)
+    settings["audit"] = Path(cfg.output_dir) / "ledger.jsonl" if cfg.collector.audit else None
+    return LLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, **settings)
 
 
 def make_source(

@@ -101,17 +101,32 @@ class EnvironmentConfig:
 class CollectorConfig:
     """Scheduling of conversations."""
 
-    asynchronous: bool = False  # advance each conversation independently; false: all together, turn by turn
-    max_in_flight: int | None = None  # conversations in flight; null: all that have started
-    ahead: int = 0  # groups to start for later steps while this one trains; requires sampler.share_weights=false
+    max_staleness: int | None = None  # updates between sampling and training of a token; samples while training if > 0
+    on_stale: str = "requeue"  # groups beyond max_staleness: requeue, mask (their tokens), baseline (out of the loss)
+    ahead: int = 0  # groups to start for later steps while this one trains, without a bound on staleness
+    min_members: int | None = None  # ended members with which a group may be trained on; null: all
+    on_failure: str = "abstain"  # failed conversations: abstain, or replace by another of the prompt
+    max_in_flight: Any = None  # conversations in flight: a number, {minimum: 8, maximum: 512}: by engine load; null: all
     reward_threads: int = 1  # groups scored in parallel
     max_batch_size: int | None = None  # rows per batch of the Hugging Face model; null: all that wait
     max_consecutive_failures: int | None = 100  # consecutive failed turns that stop the run; null: never stop
+    max_failed_pushes: int = 3  # consecutive failed weight updates that stop the run
+    audit: bool = False  # record every change of a group's state in ledger.jsonl of output_dir
 
     def __post_init__(self):
-        changed = [name for name, value in asdict(self).items() if value != getattr(CollectorConfig, name)]
-        if changed and not self.asynchronous:
-            raise ValueError(f"collector.{changed[0]} requires collector.asynchronous=true")
+        limits = self.max_in_flight
+        bounds = (limits.get("minimum"), limits.get("maximum")) if isinstance(limits, dict) else (limits, limits)
+        valid = limits is None or (all(type(b) is int for b in bounds) and 1 <= bounds[0] <= bounds[1])
+        if not valid or (isinstance(limits, dict) and len(limits) != 2):
+            raise ValueError(
+                f"collector.max_in_flight={limits} must be a number of at least 1, or {{minimum: 8, maximum: 512}}, or "
+                "null"
+            )
+        if self.ahead and self.max_staleness is not None:
+            raise ValueError(
+                f"collector.ahead={self.ahead} cannot be combined with "
+                f"collector.max_staleness={self.max_staleness}; set only one"
+            )
 
 
 @dataclass
@@ -388,8 +403,9 @@ def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:
 
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
     """Raise ``ValueError`` if the collector would sample ahead with the weights that are being trained."""
-    if collector.ahead and sampler.share_weights:
-        raise ValueError(
-            f"collector.ahead={collector.ahead} samples while the model trains and cannot be combined with "
-            "sampler.share_weights=true; set it to false"
-        )
+    for name in ("ahead", "max_staleness"):
+        if (value := getattr(collector, name)) and sampler.share_weights:
+            raise ValueError(
+                f"collector.{name}={value} samples while the model trains and cannot be combined with "
+                "sampler.share_weights=true; set it to false"
+            )

@@ -209,7 +209,11 @@ class Evaluation:
                 row.set(keys.SEED, torch.tensor(seeds[int(row[keys.PROMPT_ID])]))
             return policy(rows)
 
-        rows = LLMCollector(env, seeded_policy).collect().unbind(0)
+        collector = LLMCollector(env, seeded_policy)
+        try:
+            rows = collector.collect().unbind(0)
+        finally:
+            collector.shutdown(close_env=False)
         # Restore the order of the part, which a user's environment need not keep
         found = {int(row[keys.PROMPT_ID]): row for row in rows}
         if len(rows) != len(part) or found.keys() != set(range(len(part))):
