@@ -102,7 +102,7 @@ class CollectorConfig:
     """Scheduling of conversations."""
 
     max_staleness: int | None = None  # updates between sampling and training of a token; samples while training if > 0
-    on_stale: str = "requeue"  # groups beyond max_staleness: requeue, mask (their tokens), baseline (out of the loss)
+    on_stale: str = "mask"  # tokens beyond max_staleness: mask them, baseline (mask their rows), requeue groups, wait
     ahead: int = 0  # groups to start for later steps while this one trains, without a bound on staleness
     min_members: int | None = None  # ended members with which a group may be trained on; null: all
     on_failure: str = "abstain"  # failed conversations: abstain, or replace by another of the prompt

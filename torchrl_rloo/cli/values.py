@@ -87,7 +87,7 @@ CHOICES = {
         "reinforce_pp_baseline",
     ),
     "collector.on_failure": ("abstain", "replace"),
-    "collector.on_stale": ("requeue", "mask", "baseline"),
+    "collector.on_stale": ("mask", "baseline", "requeue", "wait"),
     "environment.on_rewrite": ("keep", "split"),
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),

@@ -101,11 +101,11 @@ class LLMCollector(BaseCollector):
             ``groups_per_batch`` groups; None sets no minimum.
         total_dialog_turns: number of turns after which iteration stops; -1 continues until the dataset's epochs end.
         ahead: number of groups begun in addition to the batch being delivered. It does not bound the staleness.
-        max_staleness: largest policy version at delivery minus that of any trained token. Groups are admitted only if
-            they can be delivered in time, and old groups are waited for. None sets no bound.
-        on_stale: treatment of groups beyond ``max_staleness``, as after several updates within one batch: ``"requeue"``
-            samples them again, ``"mask"`` takes stale tokens out of the loss, and ``"baseline"`` takes rows with stale
-            tokens out of the loss. Masked rows keep their reward in the baseline.
+        max_staleness: largest policy version at delivery minus that of any trained token. A group is admitted only if
+            it would be delivered in time were all groups equally long. None sets no bound.
+        on_stale: treatment of groups that take longer: ``"mask"`` takes their stale tokens out of the loss, and
+            ``"baseline"`` their rows with stale tokens. The rewards stay in the baseline. ``"requeue"`` samples them
+            again, at most three times. ``"wait"`` holds the batch until they are complete, which leaves places idle.
         min_members: number of ended members with which a group may be delivered while :meth:`collect` waits for it. Its
             other members are cancelled and abstain. None waits for all.
         on_failure: treatment of failed conversations: ``"abstain"`` keeps their rows, without a return, and
@@ -181,7 +181,7 @@ class LLMCollector(BaseCollector):
         total_dialog_turns: int = -1,
         ahead: int = 0,
         max_staleness: int | None = None,
-        on_stale: OnStale = "requeue",
+        on_stale: OnStale = "mask",
         min_members: int | None = None,
         on_failure: OnFailure = "abstain",
         max_in_flight: int | AdaptiveConcurrency | None = None,
@@ -514,7 +514,7 @@ class LLMCollector(BaseCollector):
         if len(complete) >= needed:
             chosen = complete[:needed]
             rest = [group for group in self.ledger.of(*_BEGUN) if group not in chosen]
-            bound = self.max_staleness
+            bound = self.max_staleness if self.on_stale == "wait" else None
             if not bound or may_wait(rest, self.groups_per_batch, self.policy_version, bound):
                 return chosen
         # Complete groups whose last members are late
@@ -535,8 +535,7 @@ class LLMCollector(BaseCollector):
         for group in group_ids:
             self.runner.forget(group)
         if self.max_staleness is not None:
-            on_stale = "mask" if self.on_stale == "requeue" else self.on_stale
-            rows = limit_staleness(rows, self.policy_version, self.max_staleness, on_stale, self._counts)
+            rows = limit_staleness(rows, self.policy_version, self.max_staleness, self.on_stale, self._counts)
         return _Batch(group_ids, rows)
 
     def _requeue_stale(self) -> None:

@@ -18,7 +18,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import make_tensorclass_like
 from torchrl_rloo.data.segments import sampled_versions
 
-OnStale = Literal["requeue", "mask", "baseline"]
+OnStale = Literal["mask", "baseline", "requeue", "wait"]
 ON_STALE: tuple[str, ...] = get_args(OnStale)
 
 
@@ -59,7 +59,7 @@ def oldest_version(group: Group, version: int) -> int:
 
 
 def may_wait(remaining: Sequence[Group], per_batch: int, version: int, max_staleness: int) -> bool:
-    """Return whether the groups that a delivery leaves behind can still be delivered in time.
+    """Return whether the groups that a delivery leaves behind can still be delivered in time, for ``on_stale="wait"``.
 
     Later batches take the oldest groups first, and each follows one weight update. Groups beyond the bound are not
     considered, since waiting does not help them.
@@ -84,8 +84,8 @@ def limit_staleness(
         rows: finished rows.
         version: current policy version.
         max_staleness: bound on the staleness.
-        on_stale: ``"mask"`` removes stale tokens from the action mask. ``"baseline"`` removes all tokens of a row with
-            a stale one. In both cases the row's reward stays in its group's baseline.
+        on_stale: ``"baseline"`` removes all tokens of a row with a stale one from the action mask; any other value
+            removes only stale tokens. The row's reward stays in its group's baseline.
         counts: counters to which ``"staleness/masked_tokens"`` and ``"staleness/masked_rows"`` are added.
 
     Returns:
