@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
@@ -106,7 +107,10 @@ class EnginePool(PoolRequests):
 
     def load(self) -> EngineLoad:
         """Return the sums over living members, with requests that wait in the pool, and the largest ``kv_usage``."""
-        loads = [member.engine.load() for member in self._living()]
+        loads = []
+        for member in self._living():
+            with suppress(EngineDeadError):  # it died a moment ago
+                loads.append(member.engine.load())
         sums = [sum(values) for values in zip(*loads, strict=True)] or [0] * len(EngineLoad._fields)
         load = EngineLoad(*sums)
         kv_usage = max((one.kv_usage for one in loads), default=0.0)

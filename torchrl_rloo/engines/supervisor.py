@@ -24,8 +24,8 @@ class Supervisor:
     """Thread that keeps the members of one pool alive.
 
     It calls every member regularly and looks at its progress. A member counts as dead if it did not answer two calls in
-    a row, or sampled nothing for long with requests inside. The supervisor restarts and refills dead members. Calls, restarts and fills of
-    different members run at the same time.
+    a row, or sampled nothing for long with requests inside. The supervisor restarts and refills dead members. It cares
+    for different members at the same time.
 
     Args:
         probe_every: seconds between two calls of a member.
