@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.waiting import in_thread
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
 
@@ -245,11 +245,31 @@ def test_times_are_those_of_a_queue_with_so_many_places(jobs: list[tuple], place
     assert engine.busy_seconds == sum(any(a <= t < b for a, b in intervals) for t in range(200))
 
 
-def test_generate_gives_up_after_its_time_out(play) -> None:
-    engine = play(inf, request_timeout=0.05, max_concurrency=3)
-    with pytest.raises(EngineTimeoutError, match="finished 0 of 4 requests"):
-        engine.generate([REQUEST] * 4)
+def test_a_request_fails_at_its_deadline_and_affects_no_other(play) -> None:
+    engine = play(lambda r, i: ScriptedTurn([30], latency=inf if i == 0 else 0), request_timeout=0.05)
+    late, other = engine.submit(REQUEST), engine.submit(REQUEST)
+    assert other.done() and not late.done()
+    with pytest.raises(EngineTimeoutError, match="request_timeout=0.05 s of sampling"):
+        late.result(60)
     engine.pause("finish", timeout=60.0)  # nothing is running
+    engine = play(inf, request_timeout=0.05, max_concurrency=3)
+    with pytest.raises(EngineTimeoutError, match="request_timeout=0.05"):
+        engine.generate([REQUEST] * 4)
+    assert engine.load() == EngineLoad()
+
+
+def test_a_pause_stops_deadlines_and_a_late_request_frees_its_place(play, clock: Clock) -> None:
+    turns = [ScriptedTurn([1], latency=9.0), ScriptedTurn([2], latency=2.0)]
+    engine = play(turns, clock=clock, request_timeout=5.0, max_concurrency=1)
+    first = engine.submit(REQUEST)
+    second = at(engine, 4.0).submit(REQUEST)
+    at(engine, 4.5).pause("continue")
+    assert at(engine, 100.0) and not first.done()
+    engine.resume()
+    assert at(engine, 100.4) and not first.done()
+    at(engine, 104.0)  # late: the first failed at 100.5, so the second ended at 102.5
+    assert isinstance(first.exception(0), EngineTimeoutError) and second.result(0).tokens == [2]
+    assert engine.busy_seconds == pytest.approx(7.0)
 
 
 def test_a_cancelled_request_frees_its_place(play, clock: Clock) -> None:
@@ -319,7 +339,7 @@ def test_finish_lets_running_requests_end_and_others_wait(play, clock: Clock, wa
     engine = play(1.0, clock=clock, max_concurrency=1)
     running, waiting = engine.submit(REQUEST), engine.submit(REQUEST)
     pausing = in_thread(engine.pause, "finish")
-    wait_until(lambda: engine._paused)
+    wait_until(lambda: engine.paused)
     late = engine.submit(REQUEST)
     assert at(engine, 0.9) and not running.done() and not pausing.done()
     assert at(engine, 1.0) and running.result(60).versions == [0] * 10
@@ -459,6 +479,41 @@ def test_an_engine_at_work_does_not_fall_asleep(play) -> None:
     engine.submit(REQUEST)
     with pytest.raises(EngineError, match="1 requests are running"):
         engine.sleep()
+
+
+def test_a_hung_engine_answers_nothing_until_a_restart(play, clock: Clock) -> None:
+    engine = play(10.0, clock=clock, request_timeout=20.0)
+    running = engine.submit(REQUEST)
+    at(engine, 4.0).hang()
+    calls = [
+        lambda: engine.pause("continue", timeout=0.05),
+        lambda: engine.update_weights("start", {"version": 1}, timeout=0.05),
+    ]
+    for call in calls:
+        with pytest.raises(EngineTimeoutError, match=r"timeout=0\.05 s"):
+            call()
+    with pytest.raises(EngineDeadError, match=r"hangs: check_health\(\) had no answer") as error:
+        engine.check_health(timeout=0.05)
+    assert isinstance(error.value.__cause__, EngineTimeoutError)
+    waiting = at(engine, 15.0).submit(REQUEST)
+    assert engine.load() == EngineLoad(running=1, waiting=1, tokens=4) and not running.done()
+    at(engine, 21.0)
+    assert isinstance(running.exception(60), EngineTimeoutError) and not waiting.done()
+    resuming = in_thread(engine.resume)
+    assert not wait([resuming], timeout=0.05).done
+    engine.restart()
+    assert all(isinstance(f.exception(60), EngineDeadError) for f in (waiting, resuming))
+    engine.check_health(timeout=0.05)
+    assert not engine.submit(REQUEST).done() and at(engine, 40.0).load().running == 0
+
+
+def test_load_counts_requests_and_tokens(play, clock: Clock) -> None:
+    engine = play(1.0, clock=clock, max_concurrency=1, kv_usage=lambda: 0.25)
+    futures = [engine.submit(REQUEST) for _ in range(3)]
+    at(engine, 1.3)
+    assert engine.load() == EngineLoad(running=1, waiting=1, kv_usage=0.25, tokens=13)
+    futures[1].cancel()
+    assert at(engine, 9.0) and engine.load() == EngineLoad(kv_usage=0.25, tokens=20)
 
 
 # Updates

@@ -48,10 +48,13 @@ def test_a_restart_keeps_nothing_of_the_core_before(monkeypatch: pytest.MonkeyPa
             self.loop, self.llm = LoopThread("core"), SimpleNamespace(model_config=config)
             self.alive.add(self)
 
-        def close(self, error: EngineError) -> None:
+        def start(self) -> None:
+            pass
+
+        def close(self, error: EngineError, grace: float = 1.0) -> None:
             self.loop.close(error)
 
-    monkeypatch.setattr(vllm_async, "_Core", Core)
+    monkeypatch.setattr(vllm_async, "Core", Core)
     monkeypatch.setattr(AsyncVLLMEngine, "_stamp", lambda *args, **kwargs: None)
     with AsyncVLLMEngine("model") as engine:
         for _ in range(2):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
 from typing import Literal, NamedTuple
 
 from torchrl_rloo.functional.sampling import SamplingDistribution
@@ -16,6 +15,7 @@ from torchrl_rloo.weight_update.target import (
     EngineError,
     EngineTimeoutError,
     InFlight,
+    Lifecycle,
     WeightStep,
     WeightTarget,
     check_in_flight,
@@ -26,10 +26,12 @@ __all__ = [
     "Engine",
     "EngineDeadError",
     "EngineError",
+    "EngineLoad",
     "EngineTimeoutError",
     "InFlight",
     "Request",
     "Sample",
+    "Sampler",
     "WeightStep",
     "check_in_flight",
     "sleeping",
@@ -47,6 +49,8 @@ class Request:
         distribution: distribution to draw tokens from.
         stop_ids: ids that end the turn. The sampled one is kept.
         stop_strings: texts that end the turn. The ids that spell one are kept.
+        session: ids of the conversation, for routing only. ``(group_id,)`` at its first turn, then
+            ``(group_id, trajectory_id)``.
     """
 
     prompt: Sequence[int]
@@ -55,6 +59,7 @@ class Request:
     distribution: SamplingDistribution = SamplingDistribution()
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    session: tuple[int, ...] = ()
 
 
 class Sample(NamedTuple):
@@ -74,28 +79,31 @@ class Sample(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    running: int
-    waiting: int
-    kv_usage: float
-    preemptions: int
-    tokens: int
-
-
-class Engine(WeightTarget):
-    """Base of engines, which sample turns from token ids and receive weight updates.
-
-    An engine is a context manager, which closes it on exit. After ``pause``, requests wait until ``resume``. After
-    ``sleep``, they are refused until ``wake``.
+    """Work inside an engine.
 
     Attributes:
-        closed: True once the engine was closed.
-        asleep: True while the engine sleeps.
+        running: number of requests that are sampled now.
+        waiting: number of requests that wait for a free slot.
+        kv_usage: share of the key-value cache in use, from 0 to 1.
+        preemptions: number of running requests that were set back to waiting since the start.
+        tokens: number of tokens sampled since the start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    tokens: int = 0
+
+
+class Sampler(ABC):
+    """Base of what samples turns from token ids.
+
+    Attributes:
         context_length: maximum number of tokens of prompt and turn together; None if the engine does not report it.
         stop_ids: ids that end a turn according to the model, in addition to the tokenizer's.
     """
 
-    closed: bool = False
-    asleep: bool = False
     context_length: int | None = None
     stop_ids: tuple[int, ...] = ()
 
@@ -108,20 +116,13 @@ class Engine(WeightTarget):
             EngineError: if the engine is closed or asleep, its last update failed half-way, or it refuses a request.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Stop the engine and release its resources. It may be called again."""
 
-    @abstractmethod
-    def sleep(self) -> None:
-        """Release as much of the engine's device memory as possible, for training on the same device.
+class Engine(Sampler, WeightTarget, Lifecycle):
+    """Base of engines, which sample turns and receive weight updates.
 
-        A sleeping engine may refuse weights. Wake it before an update.
-        """
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+    An engine is a context manager, which closes it on exit. After ``pause``, requests wait until ``resume``. After
+    ``sleep``, they are refused until ``wake``.
+    """
 
     def _refusal(self, ready: bool) -> EngineError | None:
         """Return the error that every call raises now, or every request if ``ready``; None if there is none."""
@@ -152,44 +153,57 @@ class AsyncEngine(Engine):
     """Base of engines that accept requests at any time and batch them as they arrive.
 
     Args:
-        request_timeout: maximum duration of a :meth:`generate` call, in seconds.
+        request_timeout: seconds of sampling that a request may take; time in a pause does not count.
+
+    Attributes:
+        paused: True between :meth:`pause` and :meth:`resume`.
+        counts_running_tokens: whether :meth:`load` counts the tokens of running requests, not only of finished ones.
 
     Raises:
         ValueError: if ``request_timeout`` is not above 0.
     """
+
+    paused: bool = False
+    counts_running_tokens: bool = True
 
     def __init__(self, request_timeout: float = 600.0):
         if request_timeout <= 0:
             raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
         self.request_timeout = request_timeout
 
-    def load(self):
-        return EngineLoad(0, 0, 0.0, 0, 0)
-
     @abstractmethod
     def submit(self, request: Request) -> Future[Sample]:
-        """Accept a request and return its future at once. Cancelling the future cancels the request."""
+        """Accept a request and return its future at once. Cancelling the future cancels the request.
+
+        The future raises :class:`EngineTimeoutError` after ``request_timeout`` seconds of sampling.
+        """
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """Return the work inside the engine, without waiting for the engine."""
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Submit all requests and wait for their samples. If one fails or times out, cancel the others.
+        """Submit all requests and wait for their samples. If one fails, cancel the others.
 
         Raises:
-            EngineTimeoutError: if the requests take longer than ``request_timeout`` seconds.
+            EngineTimeoutError: if a request takes longer than ``request_timeout`` seconds.
             EngineError: if the engine refuses a request or fails on it.
         """
-        futures = [self.submit(request) for request in requests]
-        deadline = monotonic() + self.request_timeout
+        futures: list[Future[Sample]] = []
         try:
-            return [future.result(max(0.0, deadline - monotonic())) for future in futures]
-        except TimeoutError as error:
-            done = sum(future.done() for future in futures)
-            raise EngineTimeoutError(
-                f"{type(self).__name__} finished {done} of {len(futures)} requests in "
-                f"request_timeout={self.request_timeout} s; raise it or lower max_new_tokens"
-            ) from error
+            for request in requests:
+                futures.append(self.submit(request))
+            return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
+
+    def _late(self) -> EngineTimeoutError:
+        """Return the error of a request that reached its deadline."""
+        return EngineTimeoutError(
+            f"{type(self).__name__} did not finish a request in request_timeout={self.request_timeout} s of sampling; "
+            "raise it or lower max_new_tokens"
+        )
 
 
 @contextmanager

@@ -3,82 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from threading import TIMEOUT_MAX, Condition, RLock, Thread, local
-from typing import Any, Literal, NamedTuple
 
 from torchrl_rloo.engines import base
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.base import WeightStep as Step
-from torchrl_rloo.weight_update.open_update import OpenUpdate, StaleStepError, require_open
-from torchrl_rloo.weight_update.protocol import read_manifest
-from torchrl_rloo.weight_update.transport import DirectReceiver
+from torchrl_rloo.engines.sampling_clock import SamplingClock
+from torchrl_rloo.engines.scripted_turn import ScriptedRun, ScriptedTurn
+from torchrl_rloo.engines.scripted_update import ScriptedUpdates
 
 
-@dataclass(frozen=True)
-class ScriptedTurn:
-    """Outcome of a request.
-
-    Args:
-        tokens: ids to return as sampled. Those beyond the request's limit are dropped.
-        log_probs: log-probs of the tokens, in nats; None means 0.
-        latency: duration in seconds of the engine's clock, at least 0. Tokens arrive evenly in that time.
-        finish: reason for the end.
-        error: error to raise at the end instead; None raises none.
-    """
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float] | None = None
-    latency: float = 0.0
-    finish: Literal["stop", "length"] = "stop"
-    error: Exception | None = None
-
-    def __post_init__(self):
-        if self.log_probs is not None and len(self.log_probs) != len(self.tokens):
-            raise ValueError(f"log_probs has {len(self.log_probs)} entries for {len(self.tokens)} tokens")
-        if not self.latency >= 0:
-            raise ValueError(f"latency={self.latency} must be at least 0 seconds")
-
-
-class UpdateRecord(NamedTuple):
-    """One step of an update: its name, its ``info`` without the payload, and whether the engine was paused."""
-
-    step: Step
-    info: dict[str, Any]
-    paused: bool
-
-
-@dataclass
-class _Run:
-    index: int
-    turn: ScriptedTurn
-    limit: int
-    future: Future[Sample]
-    start: float = inf
-    versions: list[int] = field(default_factory=list)
-
-    due = property(lambda self: self.start + self.turn.latency)
-
-    def receive(self, now: float, version: int) -> None:
-        """Record this version for the tokens that arrived since the last call."""
-        n = min(len(self.turn.tokens), self.limit)
-        if now < self.due:
-            n = int(n * (now - self.start) / self.turn.latency + 1e-9)  # 28.999... is 29
-        self.versions += [version] * (n - len(self.versions))
-
-    def sample(self, finish: Literal["stop", "length", "abort"]) -> Sample:
-        n = len(self.versions)
-        log_probs = self.turn.log_probs or [0.0] * n
-        return Sample(list(self.turn.tokens[:n]), list(log_probs[:n]), finish, self.versions)
-
-
-class ScriptedEngine(base.AsyncEngine):
+class ScriptedEngine(ScriptedUpdates):
     """Engine that plays a script instead of a model, on one thread for any number of requests.
 
     A turn without latency is complete when :meth:`submit` returns, so such a script is deterministic. A script with
@@ -89,9 +30,10 @@ class ScriptedEngine(base.AsyncEngine):
         script: function that returns (or raises) the turn for a request and its index, or a list of turns in order.
         clock: function that returns the time in seconds.
         max_concurrency: maximum number of running requests; None disables the limit.
-        request_timeout: maximum duration of a :meth:`generate` call, in seconds of the real clock.
+        request_timeout: seconds of the engine's clock that a request may take; time in a pause does not count.
         update_latency: seconds of the engine's clock by step of an update; infinity hangs until the time-out.
         fail_updates: error that a step raises every time, or a list of errors and None, one per occurrence.
+        kv_usage: function that returns the ``kv_usage`` of :meth:`load`; None reports 0.
 
     Attributes:
         requests: all submitted requests.
@@ -117,21 +59,22 @@ class ScriptedEngine(base.AsyncEngine):
         request_timeout: float = 600.0,
         update_latency: Mapping[Step, float] | None = None,
         fail_updates: Mapping[Step, Exception | list[Exception | None]] | None = None,
+        kv_usage: Callable[[], float] | None = None,
     ):
-        super().__init__(request_timeout)
+        super().__init__(request_timeout, update_latency or {}, fail_updates or {})
         if max_concurrency is not None and max_concurrency < 1:
             raise ValueError(f"max_concurrency={max_concurrency} must be None or at least 1")
         self._script, self.clock, self._slots = script, clock, max_concurrency or inf
-        self.update_latency, self.fail_updates = dict(update_latency or {}), dict(fail_updates or {})
         self.requests: list[Request] = []
-        self.updates: list[UpdateRecord] = []
-        self._dead, self._paused, self._frozen_at = None, False, None
-        self._waiting: deque[_Run] = deque()
-        self._running: dict[int, _Run] = {}
+        self._dead, self._frozen_at, self._hung, self._kv_usage = None, None, False, kv_usage
+        self._sampling_clock, self._tokens = SamplingClock(clock), 0
+        self._waiting: deque[ScriptedRun] = deque()
+        self._running: dict[int, ScriptedRun] = {}
         self._due: list[tuple[float, int]] = []  # a heap; entries of runs that ended early stay until they are due
+        self._deadlines: OrderedDict[int, tuple[float, ScriptedRun]] = OrderedDict()  # in seconds without pauses
+        self._wakes_at = inf  # time of the clock at which the thread wakes up
         self._results: list[tuple[Future[Sample], Sample | Exception]] = []  # results of the call that holds the lock
         self._delivering = local()
-        self._connection = self._update = None
         self.busy_seconds, self.request_seconds, self._counted_to = 0.0, 0.0, clock()
         lock = RLock()
         self._wake, self._waiters = Condition(lock), Condition(lock)  # of the thread; of pause and update_weights
@@ -151,7 +94,9 @@ class ScriptedEngine(base.AsyncEngine):
             return future
         with self._now():
             self._check(ready=True)  # the script, called without the lock, may have used the engine
-            self._waiting.append(_Run(index, turn, request.limit, future))
+            run = ScriptedRun(index, turn, request.limit, future)
+            self._waiting.append(run)
+            self._deadlines[index] = self._sampling_clock.read() + self.request_timeout, run
         return future
 
     def _turn(self, request: Request, index: int) -> ScriptedTurn:
@@ -170,9 +115,21 @@ class ScriptedEngine(base.AsyncEngine):
         while not self.closed:
             self.tick()
             with self._wake:
-                due = self._due[0][0] if self._due and self._frozen_at is None else inf
-                if not self.closed and (seconds := due - self.clock()) > 0:
+                self._wakes_at = self._next_event()
+                if not self.closed and (seconds := self._wakes_at - self.clock()) > 0:
                     self._wake.wait(min(seconds, TIMEOUT_MAX))
+
+    def _next_event(self) -> float:
+        """Return the time at which the next turn or deadline is due."""
+        return min(self._next_due(), self._next_deadline())
+
+    def _next_due(self) -> float:
+        return self._due[0][0] if self._due and self._frozen_at is None else inf
+
+    def _next_deadline(self) -> float:
+        if not self._deadlines or self.paused:
+            return inf
+        return next(iter(self._deadlines.values()))[0] + self._sampling_clock.paused_seconds
 
     @contextmanager
     def _now(self) -> Iterator[float]:
@@ -186,38 +143,53 @@ class ScriptedEngine(base.AsyncEngine):
                     yield now
                 finally:
                     self._advance(self.clock())
+                    if self._next_event() < self._wakes_at:
+                        self._wakes_at = -inf  # notify once
+                        self._wake.notify()
                     self._waiters.notify_all()
                     results, self._results = self._results, results
         finally:
             self._deliver(results)
 
     def _advance(self, now: float) -> None:
-        """End turns that are due, in the order of time. Each one starts a waiting request at once."""
+        """End turns that are due or late, in the order of time. Each one starts a waiting request at once."""
         self._end_due(now)
         self._count(now)
         self._begin(now)
         self._end_due(now)  # turns without latency
 
+    def _result(self, run: ScriptedRun, result: Sample | Exception) -> None:
+        self._deadlines.pop(run.index, None)
+        self._tokens += len(run.versions)
+        self._results.append((run.future, result))
+
     def _end_due(self, now: float) -> None:
-        while self._due and self._frozen_at is None and self._due[0][0] <= now:
-            due, index = heappop(self._due)
-            if index in self._running:
-                self._count(due)
+        while (time := self._next_event()) <= now:
+            if self._next_deadline() < self._next_due():
+                index, (_, run) = next(iter(self._deadlines.items()))
+                self._count(time)
+                self._running.pop(index, None)
+                self._result(run, self._late())
+            else:
+                _, index = heappop(self._due)
+                if index not in self._running:
+                    continue
+                self._count(time)
                 run = self._running.pop(index)
-                run.receive(due, self.version)
+                run.receive(time, self.version)
                 finish = run.turn.finish if len(run.turn.tokens) <= run.limit else "length"
-                self._results.append((run.future, run.turn.error or run.sample(finish)))
-                self._begin(due)
+                self._result(run, run.turn.error or run.sample(finish))
+            self._begin(time)
 
     def _begin(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._slots and not self._paused and self.failed_version is None:
+        if self.paused or self._hung or self.failed_version is not None:
+            return
+        while self._waiting and len(self._running) < self._slots:
             run = self._waiting.popleft()
-            if not run.future.cancelled():
+            if run.index in self._deadlines:  # neither cancelled nor late
                 self._count(now)
                 run.start, self._running[run.index] = now, run
                 heappush(self._due, (run.due, run.index))
-                if run.turn.latency > 0 and self._due[0][1] == run.index:
-                    self._wake.notify()
 
     def _count(self, now: float) -> None:
         """Add the time since the last change of the running requests. Call it before each change."""
@@ -244,21 +216,24 @@ class ScriptedEngine(base.AsyncEngine):
 
     def _drop(self, index: int) -> None:
         with self._now():
+            self._deadlines.pop(index, None)
             self._running.pop(index, None)
 
     def _fail_all(self, error: Exception) -> None:
-        self._results += [(run.future, error) for run in (*self._running.values(), *self._waiting)]
+        for _, run in list(self._deadlines.values()):
+            self._result(run, error)
         self._running.clear()
         self._waiting.clear()
 
     def pause(self, in_flight: base.InFlight = "finish", *, timeout: float = 600.0) -> None:
         """Pause sampling. Requests beyond ``max_concurrency`` keep waiting, and a time-out ends the pause."""
         base.check_in_flight(in_flight)
+        self._answer(timeout, "pause()")
         with self._now() as now:
             self._check()
             self._thaw(now)
             self._receive(now)
-            self._paused = True
+            self._set_paused(True)
             if in_flight == "continue":
                 self._frozen_at = now
             elif in_flight == "abort":
@@ -268,22 +243,28 @@ class ScriptedEngine(base.AsyncEngine):
         with self._now():
             self._check()
             if not paused:
-                self._paused = False
+                self._set_paused(False)
                 raise EngineTimeoutError(f"{len(self._running)} requests run after timeout={timeout} s; not paused")
 
     def resume(self) -> None:
         """Continue sampling. After a failed update, frozen requests end as they are and waiting ones fail."""
+        self._answer(self.request_timeout, "resume()")
         with self._now() as now:
             self._check()
             self._thaw(now)
-            self._paused = False
+            self._set_paused(False)
             if self.failed_version is not None:
                 self._abort_running()
             if error := self._refusal(ready=True):
                 self._fail_all(error)
 
+    def _set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        (self._sampling_clock.stop if paused else self._sampling_clock.start)()
+
     def _abort_running(self) -> None:
-        self._results += [(run.future, run.sample("abort")) for run in self._running.values()]
+        for run in self._running.values():
+            self._result(run, run.sample("abort"))
         self._running.clear()
 
     def _thaw(self, now: float) -> None:
@@ -292,72 +273,10 @@ class ScriptedEngine(base.AsyncEngine):
                 run.start += now - self._frozen_at
             self._due = sorted((run.due, run.index) for run in self._running.values())
             self._frozen_at = None
-            self._wake.notify()
-
-    def update_weights(self, step: Step, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
-        """Do one step of a weight update. Checksums are compared with transport ``"direct"``, otherwise trusted."""
-        info = dict(info or {})
-        with self._now():
-            self._check()
-            if self.asleep and step != "abort":
-                raise self._refusal(ready=True)
-            self.updates.append(UpdateRecord(step, {k: v for k, v in info.items() if k != "payload"}, self._paused))
-            update = self._update  # the update that this step belongs to
-            if step in ("bucket", "finish"):
-                require_open(update, info)
-            if step == "finish" or (step == "start" and self._connection and not self._connection["staged"]):
-                self.failed_version = info["version"]  # until finish succeeds, as in an engine with a model
-        # Take the scripted time without the lock. Another call may abort the update in that time
-        try:
-            self._play(step, timeout)
-            with self._now() as now:
-                self._check()
-                if update is not self._update:
-                    raise StaleStepError(f"{step} is late; its update was aborted")
-                return [{"rank": 0, **self._take(step, info, now)}]
-        except BaseException:
-            with self._now():
-                if update is self._update:
-                    self._update = None
-            raise
-
-    def _play(self, step: Step, timeout: float) -> None:
-        """Wait and fail as scripted."""
-        deadline, due = time.monotonic() + timeout, self.clock() + self.update_latency.get(step, 0.0)
-        with self._waiters:
-            while (remaining := due - self.clock()) > 0 and self._refusal() is None:
-                if (allowed := deadline - time.monotonic()) <= 0:
-                    raise EngineTimeoutError(f"{step} was not done after timeout={timeout} s")
-                self._waiters.wait(min(remaining, allowed))
-        failure = self.fail_updates.get(step)
-        if isinstance(failure, list):
-            failure = failure.pop(0) if failure else None
-        if failure is not None:
-            raise failure
-
-    def _take(self, step: Step, info: dict[str, Any], now: float) -> dict[str, Any]:
-        if step == "bucket":
-            direct = self._connection["transport"] == "direct"
-            self._update.take(info, DirectReceiver({}, None, 0) if direct else None)
-            return {}
-        if step == "finish":
-            self._update.complete()
-        if step in ("finish", "adapter"):
-            checksums = self._update.checksums if step == "finish" else [info["checksum"]]
-            self._receive(now)
-            self.version, self.failed_version, self._update = info["version"], None, None
-            return {"version": self.version, "checksums": checksums}
-        self._update = None
-        if step == "connect":
-            self._connection = info | {"manifest": read_manifest(info)}
-        elif step == "start" and self._connection is None:
-            raise EngineError("no transport is connected; connect before start")
-        elif step == "start":
-            self._update = OpenUpdate(self._connection["manifest"], info["version"])
-        return {}
 
     def sleep(self) -> None:
         """Put the engine to sleep, which is refused while requests are running."""
+        self._answer(self.request_timeout, "sleep()")
         with self._now():
             self._check()
             if self._running:
@@ -365,6 +284,7 @@ class ScriptedEngine(base.AsyncEngine):
             self.asleep = True
 
     def wake(self) -> None:
+        self._answer(self.request_timeout, "wake()")
         self._check()
         self.asleep = False
 
@@ -374,17 +294,45 @@ class ScriptedEngine(base.AsyncEngine):
             self._dead = error or RuntimeError("kill() was called")
             self._fail_all(self._refusal())
 
+    def hang(self) -> None:
+        """Stop answering until :meth:`restart`: calls wait for their time-outs, requests for their deadlines."""
+        with self._now() as now:
+            self._hung = True
+            if self._frozen_at is None:
+                self._receive(now)
+                self._frozen_at = now
+
+    def _answer(self, timeout: float, what: str) -> None:
+        """Wait until the engine no longer hangs."""
+        count = self.start_count
+        with self._waiters:
+            if not self._waiters.wait_for(lambda: not self._hung or self._refusal(), timeout):
+                raise EngineTimeoutError(f"{what} had no answer within timeout={timeout} s")
+        if self.start_count != count:
+            raise EngineDeadError(f"this {type(self).__name__} was restarted during {what}")
+
     def restart(self) -> None:
         """Start the engine again with ``version`` 0, after killing it if it is alive. A pause continues."""
         self.kill()
         with self._now():
             self._dead = self._frozen_at = self._connection = self._update = self.failed_version = None
-            self.asleep = False
+            self.asleep = self._hung = False
             self._check()
             self.version, self.start_count = 0, self.start_count + 1
 
-    def check_health(self) -> None:
+    def check_health(self, timeout: float = 10.0) -> None:
+        try:
+            self._answer(timeout, "check_health()")
+        except EngineTimeoutError as error:
+            raise EngineDeadError(f"this {type(self).__name__} hangs: {error}; call restart()") from error
         self._check()
+
+    def load(self) -> EngineLoad:
+        with self._now() as now:
+            self._receive(now)
+            waiting = len(self._deadlines) - len(self._running)
+            tokens = self._tokens + sum(len(run.versions) for run in self._running.values())
+            return EngineLoad(len(self._running), waiting, self._kv_usage() if self._kv_usage else 0.0, 0, tokens)
 
     def close(self) -> None:
         with self._now():

@@ -317,8 +317,12 @@ class TransformersEngine(Engine):
                 self._device = None
             self.asleep = False
 
-    def check_health(self) -> None:
-        """Raise an ``EngineError`` if the engine is closed. An engine in this process cannot die."""
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Raise an ``EngineError`` if the engine is closed. An engine in this process cannot die.
+
+        Args:
+            timeout: unused, since the answer needs no waiting.
+        """
         self._check()
 
     def close(self) -> None:

@@ -40,8 +40,10 @@ SILENCED_WARNINGS = {
     "vllm.v1.worker.cpu_worker": "torch.set_num_threads",
 }
 
+_INITIAL_VERSION = "default"  # vLLM's name of the weights that it started with
 MIN_TEMPERATURE = 0.01  # vLLM's minimum above 0
 
+_REPLICAS = "data_parallel_size"
 _SET_HERE = {"logprobs_mode", "worker_extension_cls", "weight_transfer_config"}
 _FINISH = {"stop": "stop", "length": "length", "abort": "abort", "error": "abort"}
 
@@ -129,10 +131,16 @@ def complete_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the arguments of a vLLM engine, for log-probs of the sampled distribution and weights from an updater.
 
     Raises:
-        ValueError: if the toolkit sets an argument itself.
+        ValueError: if the toolkit sets an argument itself, or if an argument requests several replicas.
     """
     if clash := sorted(_SET_HERE & set(arguments)):
         raise ValueError(f"{clash[0]} is set by the toolkit and cannot be {arguments[clash[0]]!r}; remove it")
+    for name, value in arguments.items():
+        if name.startswith("data_parallel") and value not in (None, False) and (name, value) != (_REPLICAS, 1):
+            raise ValueError(
+                f"{name}={value!r} is not supported, since weights would be confirmed by one replica only; make one "
+                "engine per replica and put them in an EnginePool"
+            )
     # Settings that the loss and the updater require, and fewer messages
     defaults = {
         "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, not of the plain softmax
@@ -229,7 +237,8 @@ def sample_from_output(request: Request, output: Any) -> Sample:
 
     Raises:
         EngineDeadError: if the engine was restarted, so that its weights have no policy version.
-        EngineError: if vLLM returned different numbers of tokens, log-probs and versions.
+        EngineError: if another client named the weights, or if vLLM returned different numbers of tokens, log-probs
+            and versions.
     """
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
@@ -250,9 +259,13 @@ def _sample(
     if request.distribution.temperature == 0:
         log_probs = [0.0] * len(tokens)  # vLLM returns log-probs of the softmax at temperature 1
     unknown = [name for name, _, _ in spans if not name.isdecimal()]
-    if unknown:
+    if unknown and unknown[0] == _INITIAL_VERSION:
         raise EngineDeadError(
             f"the engine was restarted: its weights are {unknown[0]!r}, not a policy version; call restart()"
+        )
+    if unknown:
+        raise EngineError(
+            f"another client named the engine's weights {unknown[0]!r}, which is no policy version; push weights again"
         )
     versions = [int(name) for name, start, end in spans for _ in range(start, end)]
     if not len(tokens) == len(log_probs) == len(versions):

@@ -139,7 +139,12 @@ class VLLMEngine(VLLMEngineBase):
                 self._try("wake", self.llm.wake_up)
             self.asleep = False
 
-    def check_health(self) -> None:
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Raise an ``EngineDeadError`` if sampling stopped between two steps. It waits for nothing.
+
+        Args:
+            timeout: unused, since a running batch in this process may take any time.
+        """
         self._check()
 
     def close(self) -> None:

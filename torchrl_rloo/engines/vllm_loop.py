@@ -20,12 +20,14 @@ from torchrl_rloo.engines.base import (
     WeightStep,
     check_in_flight,
 )
+from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_api import PAUSE_MODES, VLLMEngineBase
 
 T = TypeVar("T")
 
 
 CLOSED = EngineError("this engine is closed")
+_PAUSED_CHECK_S = 0.1  # time between two looks at a deadline during a pause
 NOT_RESTARTED = EngineDeadError("restart() stopped this engine and has not started it yet")
 
 
@@ -136,7 +138,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     subclasses.
 
     Args:
-        request_timeout: maximum duration of a :meth:`generate` call, in seconds.
+        request_timeout: seconds of sampling that a request may take; time in a pause does not count.
     """
 
     _loop: LoopThread
@@ -144,7 +146,9 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def __init__(self, request_timeout: float):
         super().__init__(request_timeout)
         self._open = _gate(True)  # closed during a pause
+        self._sampling_clock = SamplingClock()
         self._in_engine = 0  # number of requests passed to the engine
+        self._updating = 0  # number of steps of updates in progress
 
     @abstractmethod
     async def _sample(self, request: Request) -> Sample:
@@ -174,8 +178,23 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     async def _wake_engine(self) -> None:
         """Allocate the released memory again."""
 
+    @property
+    def paused(self) -> bool:
+        """True between pause and resume."""
+        return not self._open.is_set()
+
     def submit(self, request: Request) -> Future[Sample]:
-        return self._loop.start(self._sample_unless_paused(request))
+        return self._loop.start(self._sample_in_time(request))
+
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Call all workers. During a step of an update, the step's own time limit applies instead."""
+        self._check()
+        if self._updating:
+            return
+        try:
+            self._rpc("weight_report", timeout=timeout)
+        except EngineTimeoutError as error:
+            raise EngineDeadError(f"{type(self).__name__} hangs: {error}; call restart()") from error
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         check_in_flight(in_flight)
@@ -197,7 +216,11 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         loads = step in ("finish", "adapter") or (step == "start" and not self._staged)
         if loads and self._open.is_set():
             raise EngineError(f"{step!r} loads weights; pause the engine before")
-        return super().update_weights(step, info, timeout=timeout)
+        self._updating += 1
+        try:
+            return super().update_weights(step, info, timeout=timeout)
+        finally:
+            self._updating -= 1
 
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:
         return self._loop.call(self._collective(method, args, timeout), timeout, method)
@@ -207,12 +230,34 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
 
     def _finish_restart(self) -> None:
         """Reset the state after a :meth:`restart`. A pause continues, since its caller will end it."""
-        paused = not self._open.is_set()
+        paused = self.paused
         self._open = _gate(not paused)
         self._reset_to_checkpoint()
-        self.closed = False
         if paused:
             self._loop.call(self._pause_engine("abort"), self.request_timeout, "pause()")
+
+    async def _sample_in_time(self, request: Request) -> Sample:
+        """Sample a request, unless it reaches its deadline first."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        deadline, late = self._sampling_clock.read() + self.request_timeout, False
+
+        def check() -> None:
+            nonlocal late, timer
+            seconds = deadline - self._sampling_clock.read()
+            if seconds > 0:
+                timer = loop.call_later(max(seconds, _PAUSED_CHECK_S) if self.paused else seconds, check)
+            else:
+                late = task.cancel()
+
+        timer = loop.call_later(self.request_timeout, check)
+        try:
+            return await self._sample_unless_paused(request)
+        except asyncio.CancelledError:
+            if not late:
+                raise
+            raise self._late() from None
+        finally:
+            timer.cancel()
 
     async def _sample_unless_paused(self, request: Request) -> Sample:
         self._check(ready=True)
@@ -226,9 +271,11 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
 
     async def _pause(self, mode: str) -> None:
         self._open.clear()
+        self._sampling_clock.stop()
         try:
             await self._pause_engine(mode)
         except BaseException:  # including CancelledError at a time-out
+            self._sampling_clock.start()  # deadlines must pass even if the engine never answers
             try:
                 await self._resume_engine()
             finally:
@@ -236,6 +283,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
             raise
 
     async def _resume(self) -> None:
+        self._sampling_clock.start()
         if self.failed_version is not None:
             await self._pause_engine("abort")  # otherwise frozen requests would continue with mixed weights
         await self._resume_engine()

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import torch
 
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_api import (
     SERVER_VARIABLES,
     UNIPROC,
@@ -29,6 +29,7 @@ from torchrl_rloo.engines.vllm_api import (
 from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
 
 _POLL_PERIOD_S = 0.5  # time between two attempts to reach a server that is starting
+_ANSWER_TIMEOUT_S = 10.0  # time for a server to show that it is alive
 _MINUS_INFINITY = -9999.0  # minus infinity in the server's replies
 
 
@@ -97,7 +98,7 @@ class VLLMServer(LoopEngine):
 
     Args:
         url: URL of the server, e.g. ``"http://127.0.0.1:8000"``.
-        request_timeout: maximum duration of a request, in seconds.
+        request_timeout: seconds of sampling that a request may take; time in a pause does not count.
         connect_timeout: maximum time in seconds to wait for a server that is starting.
         api_key: key that is sent as a bearer token; None sends none.
 
@@ -114,6 +115,8 @@ class VLLMServer(LoopEngine):
         server.terminate()
     """
 
+    counts_running_tokens = False
+
     def __init__(
         self, url: str, *, request_timeout: float = 600.0, connect_timeout: float = 60.0, api_key: str | None = None
     ):
@@ -123,6 +126,7 @@ class VLLMServer(LoopEngine):
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"url={url!r} must be like 'http://127.0.0.1:8000'")
         self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
+        self._tokens = 0  # of finished requests
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connect()
 
@@ -183,9 +187,19 @@ class VLLMServer(LoopEngine):
     def world_size(self) -> int:
         return self._world_size
 
-    def check_health(self) -> None:
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Call all workers over HTTP. A lost connection is no death if the server answers the next call."""
+        try:
+            super().check_health(timeout)
+        except EngineDeadError:
+            raise
+        except EngineError:
+            super().check_health(timeout)
+
+    def load(self) -> EngineLoad:
+        """Return this client's requests, and the tokens of those that finished."""
         self._check()
-        self._loop.call(self._http.get("/health", self.connect_timeout), self.request_timeout, "check_health()")
+        return EngineLoad(self._in_engine, tokens=self._tokens)
 
     def close(self) -> None:
         self.closed = True
@@ -193,6 +207,7 @@ class VLLMServer(LoopEngine):
 
     def restart(self) -> None:
         """Connect again to a server that was restarted, or that still runs with its weights."""
+        self._check()
         self._disconnect(NOT_RESTARTED)
         self._connect()
         state = (self.version, self.failed_version, self._adapter) if self._has_version else (0, None, None)
@@ -203,8 +218,10 @@ class VLLMServer(LoopEngine):
         body = {"token_ids": list(request.prompt), "sampling_params": sampling_arguments(request)}
         if self._adapter is not None:
             body["model"] = self._adapter
-        reply = await self._http.post("/inference/v1/generate", self.request_timeout, body)
-        return sample_from_reply(request, reply["choices"][0])
+        reply = await self._http.post("/inference/v1/generate", None, body, repeat=True)
+        sample = sample_from_reply(request, reply["choices"][0])
+        self._tokens += len(sample.tokens)
+        return sample
 
     async def _pause_engine(self, mode: str) -> None:
         await self._http.post("/pause", None, params={"mode": mode, "clear_cache": "true"})
@@ -256,8 +273,21 @@ class _Http:
         return await self._send("GET", path, timeout)
 
     async def post(
-        self, path: str, timeout: float | None, body: Any = None, params: Mapping[str, str] | None = None
+        self,
+        path: str,
+        timeout: float | None,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        repeat: bool = False,
     ) -> Any:
+        """Send a body, once more with ``repeat`` if the connection was lost and the server still answers."""
+        try:
+            return await self._send("POST", path, timeout, json=body, params=params)
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            if not repeat or not isinstance(error.__cause__, ConnectionError):
+                raise
         return await self._send("POST", path, timeout, json=body, params=params)
 
     async def close(self) -> None:
@@ -279,12 +309,24 @@ class _Http:
         except asyncio.TimeoutError as error:
             raise EngineTimeoutError(f"{method} {self.url}{path} took longer than {timeout} s") from error
         except aiohttp.ClientError as error:
-            raise EngineDeadError(f"no server answers at {self.url}: {type(error).__name__}: {error}") from error
+            lost = f"{type(error).__name__}: {error}"
+            if path == "/health" or not await self._answers():
+                raise EngineDeadError(f"no server answers at {self.url}: {lost}") from error
+            message = f"{method} {self.url}{path} lost its connection: {lost}; the server answers others"
+            raise EngineError(message) from ConnectionError(lost)
         if reply.status >= 400:
             hint = _HINTS.get((path, reply.status), "")
             kind = EngineDeadError if reply.status == 503 else EngineError
             raise kind(f"{method} {self.url}{path}: {reply.status} {reply.reason}: {_message(text)}{hint}")
         return json.loads(text) if reply.content_type == "application/json" else text
+
+    async def _answers(self) -> bool:
+        """Return whether the server still answers, after another call lost its connection."""
+        for _ in range(2):  # a connection may be lost by chance
+            with suppress(EngineError):
+                await self.get("/health", _ANSWER_TIMEOUT_S)
+                return True
+        return False
 
 
 _HINTS = {

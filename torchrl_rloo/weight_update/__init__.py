@@ -12,7 +12,7 @@ from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.lora import LoRAUpdater
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.target import WeightTarget
+from torchrl_rloo.weight_update.target import Lifecycle, TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
 
 __all__ = [
@@ -21,11 +21,13 @@ __all__ = [
     "EngineUpdater",
     "Files",
     "InProcessWeightUpdater",
+    "Lifecycle",
     "LoRAUpdater",
     "Push",
     "Receiver",
     "SequentialWeightUpdater",
     "SharedMemory",
+    "TargetGroup",
     "Transport",
     "WeightSource",
     "WeightSyncError",

@@ -1,9 +1,9 @@
-"""WeightTarget: the interface of engines to weight updaters, and errors of engines."""
+"""Interfaces of engines to weight updaters: WeightTarget, Lifecycle and TargetGroup, and errors of engines."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -16,7 +16,7 @@ class EngineError(RuntimeError):
 
 
 class EngineDeadError(EngineError):
-    """Failure of a whole engine. :meth:`WeightTarget.restart` starts it again from its checkpoint."""
+    """Failure of a whole engine. :meth:`Lifecycle.restart` starts it again from its checkpoint."""
 
 
 class EngineTimeoutError(EngineError):
@@ -78,17 +78,85 @@ class WeightTarget(ABC):
     def resume(self) -> None:
         """Resume sampling, with frozen and waiting requests first."""
 
+
+class Lifecycle(ABC):
+    """Base class of what starts, sleeps, dies and restarts.
+
+    Attributes:
+        closed: True once it was closed.
+        asleep: True while it sleeps.
+    """
+
+    closed: bool = False
+    asleep: bool = False
+
     @abstractmethod
-    def check_health(self) -> None:
-        """Raise EngineDeadError with the engine's error if the engine is dead."""
+    def check_health(self, timeout: float = 10.0) -> None:
+        """Call the engine and wait for its answer.
+
+        Args:
+            timeout: seconds to wait for the answer.
+
+        Raises:
+            EngineDeadError: if the engine is dead, or does not answer in time. In the second case its cause is an
+                :class:`EngineTimeoutError`.
+            EngineError: if the engine is closed.
+        """
 
     def restart(self) -> None:
-        """Restart a dead engine from its checkpoint, with ``version`` 0.
+        """Kill what remains of the engine and start it from its checkpoint, with ``version`` 0.
 
         Raises:
             EngineError: if the engine cannot be restarted.
         """
         raise EngineError(f"{type(self).__name__} cannot be restarted")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engine and release its resources. It may be called again."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Release as much of the engine's device memory as possible, for training on the same device.
+
+        A sleeping engine may refuse weights. Wake it before an update.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo :meth:`sleep`."""
+
+
+class TargetGroup(ABC):
+    """Base class of changing sets of engines, whose members are filled with weights one by one.
+
+    A publisher attaches itself once. From then on no member samples before it was filled, neither at the start nor
+    after a restart.
+    """
+
+    @abstractmethod
+    def targets(self) -> list[WeightTarget]:
+        """Return the engines that can take part in a push now. Dead, suspect and starting ones cannot."""
+
+    @abstractmethod
+    def attach(self, fill: Callable[[WeightTarget], None]) -> None:
+        """Make all members wait for weights.
+
+        Args:
+            fill: function that gives one engine the latest weights. It is called on threads of the group, after each
+                restart. The engine samples once it has returned.
+
+        Raises:
+            ValueError: if a publisher is attached already.
+        """
+
+    @abstractmethod
+    def mark_filled(self, engine: WeightTarget, version: int) -> None:
+        """Let an engine sample, since it has the weights of ``version``."""
+
+    @abstractmethod
+    def mark_failed(self, engine: WeightTarget, error: Exception) -> None:
+        """Stop an engine from sampling, since a push failed in it. The group restarts it if needed, and refills it."""
 
 
 def check_in_flight(in_flight: str) -> None:
@@ -97,10 +165,10 @@ def check_in_flight(in_flight: str) -> None:
         raise ValueError(f"in_flight={in_flight!r} must be one of {IN_FLIGHT}")
 
 
-def is_dead(target: WeightTarget) -> bool:
-    """Return whether an engine died, so that a restart may help."""
+def is_dead(engine: Lifecycle) -> bool:
+    """Return whether an engine died or hangs, so that a restart may help."""
     try:
-        target.check_health()
+        engine.check_health()
     except EngineDeadError:
         return True
     except EngineError:  # for example, a closed engine

@@ -1,0 +1,209 @@
+"""Supervisor of an EnginePool: probes members, restarts and refills dead ones."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from threading import Event, Thread
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError
+from torchrl_rloo.engines.member import Member
+
+if TYPE_CHECKING:
+    from torchrl_rloo.engines.pool import EnginePool
+
+_LOGGER = logging.getLogger(__name__)
+_HOUR = 3600.0
+_MAX_MISSES = 2  # unanswered calls in a row until a member counts as dead
+
+
+class Supervisor:
+    """Thread that keeps the members of one pool alive.
+
+    It calls every member regularly and looks at its progress. A member counts as dead if it did not answer two calls in
+    a row, or sampled nothing for long with requests inside. The supervisor restarts and refills dead members. It cares
+    for different members at the same time.
+
+    Args:
+        probe_every: seconds between two calls of a member.
+        probe_timeout: seconds that a member may take to answer.
+        stall_timeout: seconds without a token, with requests inside and no pause, after which a member counts as dead.
+            Members that do not count the tokens of running requests are exempt.
+        max_restarts: number of restarts and failed fills of a member in an hour. A member that needs more stays dead.
+        backoff: seconds before the second restart of a member in an hour. Each further wait is twice as long.
+        max_backoff: maximum seconds before a restart.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        probe_every: float = 5.0,
+        probe_timeout: float = 10.0,
+        stall_timeout: float = 120.0,
+        max_restarts: int = 5,
+        backoff: float = 1.0,
+        max_backoff: float = 60.0,
+    ):
+        times = {"probe_every": probe_every, "probe_timeout": probe_timeout, "stall_timeout": stall_timeout}
+        for name, seconds in times.items():
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds} must be above 0 seconds")
+        if max_restarts < 0:
+            raise ValueError(f"max_restarts={max_restarts} must be at least 0")
+        if not 0 <= backoff <= max_backoff:
+            raise ValueError(f"backoff={backoff} must be from 0 to max_backoff={max_backoff} seconds")
+        self.probe_every, self.probe_timeout, self.stall_timeout = probe_every, probe_timeout, stall_timeout
+        self.max_restarts, self.backoff, self.max_backoff = max_restarts, backoff, max_backoff
+        self._stopped, self._news = Event(), Event()
+        self._thread: Thread | None = None
+
+    def watch(self, pool: EnginePool) -> None:
+        """Start the thread. It ends with the pool.
+
+        Raises:
+            ValueError: if the supervisor watches another pool.
+        """
+        if self._thread is not None:
+            raise ValueError("this Supervisor watches another pool; make one per pool")
+        self._thread = Thread(target=self._run, args=(weakref.ref(pool),), name="pool-supervisor", daemon=True)
+        self._thread.start()
+        weakref.finalize(pool, self.stop)  # also runs at exit, before restarts could begin
+
+    def wake(self) -> None:
+        """Look at all members now."""
+        self._news.set()
+
+    def stop(self) -> None:
+        """End the thread, and start no further restart. Running ones end by themselves."""
+        self._stopped.set()
+        self._news.set()
+
+    def _run(self, reference: weakref.ref[EnginePool]) -> None:
+        while not self._stopped.is_set() and (pool := reference()) is not None:
+            delay = self._look(pool)
+            del pool
+            self._news.wait(delay)
+            self._news.clear()
+
+    def _look(self, pool: EnginePool) -> float:
+        """Start the jobs that are due, and return the seconds until the next one."""
+        now = monotonic()
+        delay = min(self.probe_every, pool._check_waiting(now))
+        for member in pool.members:
+            if member.job is not None or member.exhausted or member.state in ("starting", "closed"):
+                continue
+            # Wait before a restart in its own thread; wait before a fill or a probe here
+            if member.state == "dead":
+                self._start(pool, member, self._revive)
+            elif pool._wants_fill(member) and now >= member.fill_at:
+                self._start(pool, member, self._fill)
+            elif now >= member.probe_at:
+                self._start(pool, member, self._probe)
+            else:
+                delay = min(delay, member.probe_at - now)
+                if pool._wants_fill(member):
+                    delay = min(delay, member.fill_at - now)
+        return max(delay, 0.0)
+
+    def _start(self, pool: EnginePool, member: Member, job: Callable[[EnginePool, Member], None]) -> None:
+        def run() -> None:
+            try:
+                job(pool, member)
+            finally:
+                member.job = None
+                self.wake()
+
+        member.job = Thread(target=run, name=f"{member.name}: {job.__name__.strip('_')}", daemon=True)
+        member.job.start()
+
+    def _probe(self, pool: EnginePool, member: Member) -> None:
+        """Call a member and look at its progress."""
+        member.probe_at = monotonic() + self.probe_every
+        try:
+            member.engine.check_health(self.probe_timeout)
+        except Exception as error:
+            self._judge(pool, member, error)
+            return
+        member.misses = 0
+        pool._confirm(member)
+        # Compare the progress with that at the last probe
+        now, progress = monotonic(), (member.engine.load().tokens, member.finished)
+        busy = member.inside and not member.engine.paused and member.engine.counts_running_tokens
+        if not busy or progress != member.progress:
+            member.progress, member.progress_at = progress, now
+        elif now - member.progress_at > self.stall_timeout:
+            pool._lose(
+                member,
+                EngineDeadError(
+                    f"{member.name} sampled nothing for stall_timeout={self.stall_timeout:g} s with "
+                    f"{len(member.inside)} requests inside"
+                ),
+            )
+
+    def _judge(self, pool: EnginePool, member: Member, error: Exception) -> None:
+        """Decide on a member whose call failed."""
+        if member.target.closed:
+            pool._lose(member, error, "closed")
+            return
+        unanswered = isinstance(error, EngineTimeoutError) or isinstance(error.__cause__, EngineTimeoutError)
+        member.misses += 1
+        if unanswered and member.misses < _MAX_MISSES:
+            pool._suspect(member, error)
+            member.probe_at = 0.0  # call it again at once
+        else:
+            pool._lose(member, error)
+
+    def _revive(self, pool: EnginePool, member: Member) -> None:
+        """Restart and fill a dead member, after a wait that grows with its failures."""
+        delay = self._delay(pool, member)
+        if delay is None or self._stopped.wait(delay) or not pool._begin_restart(member):
+            return
+        member.failures.append(monotonic())
+        try:
+            member.engine.restart()
+            pool._end_restart(member)
+        except Exception as error:
+            if member.target.closed:
+                pool._lose(member, error, "closed")
+                return
+            _LOGGER.warning("%s did not restart: %s: %s", member.name, type(error).__name__, error)
+            pool.counts["pool/failed_restarts"] += 1
+            pool._lose(member, error)
+            return
+        member.misses, member.probe_at = 0, monotonic() + self.probe_every
+        member.progress_at = monotonic()
+        if pool._wants_fill(member):
+            self._fill(pool, member)
+
+    def _fill(self, pool: EnginePool, member: Member) -> None:
+        """Fill a member with weights. After a failure the next look tries again, or restarts the member."""
+        try:
+            pool._fill(member.target)
+            if member.target.failed_version is not None:
+                raise EngineError(f"the fill left parts of version {member.target.failed_version} in {member.name}")
+        except Exception as error:
+            _LOGGER.warning("%s was not filled: %s: %s", member.name, type(error).__name__, error)
+            pool.counts["pool/failed_fills"] += 1
+            member.failures.append(monotonic())
+            member.cause = error
+            if (delay := self._delay(pool, member)) is not None:
+                member.fill_at = monotonic() + delay
+                self._probe(pool, member)  # a dead engine is restarted instead
+            return
+        pool.mark_filled(member.target, member.target.version)
+
+    def _delay(self, pool: EnginePool, member: Member) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if the budget is spent."""
+        while member.failures and member.failures[0] < monotonic() - _HOUR:
+            member.failures.popleft()
+        n = len(member.failures)
+        if n >= self.max_restarts:
+            pool._abandon(member, f"it failed max_restarts={self.max_restarts} times in an hour")
+            return None
+        return min(self.backoff * 2.0 ** (n - 1), self.max_backoff) if n else 0.0
