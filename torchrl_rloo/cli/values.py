@@ -85,6 +85,7 @@ CHOICES = {
         "reinforce_pp_baseline",
     ),
     "environment.on_rewrite": ("keep", "split"),
+    "environment.on_time_limit": ("score", "abstain"),
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),
     "kl.where": ("reward", "token", "loss"),

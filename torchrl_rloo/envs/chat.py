@@ -45,6 +45,7 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
+from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
@@ -79,6 +80,8 @@ class ChatEnv(SignedEnv, EnvBase):
         max_turns: maximum number of policy turns; a conversation that would continue after them is truncated. None
             disables it.
         max_seconds: maximum wall-clock time of a conversation, checked between turns; None disables it.
+        on_time_limit: what to do with a conversation that ``max_seconds`` ends. ``"score"`` scores it like any other;
+            ``"abstain"`` leaves it out of the baseline, for tools and engines whose speed is not the policy's doing.
         on_rewrite: what to do if the chat template would now render the past differently from what the policy saw
             (it strips thinking, or the tools changed). ``"keep"`` continues from the ids that the policy saw.
             ``"split"`` continues from the newly rendered conversation; the row then becomes several samples
@@ -114,6 +117,7 @@ class ChatEnv(SignedEnv, EnvBase):
         max_turn_tokens: int | None = None,
         max_turns: int | None = None,
         max_seconds: float | None = None,
+        on_time_limit: OnTimeLimit = "score",
         on_rewrite: Literal["keep", "split"] = "keep",
         template_kwargs: Mapping[str, Any] | None = None,
     ):
@@ -126,6 +130,10 @@ class ChatEnv(SignedEnv, EnvBase):
                 raise ValueError(f"{name}={value} must be at least 1, or None for no limit")
         if max_seconds is not None and not max_seconds > 0:
             raise ValueError(f"max_seconds={max_seconds} must be above 0, or None for no limit")
+        if on_time_limit not in ON_TIME_LIMIT:
+            raise ValueError(f"on_time_limit={on_time_limit!r} must be one of {ON_TIME_LIMIT}")
+        if on_time_limit == "abstain" and max_seconds is None:
+            raise ValueError("on_time_limit='abstain' requires max_seconds; set it")
         if on_rewrite not in ("keep", "split"):
             raise ValueError(f"on_rewrite={on_rewrite!r} must be 'keep' or 'split'")
         batch_size = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
@@ -134,7 +142,7 @@ class ChatEnv(SignedEnv, EnvBase):
         super().__init__(batch_size=torch.Size(batch_size), device=None)
         self.tokenizer, self.input_mode, self.max_tokens = tokenizer, input_mode, max_tokens
         self.max_turn_tokens, self.max_turns, self.max_seconds = max_turn_tokens, max_turns, max_seconds
-        self.on_rewrite = on_rewrite
+        self.on_time_limit, self.on_rewrite = on_time_limit, on_rewrite
         self.counts: Counter[str] = Counter()
         self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
         self._ids = itertools.count()

@@ -13,6 +13,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.turn_transform import TurnTransform
 
@@ -29,7 +30,9 @@ def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     Returns:
         The ``[n]`` rows, with ``"next"`` set.
     """
-    return rows.set("next", env._step(rows))
+    after = env._step(rows)
+    mark_abstaining(env, after.unbind(0))
+    return rows.set("next", after)
 
 
 def release_rows(env: EnvBase, rows: Iterable[TensorDictBase]) -> None:
@@ -162,12 +165,17 @@ class RowStepper:
     def finish(self, rows: list[TensorDictBase]) -> None:
         """Apply the outcome transforms (rewards and later ones) to ended conversations, in place; this may block.
 
+        Conversations that failed abstain (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`): all their rewards are
+        NaN.
+
         Args:
             rows: rows whose ``"next"`` is done, for example those of a group.
         """
         batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
+        mark_abstaining(self.base, after.unbind(0))
         for transform in self.outcome_transforms:
             after = transform._step(batch, after)
+        mark_abstaining(self.base, after.unbind(0))
         for row, next_row in zip(rows, after.unbind(0), strict=True):
             row.set("next", next_row)
 
