@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.collectors.turn_source import TurnSource
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.stepping import RowStepper, open_rows
@@ -154,6 +155,9 @@ class GroupRunner:
         self.ended_counts[conversation.group_id] += 1
 
     async def _take_turns(self, conversation: _Conversation) -> None:
+        if conversation.row["done"].any():  # it could not begin
+            self._truncate(conversation, stop_reason(conversation.row))
+            return
         while True:
             try:
                 row = await self.source.turn(conversation.row)

@@ -19,7 +19,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, tensor_rows, to_lazy_stack
-from torchrl_rloo.envs.stepping import release_rows, step_rows
+from torchrl_rloo.envs.stepping import adapt_to_policy, release_rows, step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.target import EngineDeadError
@@ -115,6 +115,7 @@ class LLMCollector(BaseCollector):
                 "whose pushes carry a version; use EngineUpdater or InProcessWeightUpdater"
             )
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
+        adapt_to_policy(env, policy)
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress = postproc, progress
         self._weight_updater, self.sync_every = weight_updater, sync_every

@@ -33,8 +33,8 @@ def mark_abstaining(env: Any, next_rows: Iterable[TensorDictBase]) -> None:
 def is_abstaining(env: Any, next_row: TensorDictBase) -> bool:
     """Return whether a trajectory has ended and abstains, whatever reward functions would say.
 
-    It abstains if it failed or was cancelled (:func:`~torchrl_rloo.data.stop_reasons.abstains`), if the policy sampled
-    no token of it, or if it ran out of time in an environment with ``on_time_limit="abstain"``.
+    It abstains if it failed or was cancelled (:func:`~torchrl_rloo.data.stop_reasons.abstains`), or if the policy
+    sampled no token of it. With ``on_time_limit="abstain"`` it also abstains if it ran out of time.
 
     Args:
         env: environment whose base has the option ``on_time_limit``; None scores trajectories that ran out of time.

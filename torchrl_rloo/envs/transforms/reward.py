@@ -41,10 +41,10 @@ class RewardTransform(Transform):
 
     The weighted sum of the scores is added to the environment's reward for the last turn, which is 0 unless the
     environment rewards. A function that fails on a sample abstains
-    (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). The return is NaN if all functions abstain. It is also NaN,
-    with all scores and without a call of a function, if the trajectory abstains
-    (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`) or the environment's reward is NaN. What functions pass to ``log_extra`` is added to ``("next", "log_extra")``, one dictionary per row. A warning
-    is logged if the first trajectories all earn the same.
+    (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). The return is NaN if all functions abstain. If
+    the trajectory abstains (:func:`~torchrl_rloo.envs.abstaining.is_abstaining`) or the environment's reward is NaN,
+    return and scores are NaN, and no function is called. What functions pass to ``log_extra`` is added to
+    ``("next", "log_extra")``, one dictionary per row. A warning is logged if the first trajectories all earn the same.
 
     Args:
         functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings for

@@ -13,8 +13,8 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.segments import refuse_segments
-from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
+from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.rewards.protocol import is_async
 
 _LOGGER = logging.getLogger(__name__)
