@@ -371,7 +371,12 @@ def test_a_failed_turn_ends_its_conversation(make: Callable, make_env, random_mo
         assert sum(m["role"] == "assistant" for m in row[keys.COMPLETION]) == n
         assert int(row[keys.ACTION_MASK].sum()) == 2 * n == len(row[keys.ACTION_VERSIONS])
         assert len(row[keys.TOKENS]) == len(row[keys.LOG_PROBS]) == len(row[keys.REF_LOG_PROBS])
-        assert int(row[keys.TOKEN_REWARDS].count_nonzero()) == n, "no turn is rewarded twice"
+        failed, earned = stop_reason(row) == "failed", row[keys.TOKEN_REWARDS]
+        assert bool(row[keys.REWARD].isnan()) == failed and bool(row[keys.REWARDS].isnan().all()) == failed
+        if failed:
+            assert torch.equal(earned.isnan(), row[keys.ACTION_MASK]), "no turn of it is rewarded"
+        else:
+            assert int(earned.count_nonzero()) == n, "no turn is rewarded twice"
     assert len({frozenset(row.keys(True, True)) for row in rows.unbind(0)}) == 1
     policy = TransformersWrapper(random_model, tokenizer=bpe, generate=False)
     loss = RLOOLoss(policy)(buffer.sample())

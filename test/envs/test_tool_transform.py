@@ -664,10 +664,11 @@ def test_rows_may_have_tools_of_their_own(showing) -> None:
     env = DatasetChatEnv(load_prompts(data[:1]), showing, prompts_per_batch=1, transforms=[transform.clone()])
     assert showing.decode(env.reset()[0][keys.PROMPT_TOKENS]).startswith("[calculator]<")
     data[0]["mine"] = ["ecko"]
-    transform = ToolTransform([echo, calculator], tools_column="mine")
-    env = DatasetChatEnv(load_prompts(data), showing, prompts_per_batch=4, transforms=[transform])
-    with pytest.raises(ValueError, match="tools_column='mine'.*ecko"):
-        env.reset()
+    for show_schemas in (True, False):
+        transform = ToolTransform([echo, calculator], tools_column="mine", show_schemas=show_schemas)
+        env = DatasetChatEnv(load_prompts(data), showing, prompts_per_batch=4, transforms=[transform])
+        with pytest.raises(ValueError, match="tools_column='mine'.*ecko"):
+            env.reset()
 
 
 def test_a_tool_that_a_row_has_not_is_unknown_to_it(tokenizer) -> None:

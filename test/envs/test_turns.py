@@ -96,7 +96,7 @@ def test_every_limit_has_its_reason(name: str, bpe, play: Callable, monkeypatch)
     assert bool(row[keys.TRUNCATED]) != bool(row[keys.TERMINATED])
     assert len(policy.engine.requests) == len(turns)
     assert row[keys.COMPLETION][-1]["role"] == "assistant", "feedback that leads to no turn is not in the row"
-    assert env.base_env.counts["rewritten_turns"] == 0
+    assert env.base_env.counts["env/rewritten_turns"] == 0
     if "max_tokens" in limits:
         assert len(row[keys.TOKENS]) <= limits["max_tokens"]
 
@@ -180,7 +180,9 @@ def test_keep_goes_on_from_what_the_policy_saw(input_mode: str, make_tokenizer: 
         seen = [*requests[k].prompt, *turns[k].tokens]
         assert requests[k + 1].prompt[: len(seen)] == seen
     assert row[keys.TOKENS].tolist() == [*requests[3].prompt, *turns[3].tokens]
-    assert env.base_env.counts["rewritten_turns"] == 2, "of four turns the first and the third; the last has no answer"
+    assert env.base_env.counts["env/rewritten_turns"] == 2, (
+        "of four turns the first and the third; the last has no answer"
+    )
     assert keys.PREVIOUS_SEGMENTS not in row.keys()
 
 
@@ -211,7 +213,7 @@ def test_split_goes_on_from_the_conversation_as_rendered(
         assert (sample[keys.LOG_PROBS][~sample[keys.ACTION_MASK]] == 0).all()
         assert len(sample[keys.ACTION_VERSIONS]) == len(sampled)
     assert len(sampled_versions(row)) == sum(len(turn.tokens) for turn in turns)
-    assert env.base_env.counts["rewritten_turns"] == 2
+    assert env.base_env.counts["env/rewritten_turns"] == 2
 
 
 def test_samples_keep_the_support_of_their_tokens(make_tokenizer: Callable, make_model: Callable) -> None:
@@ -223,9 +225,9 @@ def test_samples_keep_the_support_of_their_tokens(make_tokenizer: Callable, make
         make_model(bpe, seed=1, end_bias=9.0), tokenizer=bpe, generate_kwargs=kwargs, record_support=True
     )
     row, env = collect(bpe, policy, max_turns=6, on_rewrite="split", max_tokens=200)
-    assert env.base_env.counts["rewritten_turns"], "the test wants a split"
+    assert env.base_env.counts["env/rewritten_turns"], "the test wants a split"
     out = split_segments(stack_rows([row]))
-    assert len(out) == 1 + env.base_env.counts["rewritten_turns"]
+    assert len(out) == 1 + env.base_env.counts["env/rewritten_turns"]
     for sample in out.unbind(0):
         assert len(sample[keys.SUPPORT_SIZES]) == int(sample[keys.ACTION_MASK].sum())
         assert int(sample[keys.SUPPORT_SIZES].sum()) == len(sample[keys.SUPPORT_IDS])
@@ -254,7 +256,7 @@ def test_a_changed_tool_schema(shown: bool, on_rewrite: str, make_tokenizer: Cal
             row.set(keys.TOOLS, NonTensorData(tools(now)))
         assert env.continue_row(row, user("b"))
         rows = stack_rows([stepped[0].exclude("next", "tokens", "masks", "log_probs").update(row)])
-        counts.append(env.counts["rewritten_turns"])
+        counts.append(env.counts["env/rewritten_turns"])
         latest = bpe.decode(row[keys.PROMPT_TOKENS]).count(f'"{now}"')
         assert latest == (shown and (on_rewrite == "split" or now == "f"))
     assert counts == ([0, 1, 1, 2] if shown else [0] * 4)
@@ -272,7 +274,7 @@ def test_plain_templates_rewrite_nothing(template: str, make_tokenizer: Callable
     script: Sequence[ScriptedTurn] = [turn_of(bpe, text) for text in said]
     row, env = collect(bpe, play(script, bpe), max_turns=len(said), on_rewrite="split")
     assert int(row[keys.NUM_TURNS]) == len(said)
-    assert env.base_env.counts["rewritten_turns"] == 0 and keys.PREVIOUS_SEGMENTS not in row.keys()
+    assert env.base_env.counts["env/rewritten_turns"] == 0 and keys.PREVIOUS_SEGMENTS not in row.keys()
 
 
 def test_the_limit_of_tokens_is_that_of_each_sample(make_tokenizer: Callable, play: Callable) -> None:

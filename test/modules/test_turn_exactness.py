@@ -233,7 +233,7 @@ class Play:
             self.rows = LLMCollector(env, policy).collect()
         finally:
             self.engine.close()
-        self.rewritten = env.base_env.counts["rewritten_turns"]
+        self.rewritten = env.base_env.counts["env/rewritten_turns"]
 
     def ids(self, i: int, k: int) -> list[int]:
         """Return the k-th policy turn of a conversation."""
@@ -427,7 +427,7 @@ def test_the_ratio_is_one_on_policy(make_tokenizer: Callable, make_model: Callab
     model = make_model(tokenizer, seed=2, end_bias=9.0)
     conversations = data.draw(st.lists(talks(kind, tokenizer), min_size=1, max_size=3))
     rows, policy, env = collect_with_model(tokenizer, model, conversations, on_rewrite)
-    rewritten = env.base_env.counts["rewritten_turns"]
+    rewritten = env.base_env.counts["env/rewritten_turns"]
     assert kind == "qwen" or not rewritten
     out = tensor_rows(split_segments(rows))
     assert len(out) == len(rows) + (rewritten if on_rewrite == "split" else 0)

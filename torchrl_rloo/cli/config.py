@@ -94,6 +94,7 @@ class EnvironmentConfig:
     max_turn_tokens: int | None = None  # sampled tokens per turn, if below generate.max_new_tokens; null: the task's
     max_tokens: int | None = None  # tokens per conversation; null: the task's, or the context if it has several turns
     max_seconds: float | None = None  # wall-clock seconds per conversation, checked between turns; null: the task's
+    on_time_limit: str | None = None  # conversation that max_seconds ends: score, or abstain; null: score
     on_rewrite: str | None = None  # row whose past the template rewrites: keep as sampled, or split; null: keep
 
 

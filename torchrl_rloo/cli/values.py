@@ -89,6 +89,7 @@ CHOICES = {
     "collector.on_failure": ("abstain", "replace"),
     "collector.on_stale": ("mask", "baseline", "requeue", "wait"),
     "environment.on_rewrite": ("keep", "split"),
+    "environment.on_time_limit": ("score", "abstain"),
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),
     "kl.where": ("reward", "token", "loss"),

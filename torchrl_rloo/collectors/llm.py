@@ -32,7 +32,7 @@ from torchrl_rloo.collectors.turn_source import make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.event_loop import EventLoop
-from torchrl_rloo.envs.stepping import transforms_of
+from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
 
@@ -238,6 +238,7 @@ class LLMCollector(BaseCollector):
                 f"min_members={min_members} must be at most num_generations={primer.num_generations} of the environment"
             )
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
+        adapt_to_policy(env, policy)
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.ahead, self.max_staleness, self.on_stale, self.min_members = ahead, max_staleness, on_stale, min_members

@@ -22,9 +22,24 @@ STOP_REASONS = {
     "cancelled": "the trajectory was cancelled from outside its environment",
 }
 TERMINATED = frozenset({"answered", "ended"})
+ABSTAINING = frozenset({"failed", "cancelled"})
 _IDS = {reason: torch.tensor(i) for i, reason in enumerate(STOP_REASONS)}
 _FLAGS = {r: torch.tensor([r != "running", r in TERMINATED, r != "running" and r not in TERMINATED]) for r in _IDS}
 _NAMES = tuple(STOP_REASONS)
+
+
+def abstains(reason: str) -> bool:
+    """Return whether a trajectory that ended for this reason abstains, since the policy is not at fault.
+
+    Args:
+        reason: name in :data:`STOP_REASONS`.
+
+    Raises:
+        KeyError: if the reason is unknown.
+    """
+    if reason not in STOP_REASONS:
+        raise KeyError(f"reason={reason!r} must be one of {list(STOP_REASONS)}")
+    return reason in ABSTAINING
 
 
 def end_row(row: TensorDictBase, reason: str) -> TensorDictBase:

@@ -10,7 +10,7 @@ Only the template may write special tokens, see :mod:`torchrl_rloo.data.special_
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
@@ -169,6 +169,7 @@ def answer_turn(
     feedback: Messages,
     *,
     last_token: int,
+    end_ids: Collection[int] = (),
     seen_arguments: Mapping[str, Any] | None = None,
     **template_kwargs,
 ) -> Answer:
@@ -186,6 +187,8 @@ def answer_turn(
         conversation: messages so far. The last one is the assistant turn that was just sampled.
         feedback: messages that answer it (tool results, user replies).
         last_token: last sampled id. It is not repeated if it is the template's end of turn.
+        end_ids: ids with which the model ends a turn. If ``last_token`` is one of them, the template's own end of turn
+            is left out, even if it is another token.
         seen_arguments: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
         **template_kwargs: arguments of the template.
 
@@ -213,13 +216,31 @@ def answer_turn(
         except _REFUSALS as second:
             raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
 
-    # Drop the end of turn if the policy sampled it: only white space may come before it
+    # Drop the end of turn if the policy sampled it, or another: only white space may come before it
     ids = _encode_pieces(tokenizer, tail)
-    if last_token in ids:
-        before = ids.index(last_token)
-        if not tokenizer.decode(ids[:before]).strip():
-            ids = ids[before + 1 :]
+    first = _first_visible(tokenizer, ids)
+    if first is not None and last_token != ids[first] and last_token in end_ids:
+        last_token = _end_of_turn(tokenizer, conversation, kwargs)
+    if first is not None and last_token == ids[first]:
+        ids = ids[first + 1 :]
     return Answer(ids, rewritten)
+
+
+def _first_visible(tokenizer, ids: Sequence[int]) -> int | None:
+    """Return the index of the first id that is not white space, or None."""
+    return next((k for k, i in enumerate(ids) if tokenizer.decode([i]).strip()), None)
+
+
+def _end_of_turn(tokenizer, conversation: Messages, kwargs: Mapping[str, Any]) -> int | None:
+    """Return the special token by which the template ends a last assistant turn, or None if it writes none."""
+    marked = {"role": "assistant", "content": _BOUNDARY}
+    try:
+        text = render(tokenizer, [*conversation[:-1], marked], **kwargs | {"add_generation_prompt": False})
+    except _REFUSALS:
+        return None
+    ids = _encode_pieces(tokenizer, text.rpartition(_BOUNDARY)[2])
+    first = _first_visible(tokenizer, ids)
+    return ids[first] if first is not None and tokenizer.decode([ids[first]]) in special_texts(tokenizer) else None
 
 
 class _NotShownOnceError(Exception):

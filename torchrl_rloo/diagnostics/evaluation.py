@@ -177,13 +177,17 @@ class Evaluation:
         rows = self._complete(requests, greedy=True)
         sampled = [(i, k) for i in prompts for k in range(settings.num_samples)]
         rows += self._complete(sampled, greedy=False)
-        # Score the completions with each scorer
+        # Score the completions with each scorer, except those of conversations that failed
         batch, scores, failed = _to_reward_batch(rows), {}, {}
+        usable = [i for i, row in enumerate(rows) if not row[keys.REWARD].isnan().any()]
         for name, scorer in self.scorers.items():
             if scorer is None:
                 scores[name], failed[name] = _returns(rows), 0
             else:
-                scores[name], failed[name] = self._score(name, scorer, batch)
+                scores[name] = [None] * len(rows)
+                given, failed[name] = self._score(name, scorer, batch.select(usable))
+                for i, score in zip(usable, given, strict=True):
+                    scores[name][i] = score
         samples = [
             self._sample(batch, i, place, {name: column[i] for name, column in scores.items()})
             for i, place in enumerate(requests + sampled)
@@ -243,7 +247,7 @@ class Evaluation:
 
     def _score(self, name: str, scorer: RewardFunction, batch: RewardBatch) -> tuple[list[float | None], int]:
         """Return the scores of all completions and the number of failures of the scorer."""
-        runner = RewardRunner(scorer, executor=self.executor, max_consecutive_failures=len(batch))
+        runner = RewardRunner(scorer, executor=self.executor, max_consecutive_failures=max(1, len(batch)))
         try:
             scores = runner(batch).scores[0]
         except RewardFailureError as error:

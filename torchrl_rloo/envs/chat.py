@@ -45,6 +45,7 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
+from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
@@ -74,11 +75,14 @@ class ChatEnv(SignedEnv, EnvBase):
             uses them in every mode.
         max_tokens: maximum length ``T`` of a trajectory, prompt included; None disables it. The row's
             ``"max_new_tokens"`` tells the policy what is left for its turn. Feedback that leaves no room ends the row.
+            A prompt that leaves none is an error of ``reset``, but only ends its row in :meth:`open_rows`.
         max_turn_tokens: maximum tokens of each policy turn; None disables it. The policy's own limit and the
             ``"max_new_tokens"`` that a row brings to ``reset`` also apply.
         max_turns: maximum number of policy turns; a conversation that would continue after them is truncated. None
             disables it.
         max_seconds: maximum wall-clock time of a conversation, checked between turns; None disables it.
+        on_time_limit: what to do with a conversation that ``max_seconds`` ends. ``"score"`` scores it like any other;
+            ``"abstain"`` leaves it out of the baseline, for tools and engines whose speed is not the policy's doing.
         on_rewrite: what to do if the chat template would now render the past differently from what the policy saw
             (it strips thinking, or the tools changed). ``"keep"`` continues from the ids that the policy saw.
             ``"split"`` continues from the newly rendered conversation; the row then becomes several samples
@@ -86,7 +90,12 @@ class ChatEnv(SignedEnv, EnvBase):
         template_kwargs: arguments of the chat template. A row's own ``"tools"`` are passed as ``tools``.
 
     Attributes:
-        counts: ``"rewritten_turns"``, the number of turns whose past the template would have rendered differently.
+        counts: ``"env/rewritten_turns"``, the number of turns whose past the template would have rendered differently,
+            and ``"env/long_prompts"``, the number of prompts that left the policy no token.
+        context_length: maximum tokens of the policy's context, which limits trajectories like ``max_tokens``; None
+            disables it. It may be set at any time, and :meth:`adapt_to` takes it from a policy.
+        end_ids: ids with which the model ends a turn. After one of them, feedback starts without the template's own end
+            of turn. :meth:`adapt_to` takes them from a policy.
 
     Raises:
         KeyError: at ``reset`` if the rows have no ``"query"``; at ``step`` in tokens mode if the policy set no ids.
@@ -114,6 +123,7 @@ class ChatEnv(SignedEnv, EnvBase):
         max_turn_tokens: int | None = None,
         max_turns: int | None = None,
         max_seconds: float | None = None,
+        on_time_limit: OnTimeLimit = "score",
         on_rewrite: Literal["keep", "split"] = "keep",
         template_kwargs: Mapping[str, Any] | None = None,
     ):
@@ -126,6 +136,10 @@ class ChatEnv(SignedEnv, EnvBase):
                 raise ValueError(f"{name}={value} must be at least 1, or None for no limit")
         if max_seconds is not None and not max_seconds > 0:
             raise ValueError(f"max_seconds={max_seconds} must be above 0, or None for no limit")
+        if on_time_limit not in ON_TIME_LIMIT:
+            raise ValueError(f"on_time_limit={on_time_limit!r} must be one of {ON_TIME_LIMIT}")
+        if on_time_limit == "abstain" and max_seconds is None:
+            raise ValueError("on_time_limit='abstain' requires max_seconds; set it")
         if on_rewrite not in ("keep", "split"):
             raise ValueError(f"on_rewrite={on_rewrite!r} must be 'keep' or 'split'")
         batch_size = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
@@ -134,7 +148,9 @@ class ChatEnv(SignedEnv, EnvBase):
         super().__init__(batch_size=torch.Size(batch_size), device=None)
         self.tokenizer, self.input_mode, self.max_tokens = tokenizer, input_mode, max_tokens
         self.max_turn_tokens, self.max_turns, self.max_seconds = max_turn_tokens, max_turns, max_seconds
-        self.on_rewrite = on_rewrite
+        self.context_length: int | None = None
+        self.end_ids: tuple[int, ...] = ()
+        self.on_time_limit, self.on_rewrite = on_time_limit, on_rewrite
         self.counts: Counter[str] = Counter()
         self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
         self._ids = itertools.count()
@@ -145,6 +161,22 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         """Do nothing: the primer draws prompts and the policy samples; the environment is deterministic."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum tokens of a trajectory: the smaller of ``max_tokens`` and ``context_length``; None without either."""
+        limits = [limit for limit in (self.max_tokens, self.context_length) if limit is not None]
+        return min(limits, default=None)
+
+    def adapt_to(self, policy: Any) -> None:
+        """Take ``context_length`` and ``end_ids`` from a policy; what it does not have stays as it is.
+
+        Args:
+            policy: policy of the conversations, such as a :class:`~torchrl_rloo.modules.turns.TurnPolicy`.
+        """
+        if (context := getattr(policy, "context_length", None)) is not None:
+            self.context_length = int(context)
+        self.end_ids = tuple(getattr(policy, "end_ids", self.end_ids))
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Add one random token as the policy's turn, the same in every row; meant for spec checks.
@@ -179,23 +211,60 @@ class ChatEnv(SignedEnv, EnvBase):
             )
         rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), rows_to_reset(tensordict), strict=True):
-            row = drop_entries(row, _CONVERSATION_KEYS if fresh else _STEP_KEYS)
-            rows.append(end_row(self._open(row, encoded), "running") if fresh else set_done(row, "running"))
+            if not fresh:
+                rows.append(set_done(drop_entries(row, _STEP_KEYS), "running"))
+                continue
+            rows.append(self.open_row(row, encoded))
+            if rows[-1]["done"].any():
+                self._refuse_prompt(row, encoded)
         return stack_rows(rows)
+
+    def _refuse_prompt(self, row: TensorDictBase, encoded: PromptIds) -> None:
+        length = len(encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row)))
+        shown = {"max_tokens": self.max_tokens, "context_length": self.context_length}
+        name = min((name for name, limit in shown.items() if limit is not None), key=lambda name: shown[name])
+        raise ValueError(
+            f"a prompt of {length} tokens leaves the policy none of {name}={shown[name]}; drop long prompts with "
+            f"load_prompts(max_prompt_length=...), or raise {name}"
+        )
 
     def prompt_ids(self) -> PromptIds:
         """Return an encoder for the prompts of one reset."""
         return PromptIds(self.tokenizer, self.dataset, self.template_kwargs)
 
-    def _open(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
-        """Put a row at the start of its conversation."""
+    def open_rows(self, rows: TensorDictBase) -> TensorDictBase:
+        """Open the conversations of any number of rows; see :meth:`open_row`.
+
+        Args:
+            rows: ``[n]`` rows with a ``"query"``.
+
+        Returns:
+            The ``[n]`` rows at the policy's first turn. Those whose prompt leaves no token are done.
+        """
+        encoded = self.prompt_ids()
+        return stack_rows([self.open_row(row, encoded) for row in rows.unbind(0)])
+
+    def open_row(self, row: TensorDictBase, encoded: PromptIds) -> TensorDictBase:
+        """Put a row at the start of its conversation.
+
+        A prompt that leaves the policy no token ends the row as truncated, with the stop reason ``"total_tokens"``. The
+        row then keeps only as many ids of the prompt as fit.
+
+        Args:
+            row: row with a ``"query"``; what it has of an earlier conversation is dropped.
+            encoded: encoder of the prompts, from :meth:`prompt_ids`.
+
+        Returns:
+            The row, or a copy.
+        """
+        row = drop_entries(row, _CONVERSATION_KEYS)
         query = non_tensor_value(row, keys.QUERY)
-        prompt = encoded.encode(row, query, self._template_arguments(row))
-        if self.max_tokens is not None and len(prompt) >= self.max_tokens:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves the policy none of max_tokens={self.max_tokens}; drop long "
-                "prompts with load_prompts(max_prompt_length=...), or raise max_tokens"
-            )
+        prompt, limit = encoded.encode(row, query, self._template_arguments(row)), self.token_limit
+        fits = limit is None or len(prompt) < limit
+        if not fits:
+            self.counts["env/long_prompts"] += 1
+            prompt = prompt[:limit]
+        end_row(row, "running" if fits else "total_tokens")
         # Keep the row's own limit on a turn, since every turn overwrites it
         if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
             row.set(keys.INITIAL_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
@@ -240,9 +309,12 @@ class ChatEnv(SignedEnv, EnvBase):
     def _room(self, row: TensorDictBase, tokens: torch.Tensor) -> int | None:
         """Return the maximum number of tokens of the next turn, or None for no limit."""
         own = row.get(keys.INITIAL_MAX_NEW_TOKENS, None)
-        left = None if self.max_tokens is None else max(1, self.max_tokens - len(tokens))
-        limits = (self.max_turn_tokens, left, None if own is None else int(own))
-        return min((limit for limit in limits if limit is not None), default=None)
+        limits = [self.max_tokens, self.max_turn_tokens, None if own is None else int(own)]
+        if not any(limit is not None for limit in limits):
+            return None  # the policy itself keeps to its context
+        if self.token_limit is not None:
+            limits[0] = max(1, self.token_limit - len(tokens))
+        return min(limit for limit in limits if limit is not None)
 
     @classmethod
     def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> None:
@@ -251,9 +323,17 @@ class ChatEnv(SignedEnv, EnvBase):
             super()._complete_done(done_spec, data)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return stack_rows([self._step_row(row) for row in tensordict.unbind(0)])
+        return stack_rows([self.step_row(row) for row in tensordict.unbind(0)])
 
-    def _step_row(self, row: TensorDictBase) -> TensorDictBase:
+    def step_row(self, row: TensorDictBase) -> TensorDictBase:
+        """Take the policy's turn in one conversation.
+
+        Args:
+            row: one row with the policy's turn.
+
+        Returns:
+            The state after it: one row of the ``"next"`` entry of a step.
+        """
         prompt = row[keys.PROMPT_TOKENS]
         full, mask, log_probs = self._action(row, prompt)
         reply = decode_response(self.tokenizer, full[len(prompt) :].tolist())
@@ -276,7 +356,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
     def _end_of_turn(self, row: TensorDictBase, full: torch.Tensor, length: int) -> str:
         """Return the stop reason of a turn that nothing answers."""
-        over_total = -math.inf if self.max_tokens is None else len(full) - self.max_tokens
+        over_total = -math.inf if self.token_limit is None else len(full) - self.token_limit
         over_turn = -math.inf if self.max_turn_tokens is None else length - self.max_turn_tokens
         # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
         reported = row.get(keys.RESPONSE_TRUNCATED, None)
@@ -339,20 +419,26 @@ class ChatEnv(SignedEnv, EnvBase):
         now, last = self._template_arguments(row), int(tokens[-1])
         seen = self._template_arguments(row, keys.TOOLS_SEEN)
         ids, rewritten = answer_turn(
-            self.tokenizer, conversation, feedback, last_token=last, seen_arguments=seen, **now
+            self.tokenizer,
+            conversation,
+            feedback,
+            last_token=last,
+            end_ids=self.end_ids,
+            seen_arguments=seen,
+            **now,
         )
         mask, log_probs = row[keys.ACTION_MASK], row[keys.LOG_PROBS]
         split = rewritten and self.on_rewrite == "split"
         if split:
             ids = encode_messages(self.tokenizer, [*conversation, *feedback], **now | {"add_generation_prompt": True})
             tokens, mask, log_probs = tokens[:0], mask[:0], log_probs[:0]
-        if self.max_tokens is not None and len(tokens) + len(ids) >= self.max_tokens:
+        if self.token_limit is not None and len(tokens) + len(ids) >= self.token_limit:
             end_row(row, "total_tokens")
             return False
         # Record the feedback only now that it fits, so that a row that ended above stays as it was
         if split:
             stash_segment(row)
-        self.counts["rewritten_turns"] += rewritten
+        self.counts["env/rewritten_turns"] += rewritten
         row.set(keys.COMPLETION, make_non_tensor([*row[keys.COMPLETION], *feedback]))
         _record_tools(row)
         end_row(row, "running")

@@ -13,6 +13,7 @@ from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import rows_to_reset
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
+from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.signature import SignedEnv, refuse_unknown
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
@@ -141,6 +142,11 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         scored = () if rewards is None else (rewards,)
         super().__init__(base, ForwardCompose(primer, *transforms, *scored, *after_rewards))
         self.primer, self.reward_transform = primer, rewards
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        stepped = super()._step(tensordict)
+        mark_abstaining(self.base_env, stepped.unbind(0))
+        return stepped
 
     def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
         # A reset overwrites what the environment writes; drop what the policy wrote as well

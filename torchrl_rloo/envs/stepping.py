@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +14,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.abstaining import mark_abstaining
+from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.turn_transform import TurnTransform
 
@@ -29,7 +32,9 @@ def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     Returns:
         The ``[n]`` rows, with ``"next"`` set.
     """
-    return rows.set("next", env._step(rows))
+    after = env._step(rows)
+    mark_abstaining(env, after.unbind(0))
+    return rows.set("next", after)
 
 
 def release_rows(env: EnvBase, rows: Iterable[TensorDictBase]) -> None:
@@ -53,26 +58,54 @@ def transforms_of(env: EnvBase) -> list[Transform]:
     return [transform for layer in reversed(layers) for transform in layer]
 
 
+def adapt_to_policy(env: EnvBase, policy: Any) -> None:
+    """Let the base environment know its policy's context and end-of-turn ids (:meth:`ChatEnv.adapt_to`).
+
+    Collectors call it. An environment of another class stays unchanged.
+
+    Args:
+        env: environment, transformed or not.
+        policy: policy of its conversations.
+    """
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    if isinstance(env, ChatEnv):
+        env.adapt_to(policy)
+
+
 def open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     """Reset any number of conversations; ``env.reset`` requires the environment's whole batch.
 
+    A conversation that cannot begin is done: its prompt leaves the policy no token (``"total_tokens"``), or a transform
+    could not open it (:meth:`TurnTransform.reset_failure`). Such a row gets no turn of the policy. Pass it to
+    :meth:`RowStepper.truncate` with its own stop reason, and then to :meth:`RowStepper.finish` with its group, where it
+    abstains.
+
     Args:
-        env: transformed :class:`ChatEnv` with a :class:`DataLoadingPrimer`.
-        rows: ``[n]`` rows that the primer drew (:meth:`DataLoadingPrimer.draw_groups`).
+        env: transformed :class:`ChatEnv`.
+        rows: ``[n]`` rows that its :class:`DataLoadingPrimer` drew (:meth:`DataLoadingPrimer.draw_groups`).
 
     Returns:
-        The ``[n]`` rows as ``env.reset`` returns them.
+        The ``[n]`` rows as ``env.reset`` returns them, except for those that are done.
     """
-    with DataLoadingPrimer.with_rows(rows):
-        return _open_rows(env, None)
+    opened = _open_rows(env, rows)
+    # End the rows that a transform could not open
+    for transform in transforms_of(env):
+        if isinstance(transform, TurnTransform):
+            for row in opened.unbind(0):
+                reason = transform.reset_failure(int(row[keys.TRAJECTORY_ID]))
+                if reason is not None and not row["done"].any():
+                    end_row(row, reason)
+    return opened
 
 
-def _open_rows(env: EnvBase, rows: TensorDictBase | None) -> TensorDictBase:
+def _open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     if not isinstance(env, TransformedEnv):
-        return env._reset(rows)
-    rows = env.transform._reset_env_preprocess(rows)
-    opened = _open_rows(env.base_env, rows)
-    return env.transform._reset(opened.empty() if rows is None else rows, opened)
+        return env.open_rows(rows)
+    for transform in _flat(env.transform):
+        if not isinstance(transform, DataLoadingPrimer):  # the rows are drawn already
+            rows = transform._reset_env_preprocess(rows)
+    return env.transform._reset(rows, _open_rows(env.base_env, rows))
 
 
 class RowStepper:
@@ -127,7 +160,7 @@ class RowStepper:
         Returns:
             The row, with ``"next"`` set in place.
         """
-        row.set("next", self.base._step(stack_rows([row]))[0])
+        row.set("next", self.base.step_row(row))
         await self._apply(self.turn_transforms, row)
         if not row["next", "done"].any():
             await self._apply(self._each_turn_transforms, row)
@@ -148,7 +181,8 @@ class RowStepper:
         Args:
             row: one row, after a step, in the middle of one, or before the policy's turn. In the last case ``"next"``
                 becomes the row's current state with reward 0.
-            reason: a name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
+            reason: a name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. For a row that :func:`open_rows`
+                returned as done, it is the row's own stop reason.
 
         Returns:
             A copy of the row, so that a transform still in flight cannot write to it.
@@ -162,12 +196,17 @@ class RowStepper:
     def finish(self, rows: list[TensorDictBase]) -> None:
         """Apply the outcome transforms (rewards and later ones) to ended conversations, in place; this may block.
 
+        Conversations that failed abstain (:func:`~torchrl_rloo.envs.abstaining.mark_abstaining`): all their rewards are
+        NaN.
+
         Args:
             rows: rows whose ``"next"`` is done, for example those of a group.
         """
         batch, after = stack_rows(rows), stack_rows([row["next"] for row in rows])
+        mark_abstaining(self.base, after.unbind(0))
         for transform in self.outcome_transforms:
             after = transform._step(batch, after)
+        mark_abstaining(self.base, after.unbind(0))
         for row, next_row in zip(rows, after.unbind(0), strict=True):
             row.set("next", next_row)
 

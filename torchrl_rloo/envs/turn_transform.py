@@ -67,6 +67,14 @@ class TurnTransform(Transform):
             trajectory_id: the conversation's ``"trajectory_id"``.
         """
 
+    def reset_failure(self, trajectory_id: int) -> str | None:
+        """Return the stop reason of a conversation that this transform could not open at its reset, or None.
+
+        Args:
+            trajectory_id: the conversation's ``"trajectory_id"``.
+        """
+        return None
+
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Run :meth:`step_row`, and end the conversation if it raises.
 

@@ -28,6 +28,7 @@ from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
+from torchrl_rloo.modules.loading import context_length
 from torchrl_rloo.modules.packing import action_hidden, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
@@ -122,6 +123,11 @@ class TransformersWrapper(TurnPolicy):
         if not generate:
             self.in_keys, self.out_keys = [keys.TOKENS, keys.ACTION_MASK], ["log_probs"]
 
+    @property
+    def context_length(self) -> int | None:
+        """Longest sequence that the model accepts, in tokens; None if its configuration has no limit."""
+        return context_length(self.model)
+
     def _check_records_support(self) -> None:
         distribution = self.config.distribution
         if not self.generate:
@@ -192,7 +198,7 @@ class TransformersWrapper(TurnPolicy):
         return self._set_logits(rows) if logits_only else self._set_log_probs(rows, tensordict_out)
 
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
-        limits = torch.tensor([self._limit(row) for row in rows.unbind(0)])
+        limits = torch.tensor([self._limit(*each) for each in zip(rows.unbind(0), map(len, prompts), strict=True)])
         length = int(limits.max())
         # Use the seeds of the rows if they have any, so that samples do not depend on the batch
         if rows.get(keys.SEED, None) is None:

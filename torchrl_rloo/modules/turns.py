@@ -31,6 +31,11 @@ class TurnPolicy(LLMWrapperBase):
         generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names raise.
         num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
         stop_ids: ids of model and tokenizer that end a turn, unless ``ignore_eos`` is set.
+
+    Attributes:
+        stop_ids: all ids that stop sampling, including the ``stop_token_ids`` of ``generate_kwargs``.
+        end_ids: those of them that end a turn according to model or tokenizer. After another id, such as a closing tag,
+            the chat template still supplies its end of turn.
     """
 
     generate = True
@@ -57,6 +62,7 @@ class TurnPolicy(LLMWrapperBase):
         self.config = GenerationConfig.from_kwargs(generate_kwargs)
         # Turns end with the tokenizer's ids, unless ignored, and with those of the settings
         own = () if self.config.ignore_eos else stop_ids
+        self.end_ids = tuple(sorted(set(own)))
         self.stop_ids = tuple(sorted({*own, *self.config.stop_token_ids}))
         self.generator = None
         if self.config.seed is not None:
@@ -115,14 +121,26 @@ class TurnPolicy(LLMWrapperBase):
     def _sample(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Generated]:
         """Sample a turn after each of ``B`` prompts, ids ``[P_i]`` on the CPU."""
 
-    def _limit(self, row: TensorDictBase) -> int:
-        """Return the token limit of a row's turn."""
-        own = row.get(keys.MAX_NEW_TOKENS, None)
-        if own is None:
-            return self.config.max_new_tokens
-        if int(own) < 1:
-            raise ValueError(f"max_new_tokens of a row is {int(own)}, must be at least 1")
-        return min(self.config.max_new_tokens, int(own))
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of prompt and turn together; None if it is unknown."""
+        return None
+
+    def _limit(self, row: TensorDictBase, length: int) -> int:
+        """Return the token limit of a row's turn after a prompt of ``length`` tokens."""
+        limit, own, context = self.config.max_new_tokens, row.get(keys.MAX_NEW_TOKENS, None), self.context_length
+        if own is not None:
+            if int(own) < 1:
+                raise ValueError(f"max_new_tokens of a row is {int(own)}, must be at least 1")
+            limit = min(limit, int(own))
+        if context is not None:
+            if length >= context:
+                raise ValueError(
+                    f"a prompt of {length} tokens leaves none of the policy's context_length={context}; set "
+                    "ChatEnv.context_length, which ends such conversations"
+                )
+            limit = min(limit, context - length)
+        return limit
 
     def _prompts(self, rows: TensorDictBase) -> list[torch.Tensor]:
         """Return the ids to continue: those on the row, else its encoded text or conversation."""

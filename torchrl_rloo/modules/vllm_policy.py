@@ -85,6 +85,11 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         self.engine, self.recover = engine, recover
         self.out_keys.append(keys.ACTION_VERSIONS)
 
+    @property
+    def context_length(self) -> int | None:
+        """Context of the engine in tokens; None if it does not report one."""
+        return self.engine.context_length
+
     def get_new_version(self, **kwargs) -> TurnPolicy:
         """Return a policy of the same engine and tokenizer with other settings.
 
@@ -133,7 +138,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
     def _request(self, row: TensorDictBase, prompt: torch.Tensor, seed: int) -> Request:
         return Request(
             prompt=prompt.tolist(),
-            limit=self._limit(row),
+            limit=self._limit(row, len(prompt)),
             seed=seed,
             distribution=self.distribution,
             stop_ids=self.stop_ids,

@@ -270,8 +270,35 @@ def test_an_opening_without_room_costs_its_row(play: Callable, tokenizer):
 
     env = text_env(Long, tokenizer, prompts_per_batch=2, num_seeds=2, max_tokens=200, shuffle=False)
     rows = play(env, lambda turn, prompt: "y")
-    assert [stop_reason(row) for row in rows] == ["ended", "failed"]
-    assert transform_of(env).counts["failed_opens"] == 1
+    assert [stop_reason(row) for row in rows] == ["ended", "total_tokens"]
+    assert [bool(row[keys.REWARD].isnan()) for row in rows] == [False, True]
+    assert env.base_env.counts["env/long_prompts"] == 1
+
+
+def test_a_row_that_was_reset_elsewhere_is_an_error(make_policy: Callable, tokenizer):
+    class Own(Echo): ...
+
+    policy = make_policy(lambda turn, prompt: "x")
+    rows = policy(text_env(Own, tokenizer, prompts_per_batch=1).reset())
+    other = text_env(Own, tokenizer, prompts_per_batch=1)
+    with pytest.raises(KeyError, match="trajectory_id=0 is unknown; reset its row with this transform"):
+        other.step(rows)
+
+
+def test_a_sync_action_or_observe_blocks_no_event_loop(play: Callable, tokenizer):
+    called: list[str] = []
+
+    class Own(Echo): ...
+
+    def slow(value):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        called.append(value)
+        return value
+
+    env = text_env(Own, tokenizer, prompts_per_batch=1, action=slow, observe=slow)
+    assert stop_reason(play(env, lambda turn, prompt: "x")[0]) == "ended"
+    assert called[1:] == ["x", "x", "x", "x", "x"], "the opening, three actions, two observations"
 
 
 def test_what_another_transform_answers_is_not_the_environments(play: Callable, tokenizer):

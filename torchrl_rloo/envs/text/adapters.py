@@ -30,8 +30,10 @@ class EnvSession(TextSession):
 
     Args:
         env: environment of this conversation only.
-        action: function from the policy's text to what ``step`` takes; None passes the text.
-        observe: function from an observation to text or messages; None uses the observation itself.
+        action: function from the policy's text to what ``step`` takes; None passes the text. Like the environment, it
+            may be slow: it runs on a thread, or on the users' loop if it is async.
+        observe: function from an observation to text or messages, called like ``action``; None uses the observation
+            itself.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class EnvSession(TextSession):
         result = await call(self.env.reset, **given)
         if isinstance(result, tuple) and len(result) == 2:
             result = result[0]
-        return self._text(getattr(result, "observation", result))
+        return await self._text(getattr(result, "observation", result))
 
     async def step(self, text: str) -> Outcome:
         """Step the environment; see :meth:`TextSession.step`.
@@ -67,7 +69,7 @@ class EnvSession(TextSession):
             TypeError: if ``step`` returns an unknown result.
         """
         # Unify the forms of a step's result
-        result = await call(self.env.step, text if self.action is None else self.action(text))
+        result = await call(self.env.step, text if self.action is None else await call(self.action, text))
         info: Any = {}
         if hasattr(result, "observation"):
             observation, reward, done = result.observation, result.reward, bool(result.done)
@@ -87,16 +89,16 @@ class EnvSession(TextSession):
         # An ended environment gives no feedback
         ended = bool(done) or bool(truncated)
         return Outcome(
-            feedback=None if ended else self._text(observation),
+            feedback=None if ended else await self._text(observation),
             reward=_number(reward),
             terminated=bool(done) and not truncated,
             truncated=bool(truncated),
             metrics=_plain(info),
         )
 
-    def _text(self, observation: Any) -> str | Messages | None:
+    async def _text(self, observation: Any) -> str | Messages | None:
         if self.observe is not None:
-            observation = self.observe(observation)
+            observation = await call(self.observe, observation)
         return None if observation is None else as_messages(observation, "an observation")
 
     async def close(self) -> None:
@@ -115,8 +117,8 @@ class OpenRLHFSession(TextSession):
 
     Args:
         agent: agent of this conversation only.
-        observe: function from ``"observation"`` and ``"environment_feedback"`` to text or messages; None uses them as
-            they are.
+        observe: function from ``"observation"`` and ``"environment_feedback"`` to text or messages, called on a thread,
+            or on the users' loop if it is async; None uses them as they are.
     """
 
     def __init__(self, agent: Any, *, observe: Callable[[Any], str | Messages] | None = None):
@@ -133,7 +135,7 @@ class OpenRLHFSession(TextSession):
             states = await call(self.agent.reset, states)
         if states["observation"] is query:
             return None
-        return self._text(states["observation"])
+        return await self._text(states["observation"])
 
     async def step(self, text: str) -> Outcome:
         """Step the agent; see :meth:`TextSession.step`."""
@@ -145,16 +147,16 @@ class OpenRLHFSession(TextSession):
         if result.get("scores") is not None:
             metrics["scores"] = result["scores"]
         return Outcome(
-            feedback=None if done or truncated else self._text(result["environment_feedback"]),
+            feedback=None if done or truncated else await self._text(result["environment_feedback"]),
             reward=_number(result["rewards"]),
             terminated=done and not truncated,
             truncated=truncated,
             metrics=_plain(metrics),
         )
 
-    def _text(self, observation: Any) -> Messages:
+    async def _text(self, observation: Any) -> Messages:
         if self.observe is not None:
-            observation = self.observe(observation)
+            observation = await call(self.observe, observation)
         messages = as_messages(observation, "an agent's observation or feedback")
         self._past += "".join(message["content"] for message in messages)
         return messages

@@ -29,8 +29,9 @@ PLACEHOLDER_PROMPT: Messages = [{"role": "user", "content": "(unopened)"}]
 
 @dataclass
 class _Held:
-    session: TextSession | None  # None if it could not be opened
+    session: TextSession | None  # None if the conversation could not be opened
     metrics: dict[str, Any] = field(default_factory=dict)
+    failure: str = "failed"  # stop reason of a conversation without a session
 
 
 class TextEnvTransform(TurnTransform):
@@ -47,7 +48,8 @@ class TextEnvTransform(TurnTransform):
 
     The stop reason is ``"ended"`` if the environment has ended, and ``"turns"`` if one of its limits truncated it. If a
     session raises, times out or gives a reward that is not finite, its conversation ends as ``"failed"``. The reward is
-    then NaN, so the trajectory abstains: the policy is not at fault.
+    then NaN, so the trajectory abstains: the policy is not at fault. If the opening leaves the policy no token,
+    the reason is ``"total_tokens"``, and the trajectory abstains as well.
 
     Args:
         make_session: factory of a conversation's session, see :func:`~torchrl_rloo.envs.text.wrap`.
@@ -123,9 +125,12 @@ class TextEnvTransform(TurnTransform):
                     f"{ENV_SEED!r} (here {self._columns(row)[ENV_SEED]}) must give the same prompt"
                 )
             try:
-                self._set_prompt(row, first, encoded)
-            except Exception:  # it does not fit into the conversation, or the chat template rejects it
+                fits = self._set_prompt(row, first, encoded)
+            except Exception:  # the chat template rejects it
                 await self._fail(row)
+            else:
+                if not fits:
+                    await self._close(row, "total_tokens")
 
     async def _open(self, row: TensorDictBase) -> Messages | Exception:
         """Open a row's session and return its opening, or the error that prevented it."""
@@ -149,14 +154,27 @@ class TextEnvTransform(TurnTransform):
         _LOGGER.exception("an environment could not be opened; its conversation ends after one turn")
         self.counts["failed_opens"] += 1
         self._failures += 1
-        await self.release(int(row[keys.TRAJECTORY_ID]))
-        self._held[int(row[keys.TRAJECTORY_ID])] = _Held(None)
+        await self._close(row, "failed")
 
-    def _set_prompt(self, row: TensorDictBase, opening: Messages, encoded: PromptIds) -> None:
-        """Set an opening as the row's prompt."""
-        if row[keys.QUERY] != opening:
-            opened = self.chat_env._open(row.copy().set(keys.QUERY, NonTensorData(opening)), encoded)
-            row.update(opened.exclude(keys.TRAJECTORY_ID))  # other transforms know the row by its id
+    async def _close(self, row: TensorDictBase, failure: str) -> None:
+        """Close the session of a conversation that cannot begin, and keep its stop reason."""
+        await self.release(int(row[keys.TRAJECTORY_ID]))
+        self._held[int(row[keys.TRAJECTORY_ID])] = _Held(None, failure=failure)
+
+    def reset_failure(self, trajectory_id: int) -> str | None:
+        """Return the stop reason of a conversation that could not be opened; see :class:`TurnTransform`."""
+        held = self._held.get(trajectory_id)
+        return held.failure if held is not None and held.session is None else None
+
+    def _set_prompt(self, row: TensorDictBase, opening: Messages, encoded: PromptIds) -> bool:
+        """Set an opening as the row's prompt, unless it leaves the policy no token; return whether it fits."""
+        if row[keys.QUERY] == opening:
+            return True
+        opened = self.chat_env.open_row(row.copy().set(keys.QUERY, NonTensorData(opening)), encoded)
+        if opened["done"].any():
+            return False
+        row.update(opened.exclude(keys.TRAJECTORY_ID))  # other transforms know the row by its id
+        return True
 
     @staticmethod
     def _columns(row: TensorDictBase) -> dict[str, Any]:
@@ -165,18 +183,24 @@ class TextEnvTransform(TurnTransform):
         columns = {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
         return {ENV_SEED: zlib.crc32(repr(sorted(columns.items())).encode())} | columns
 
+    async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
+        """Process a turn; see :meth:`TurnTransform.process_turn`.
+
+        Raises:
+            KeyError: if this transform did not reset the row, which is an error of the caller.
+        """
+        if (trajectory_id := int(row[keys.TRAJECTORY_ID])) not in self._held:
+            raise KeyError(f"trajectory_id={trajectory_id} is unknown; reset its row with this transform")
+        await super().process_turn(row, next_row)
+
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Pass the turn to the session; see :meth:`TurnTransform.step_row`."""
         if not next_row["done"].any():
             return  # an earlier transform has answered it
-        held = self._held.get(int(row[keys.TRAJECTORY_ID]))
-        if held is None:
-            raise KeyError(
-                f"trajectory_id={int(row[keys.TRAJECTORY_ID])} is unknown; reset its row with this transform"
-            )
+        held = self._held[int(row[keys.TRAJECTORY_ID])]
         if held.session is None:
             _abstain(next_row)
-            end_row(next_row, "failed")
+            end_row(next_row, held.failure)
         elif next_row["terminated"].any():
             await self._step_session(held, row, next_row)
         if next_row["done"].any():

@@ -9,7 +9,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torchrl_rloo.data.rows import make_non_tensor, rows_to_reset, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
 
 _LOGGER = logging.getLogger(__name__)
-_DRAWN: ContextVar[TensorDictBase | None] = ContextVar("rows drawn before the reset", default=None)
 
 
 class DatasetExhaustedError(RuntimeError):
@@ -169,20 +167,6 @@ class DataLoadingPrimer(Transform):
         prompt = {**self.dataset[prompt_id], keys.PROMPT_ID: torch.tensor(prompt_id)}
         return stack_rows(self._copies(prompt, group_id))
 
-    @staticmethod
-    @contextmanager
-    def with_rows(rows: TensorDictBase) -> Iterator[None]:
-        """Let resets in this context use the given rows instead of draws.
-
-        Args:
-            rows: any number of rows of :meth:`draw_groups`.
-        """
-        token = _DRAWN.set(rows)
-        try:
-            yield
-        finally:
-            _DRAWN.reset(token)
-
     def _next_index(self) -> int:
         # A sampler chooses without epochs
         if self.sampler is not None:
@@ -203,8 +187,6 @@ class DataLoadingPrimer(Transform):
         return self._order[self.position - 1]
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
-        if (drawn := _DRAWN.get()) is not None:
-            return drawn
         if tensordict is None or "_reset" not in tensordict.keys():
             return stack_rows(self._draw_rows(self.parent.batch_size[0]))
         # Replace only the rows that are reset

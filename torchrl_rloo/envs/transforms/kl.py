@@ -13,6 +13,7 @@ from torchrl.modules.llm.policies import LogProbs
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import gather_actions, make_tensorclass, micro_batches, ragged, spread_actions, stack_rows
 from torchrl_rloo.data.segments import refuse_segments
+from torchrl_rloo.envs.abstaining import is_abstaining
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
 from torchrl_rloo.modules.recording import Scorer
 
@@ -22,7 +23,9 @@ class KLRewardTransform(Transform):
 
     Put it after the :class:`RewardTransform`: the penalty comes after the reward's clip and before any baseline. It
     reads ids, action mask and log-probs ``[T]``, and changes ``("next", "reward")`` ``[1, 1]`` of rows that are done.
-    It writes ``("next", "ref_log_probs", "full")`` float32 ``[T]``.
+    It writes ``("next", "ref_log_probs", "full")`` float32 ``[T]``. The reference does not score a trajectory that
+    failed (:func:`~torchrl_rloo.envs.abstaining.is_abstaining`): its own log-probs replace the reference's, so its KL
+    is 0.
 
     Replaces TorchRL's class, which multiplies the reward by the number of tokens. Its ``ref_model`` is ``ref`` here,
     and its ``coef`` is ``kl_to_ref_coeff``.
@@ -78,10 +81,16 @@ class KLRewardTransform(Transform):
         self.limits = {"size": micro_batch_size, "max_tokens": max_tokens, "packing": getattr(ref, "packing", "none")}
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        finished = [row for row in next_tensordict.unbind(0) if row["done"].any()]
-        for row in finished:
+        ended = [row for row in next_tensordict.unbind(0) if row["done"].any()]
+        for row in ended:
             refuse_segments(row, type(self).__name__)
         self._clear(next_tensordict)
+        env, finished = self.parent, []
+        for row in ended:
+            if is_abstaining(env, row):
+                self._set(row, row[keys.LOG_PROBS].clone())
+            else:
+                finished.append(row)
         if finished:
             rows = stack_rows([_as_row(row).set(_INDEX, torch.tensor(i)) for i, row in enumerate(finished)])
             for part in micro_batches(rows, **self.limits):

@@ -18,6 +18,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, SeparateScores, WeightedScores, final_return
 from torchrl_rloo.data.rows import non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids
+from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
@@ -40,9 +41,10 @@ class RewardTransform(Transform):
 
     The weighted sum of the scores is added to the environment's reward for the last turn, which is 0 unless the
     environment rewards. A function that fails on a sample abstains
-    (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). The return is NaN if all functions abstain or the environment
-    did. What functions pass to ``log_extra`` is added to ``("next", "log_extra")``, one dictionary per row. A warning
-    is logged if the first trajectories all earn the same.
+    (:class:`~torchrl_rloo.rewards.runner.RewardRunner`). The return is NaN if all functions abstain. If
+    the trajectory abstains (:func:`~torchrl_rloo.envs.abstaining.is_abstaining`) or the environment's reward is NaN,
+    return and scores are NaN, and no function is called. What functions pass to ``log_extra`` is added to
+    ``("next", "log_extra")``, one dictionary per row. A warning is logged if the first trajectories all earn the same.
 
     Args:
         functions: reward functions (:mod:`torchrl_rloo.rewards.protocol`), or names and settings for
@@ -177,9 +179,10 @@ class RewardTransform(Transform):
         }
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # Score the rows that are done; the others abstain
+        # Score the rows that are done and have a return; the scores of the others are NaN
         rows, next_rows = tensordict.unbind(0), next_tensordict.unbind(0)
-        finished = [i for i, row in enumerate(next_rows) if row["done"].any()]
+        mark_abstaining(self.parent, next_rows)
+        finished = [i for i, row in enumerate(next_rows) if row["done"].any() and not row["reward"].isnan().any()]
         scores = torch.full((len(rows), len(self.functions)), torch.nan)
         total = torch.zeros(len(rows))
         if finished and self.functions:

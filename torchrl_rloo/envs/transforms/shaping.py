@@ -386,6 +386,6 @@ class TruncationPolicy(ShapingTransform):
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
         """Return scores that give truncated rows the return of the mode; see :class:`ShapingTransform`."""
         if self.mode != "keep":
-            self.counts["shaped_truncated_rows"] += int(truncated.sum())
+            self.counts["shaped_truncated_rows"] += int((truncated & ~scores.isnan().all(1)).sum())
         weights = torch.tensor([float(self.rewards.weights[k]) for k in self.columns])
         return shape_truncated_scores(scores, truncated, weights, self.mode, self.value)

@@ -61,8 +61,8 @@ class ToolTransform(TurnTransform):
             exist), ``"tools/malformed"`` (could not be parsed) and ``"tools/refused"`` (beyond a limit).
 
     Raises:
-        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset`` with
-            ``show_schemas``, if ``tools_column`` names an unknown tool.
+        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset``, if
+            ``tools_column`` names an unknown tool.
         RuntimeError: at ``reset`` with ``show_schemas``, if it does not come after a :class:`DataLoadingPrimer`.
 
     Example:
@@ -240,6 +240,7 @@ class ToolTransform(TurnTransform):
                     "DatasetChatEnv, or set show_schemas=False"
                 )
             if fresh:
+                self._choice(row)  # raises for an unknown tool, also without schemas
                 row.set(keys.NUM_TOOL_CALLS, torch.tensor(0))
         return tensordict_reset
 

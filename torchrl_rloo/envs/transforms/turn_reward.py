@@ -14,6 +14,7 @@ from torchrl.envs import Transform
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
+from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.rewards.protocol import is_async
 
 _LOGGER = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ _NAME = keys.TOKEN_REWARDS[1]
 class TurnRewardTransform(Transform):
     """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
-    The entry is float32 ``[T]``, with a turn's reward at its last action token. That reward is the environment's, plus
+    The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
+    that abstains have NaN, and the function is not called for its last turn. That reward is the environment's, plus
     the function's, plus for the last turn the :class:`RewardTransform`'s. ``("next", "reward")`` ``[1, 1]`` of a step
     is the reward of that turn only. Collectors sum it over turns. ``MCAdvantage`` compares the sums by default, and
     the turns with ``credit="turn"``.
@@ -60,17 +62,23 @@ class TurnRewardTransform(Transform):
         self.counts: Counter[str] = Counter()
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        env = self.parent
+        mark_abstaining(env, next_tensordict.unbind(0))
         for row, next_row in zip(tensordict.unbind(0), next_tensordict.unbind(0), strict=True):
             refuse_segments(next_row, type(self).__name__)
             # Add the function's reward where the policy took a turn in this step
-            if self.function is not None and int(next_row[keys.NUM_TURNS]) > int(row[keys.NUM_TURNS]):
+            abstains = is_abstaining(env, next_row)
+            took_turn = int(next_row[keys.NUM_TURNS]) > int(row[keys.NUM_TURNS])
+            if self.function is not None and took_turn and not abstains:
                 next_row.set("reward", next_row["reward"] + self._score(row, next_row))
             # Extend the rewards of previous turns, and credit the last action token with this one
             mask, previous = next_row[keys.ACTION_MASK], row.get((_NAME, "full"), None)
             rewards = torch.zeros(len(mask))
             if previous is not None:
                 rewards[: len(previous)] = previous
-            if mask.any():
+            if abstains:
+                rewards[mask] = torch.nan
+            elif mask.any():
                 rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(())
             self._set(next_row, rewards)
         return next_tensordict
