@@ -6,7 +6,6 @@ cannot be resumed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,10 +20,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import concatenate, ragged, stack_rows, tensor_rows, to_lazy_stack
 from torchrl_rloo.envs.stepping import release_rows, step_rows
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.target import EngineDeadError
-
-_LOGGER = logging.getLogger(__name__)
+from torchrl_rloo.weight_update.base import WeightUpdater
 
 
 class CollectionProgress(NamedTuple):
@@ -112,14 +108,14 @@ class LLMCollector(BaseCollector):
         if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
             raise TypeError(
                 f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
-                "whose pushes carry a version; use EngineUpdater or InProcessWeightUpdater"
+                "whose pushes carry a version; use WeightPublisher or InProcessWeightUpdater"
             )
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress = postproc, progress
         self._weight_updater, self.sync_every = weight_updater, sync_every
         # Progress, which a checkpoint restores
-        self.policy_version = 0
+        self.policy_version = weight_updater.current_version if weight_updater is not None else 0
         self.batches = 0
         self.dialog_turns = 0
         self.num_tokens = 0
@@ -139,8 +135,6 @@ class LLMCollector(BaseCollector):
     def update_policy_weights_(self) -> None:
         """Send the training model's weights to the policy, and increase the version once they have arrived.
 
-        If the engine is found dead, the policy's ``recover`` restarts it once, and the weights are sent again.
-
         Raises:
             RuntimeError: if the collector has no ``weight_updater``.
             WeightSyncError: if the weights did not arrive.
@@ -148,15 +142,9 @@ class LLMCollector(BaseCollector):
         if self._weight_updater is None:
             raise RuntimeError("weight_updater=None; pass LLMCollector(weight_updater=...) to update weights")
         try:
-            self._weight_updater.push_weights(self.policy_version + 1)
-        except WeightSyncError as error:
-            recover = getattr(self.policy, "recover", None)
-            if recover is None or not isinstance(error.__cause__, EngineDeadError):
-                raise
-            _LOGGER.warning("restarting a dead engine: %s", error)
-            recover()
-            self._weight_updater.push_weights(self.policy_version + 1)
-        self.policy_version += 1
+            self._weight_updater.push_weights()
+        finally:  # some of several engines may have the weights although the push failed
+            self.policy_version = self._weight_updater.current_version
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield batches of rows until ``total_dialog_turns`` is reached or the dataset's epochs end."""
@@ -245,6 +233,8 @@ class LLMCollector(BaseCollector):
         for name in ("policy_version", "batches", "dialog_turns", "num_tokens"):
             setattr(self, name, state_dict[name])
         self.env.load_state_dict(state_dict["env"])
+        if self._weight_updater is not None:
+            self._weight_updater.resume_from(self.policy_version)
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])
 

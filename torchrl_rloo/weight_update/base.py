@@ -16,18 +16,58 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightUpdater(ABC):
-    """Base class of senders of the training model's weights to a sampler."""
+    """Base class of senders of the training model's weights to a sampler.
 
-    @abstractmethod
-    def push_weights(self, version: int) -> None:
-        """Send the current weights and return once the sampler has them.
+    A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
 
-        Args:
-            version: policy version of these weights.
+    Attributes:
+        version: last version spent. 0 names the initial weights.
+    """
+
+    version: int = 0
+    _current_version: int = 0
+
+    @property
+    def current_version(self) -> int:
+        """Highest version that a sampler has."""
+        return self._current_version
+
+    def push_weights(self) -> int:
+        """Send the current weights under a new version, and return it once a sampler has them.
 
         Raises:
-            RuntimeError: if the weights did not arrive. The sampler then keeps its old weights or refuses to sample.
+            RuntimeError: if the weights did not arrive. The version is spent. Samplers keep their old weights or refuse
+                to sample.
         """
+        self.version += 1
+        self._send(self.version)
+        self._current_version = self.version
+        return self.version
+
+    @abstractmethod
+    def _send(self, version: int) -> None:
+        """Send the current weights as ``version`` and return once a sampler has them."""
+
+    def initialize(self) -> None:  # noqa: B027
+        """Give samplers that were never filled the current weights under the current version.
+
+        Call it before training. A sampler that shares the model's memory needs nothing.
+
+        Raises:
+            RuntimeError: if the weights did not arrive.
+        """
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint, whose weights the model has, unless more versions are spent already.
+
+        Samplers count as unfilled until :meth:`initialize` or the next push.
+
+        Raises:
+            ValueError: if ``version`` is negative.
+        """
+        if version < 0:
+            raise ValueError(f"version={version} must be at least 0")
+        self.version = self._current_version = max(version, self.version)  # spent versions stay spent
 
 
 class InProcessWeightUpdater(WeightUpdater):
@@ -44,13 +84,14 @@ class InProcessWeightUpdater(WeightUpdater):
 
     Example:
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
-        >>> InProcessWeightUpdater(source, target).push_weights(version=1)
+        >>> InProcessWeightUpdater(source, target).push_weights()
+        1
         >>> bool((source.weight == target.weight).all())
         True
     """
 
     def __init__(self, source: nn.Module, target: nn.Module):
-        self.source, self.target = source, target
+        self.source, self.target, self._filled = source, target, True
         have, want = source.state_dict(), target.state_dict()
         if missing := sorted(have.keys() ^ want.keys()):
             raise ValueError(f"source and target must have the same tensors, but differ in {missing[:5]}")
@@ -62,11 +103,21 @@ class InProcessWeightUpdater(WeightUpdater):
             )
 
     @torch.no_grad()
-    def push_weights(self, version: int) -> None:
-        """Copy the weights; ``version`` is ignored within one process."""
+    def _send(self, version: int) -> None:
         if self.source is not self.target:
             source, target = self.source.state_dict(), self.target.state_dict()
             torch._foreach_copy_(list(target.values()), [source[k] for k in target])
+        self._filled = True
+
+    def initialize(self) -> None:
+        """Copy the weights if the updater was resumed. A new updater leaves the target as it is."""
+        if not self._filled:
+            self._send(self.version)
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint. The next :meth:`initialize` copies its weights."""
+        super().resume_from(version)
+        self._filled = False
 
 
 class SequentialWeightUpdater(WeightUpdater):
@@ -83,8 +134,36 @@ class SequentialWeightUpdater(WeightUpdater):
         if not updaters:
             raise ValueError("updaters=() must have at least one updater")
         self.updaters = updaters
+        self.version = max(updater.version for updater in updaters)
 
-    def push_weights(self, version: int) -> None:
-        """Push through each updater; after a failure the later ones keep their old weights."""
+    @property
+    def current_version(self) -> int:
+        """Highest version at the last updater, whose samplers sample."""
+        return self.updaters[-1].current_version
+
+    def push_weights(self) -> int:
+        """Push through each updater under one version, which none of them has spent.
+
+        Raises:
+            RuntimeError: if an updater failed. The later ones keep their old weights.
+        """
+        self.version = max(self.version, *(updater.version for updater in self.updaters))
+        return super().push_weights()
+
+    def _send(self, version: int) -> None:
+        # After a failure the later updaters keep their old weights and skip the version
         for updater in self.updaters:
-            updater.push_weights(version)
+            updater.version = version - 1
+            updater.push_weights()
+
+    def initialize(self) -> None:
+        """Initialize the samplers of each updater in order."""
+        for updater in self.updaters:
+            updater.initialize()
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint in all updaters."""
+        version = max(version, *(updater.version for updater in self.updaters))
+        super().resume_from(version)
+        for updater in self.updaters:
+            updater.resume_from(version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -89,6 +89,26 @@ class WeightTarget(ABC):
             EngineError: if the engine cannot be restarted.
         """
         raise EngineError(f"{type(self).__name__} cannot be restarted")
+
+
+class TargetGroup(ABC):
+    """Base class of groups of engines whose members come and go, such as pools."""
+
+    @abstractmethod
+    def targets(self) -> list[WeightTarget]:
+        """Return the engines of members that can take part in a push now."""
+
+    @abstractmethod
+    def attach(self, fill: Callable[[WeightTarget], None]) -> None:
+        """Register the publisher's ``fill``. From then on every member is empty until it is filled."""
+
+    @abstractmethod
+    def mark_filled(self, engine: WeightTarget, version: int) -> None:
+        """Note that an engine has this version, so that it may sample."""
+
+    @abstractmethod
+    def mark_failed(self, engine: WeightTarget, error: Exception) -> None:
+        """Note that an engine missed a push or has only parts of it, so that it must not sample."""
 
 
 def check_in_flight(in_flight: str) -> None:
