@@ -2,7 +2,7 @@
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
 
-An ``EngineUpdater`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to a
+A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to a
 ``VLLMEngine``. The others send them to an ``AsyncVLLMEngine`` in a child process. Each transport and its copy are
 measured in a separate process. After the last push, the engine's log-probs are compared with the model's. Ends with one
 line of JSON.
@@ -26,12 +26,12 @@ def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged
     """Push the model in ``directory`` to an engine started from it, and return the figures."""
     from transformers import AutoModelForCausalLM
 
-    from torchrl_rloo.weight_update.engine_updater import EngineUpdater
+    from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
     with tempfile.TemporaryDirectory() as folder, make_engine(transport, directory) as engine:
         sender = make_transport(transport, folder)
-        updater = EngineUpdater(model, engine, transport=sender, bucket_bytes=bucket_mib << 20, staged=staged)
+        updater = WeightPublisher(model, engine, transport=sender, bucket_bytes=bucket_mib << 20, staged=staged)
         seconds = []
         for version in range(1, pushes + 2):
             scale_weights(model, 1 + 0.01 * version)

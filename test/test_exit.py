@@ -18,6 +18,7 @@ import atexit, os, sys, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()], file=sys.stderr))  # the last at exit
 import json
 from torch import nn
+from support.weights import push
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
@@ -25,7 +26,7 @@ from torchrl_rloo.engines import ScriptedEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.weight_update import Collective, EngineUpdater, WeightSyncError
+from torchrl_rloo.weight_update import Collective, WeightPublisher, WeightSyncError
 
 
 def collector():
@@ -52,7 +53,7 @@ def engine():
             threading.Event().wait()
 
     try:
-        EngineUpdater(nn.Linear(2, 2), Hung([]), timeout=0.2).push_weights(1)
+        push(WeightPublisher(nn.Linear(2, 2), Hung([]), timeout=0.2), 1)
     except WeightSyncError:
         print("failed in time")
 

@@ -24,7 +24,7 @@ from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.training import accumulate, optimizer_step
-from torchrl_rloo.weight_update import EngineUpdater, InProcessWeightUpdater
+from torchrl_rloo.weight_update import InProcessWeightUpdater, WeightPublisher
 
 torch.manual_seed(0)  # for the buffer's shuffling; the environment and the policy have their own seeds
 SCRIPTED_STEPS, STEPS, UPDATES, OLD_PROMPTS = 10, 10, 6, 64
@@ -53,7 +53,7 @@ def run(ahead):
     )
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32})
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=GROUPS, num_generations=4)
-    updater = EngineUpdater(build_model(tokenizer, seed=0), engine, in_flight="continue")
+    updater = WeightPublisher(build_model(tokenizer, seed=0), engine, in_flight="continue")
     collector = AsyncLLMCollector(env, policy, ahead=ahead, weight_updater=updater)
 
     seen, done = [], threading.Event()
@@ -252,7 +252,7 @@ plt.show()
 #
 # ## What to try next
 #
-# - Use `in_flight="finish"` in the `EngineUpdater`: an update then waits until the running requests have finished.
+# - Use `in_flight="finish"` in the `WeightPublisher`: an update then waits until the running requests have finished.
 # - Give the scripted engine a `max_concurrency` of 64, and find the `ahead` that keeps it busy.
 # - Replace the clip by a truncated weight: `RLOOLoss(..., old_log_probs="proximal", correction="tis")` with
 #   `record_log_probs`.

@@ -136,7 +136,7 @@ def main(cfg: Config) -> None:
         if run.step == 0:
             evaluate(run, cfg, evaluation)
         elif engine is not None:  # a new engine starts with the initial weights
-            updater.updaters[-1].push_weights(collector.policy_version)
+            updater.initialize()
         for step in run.steps():
             with run.time("collect"):  # 1. sample whole groups of finished trajectories
                 rewards.report_progress(step - 1, plan.steps, plan.epochs(step - 1), collector.num_tokens)
@@ -281,7 +281,7 @@ def make_policy(
         arguments["model"] = arguments["model"] or problem.model_name
     engine = instantiate(arguments)
     to_engine = instantiate(cfg.inference.updater, sampler, engine)
-    policy = vLLMWrapper(engine, recover=to_engine.restart, **problem.wrapper)
+    policy = vLLMWrapper(engine, **problem.wrapper)
     if cfg.inference.self_test:
         print(diagnostics.self_test(to_engine, sampler, tokenizer, engine), flush=True)
     diagnostics.check_parity(

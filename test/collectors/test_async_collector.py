@@ -557,7 +557,7 @@ class Bump(WeightUpdater):
     def __init__(self, engine: ScriptedEngine):
         self.engine = engine
 
-    def push_weights(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         self.engine.version = version
 
 

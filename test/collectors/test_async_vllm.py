@@ -13,13 +13,14 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from support.engines import GROUP
+from support.weights import push
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.weight_update import EngineUpdater
+from torchrl_rloo.weight_update import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -36,7 +37,7 @@ def engine(async_engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
 def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., AsyncLLMCollector]]:
     made: list[AsyncLLMCollector] = []
 
-    def build(updater: EngineUpdater, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
+    def build(updater: WeightPublisher, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
         """Build a collector whose environment does not reply to groups in ``held``."""
 
         async def respond(conversation, row):
@@ -82,8 +83,8 @@ def test_weights_change_under_conversations(
 ) -> None:
     """Turns in flight continue with the new weights, and each token has the version that sampled it."""
     trained = copy.deepcopy(model)
-    updater = EngineUpdater(trained, engine, in_flight=in_flight)
-    updater.push_weights(0)
+    updater = WeightPublisher(trained, engine, in_flight=in_flight)
+    push(updater, 0)
     held = set(range(4, 12))
     collector, weights = make(updater, held, ahead=8), {0: copy.deepcopy(trained)}
     seen: list[TensorDictBase] = []

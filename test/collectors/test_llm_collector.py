@@ -276,7 +276,7 @@ def test_shutdown_ends_the_iteration(make: Callable) -> None:
 
 
 class FailingUpdater(WeightUpdater):
-    def push_weights(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         raise RuntimeError("the weights did not arrive")
 
 
@@ -284,9 +284,9 @@ def test_a_row_has_the_version_that_sampled_it(make: Callable, random_model) -> 
     pushed = []
 
     class Recording(InProcessWeightUpdater):
-        def push_weights(self, version: int) -> None:
+        def _send(self, version: int) -> None:
             pushed.append(version)
-            super().push_weights(version)
+            super()._send(version)
 
     collector = make(weight_updater=Recording(random_model, random_model))
     batches = iter(collector)

@@ -13,8 +13,8 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, EngineError
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -38,7 +38,7 @@ class Copy(WeightUpdater):
         self.pushes: list[int] = []
 
     @torch.no_grad()
-    def push_weights(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         self.pushes.append(version)
         weights = self.source.state_dict()
         for name, tensor in self.target.state_dict().items():
@@ -67,7 +67,7 @@ def test_a_working_updater_passes_and_everything_is_as_before():
     found = self_test(updater, model, TOKENIZER, engine)
     assert max(found.gap_before, found.gap_changed, found.gap_after) < 1e-5
     assert found.movement > 0.5
-    assert updater.pushes == [7, 7, 7] and engine.version == 7
+    assert updater.pushes == [1, 2, 3] and engine.version == 3, "a version is never used for other weights"
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [m.training for m in model.modules()] == modes
     for p, q, theirs, gradient in zip(
@@ -82,8 +82,8 @@ def test_the_order_of_pushes_is_present_changed_present():
     seen = []
 
     class Watching(Copy):
-        def push_weights(self, version: int) -> None:
-            super().push_weights(version)
+        def _send(self, version: int) -> None:
+            super()._send(version)
             seen.append([p.detach().clone() for p in model.parameters()])
 
     self_test(Watching(model, engine), model, TOKENIZER, engine)
@@ -116,8 +116,8 @@ def test_two_tensors_that_change_places_are_noticed():
     model, engine = copies()
 
     class Swapping(Copy):
-        def push_weights(self, version: int) -> None:
-            super().push_weights(version)
+        def _send(self, version: int) -> None:
+            super()._send(version)
             attention = self.target.model.layers[0].self_attn
             attention.k_proj.weight.data, attention.v_proj.weight.data = (
                 attention.v_proj.weight.data,
@@ -132,10 +132,10 @@ def test_weights_that_do_not_come_back_are_noticed():
     model, engine = copies()
 
     class Twice(Copy):
-        def push_weights(self, version: int) -> None:
+        def _send(self, version: int) -> None:
             if len(self.pushes) == 2:
                 self.sends = lambda name: "layers.1" not in name
-            super().push_weights(version)
+            super()._send(version)
 
     with pytest.raises(WeightSyncError, match="current weights did not return"):
         self_test(Twice(model, engine), model, TOKENIZER, engine)
@@ -145,8 +145,8 @@ def test_a_failure_leaves_no_changed_weights_in_the_engine():
     model, engine = copies()
 
     class Failing(Copy):
-        def push_weights(self, version: int) -> None:
-            super().push_weights(version)
+        def _send(self, version: int) -> None:
+            super()._send(version)
             if len(self.pushes) == 2:
                 raise EngineError("one engine has it, another one not")
 
@@ -161,10 +161,10 @@ def test_a_push_that_fails_leaves_the_model_as_it_was(number: int):
     before = copy.deepcopy(model)
 
     class Failing(Copy):
-        def push_weights(self, version: int) -> None:
+        def _send(self, version: int) -> None:
             if len(self.pushes) == number:
                 raise EngineError("the line is dead")
-            super().push_weights(version)
+            super()._send(version)
 
     what = ["the current weights", "changed weights", "the current weights again"][number]
     with pytest.raises(WeightSyncError, match=f"pushing {what} failed: EngineError: the line is dead"):
@@ -214,20 +214,21 @@ def engine(vllm_engine: Engine) -> Engine:
 
 
 def test_vllm_passes(engine: Engine):
-    model, version = build_model(TOKENIZER, 1), engine.version
-    found = self_test(EngineUpdater(model, engine), model, TOKENIZER, engine)
+    model = build_model(TOKENIZER, 1)
+    publisher = WeightPublisher(model, engine)
+    found = self_test(publisher, model, TOKENIZER, engine)
     assert max(found.gap_before, found.gap_changed, found.gap_after) < 1e-5 and found.movement > 0.5
-    assert engine.version == version
+    assert engine.version == publisher.version == 3
 
 
 def test_vllm_with_a_stale_prefix_cache_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     model = build_model(TOKENIZER, 1)
     monkeypatch.setattr(engine, "_reset_cache", lambda: None)
     with pytest.raises(WeightSyncError, match="differ with the current weights|did not arrive"):
-        self_test(EngineUpdater(model, engine), model, TOKENIZER, engine)
+        self_test(WeightPublisher(model, engine), model, TOKENIZER, engine)
     monkeypatch.undo()
     engine._reset_cache()
-    self_test(EngineUpdater(model, engine), model, TOKENIZER, engine)
+    self_test(WeightPublisher(model, engine), model, TOKENIZER, engine)
 
 
 def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
@@ -240,24 +241,24 @@ def test_vllm_that_misses_a_tensor_is_noticed(engine: Engine):
         return [(found, first if found == name and not tensor.is_meta else tensor)]
 
     with pytest.raises(WeightSyncError, match="part of the changed weights did not arrive"):
-        self_test(EngineUpdater(WeightSource(model, convert=convert), engine), model, TOKENIZER, engine)
+        self_test(WeightPublisher(WeightSource(model, convert=convert), engine), model, TOKENIZER, engine)
 
 
 @pytest.mark.parametrize("case", ["trained", "frozen copy", "of another model"])
 def test_vllm_with_an_adapter(engine: Engine, case: str):
     peft = pytest.importorskip("peft")
-    from torchrl_rloo.weight_update.lora import LoRAUpdater
+    from torchrl_rloo.weight_update.lora import LoRAPublisher
 
-    EngineUpdater(build_model(TOKENIZER, 0), engine).push_weights(engine.version)
+    WeightPublisher(build_model(TOKENIZER, 0), engine).push_weights()
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(build_model(TOKENIZER, 0), config)  # its second factors are zeros
     before = copy.deepcopy(model)
     if case == "frozen copy":
         model.requires_grad_(False)
     if case != "of another model":
-        found = self_test(LoRAUpdater(model, engine), model, TOKENIZER, engine)
+        found = self_test(LoRAPublisher(model, engine), model, TOKENIZER, engine)
         assert max(found.gap_before, found.gap_changed, found.gap_after) < 1e-5 and found.movement > 0.05
     else:
         with pytest.raises(WeightSyncError, match="the changed weights did not arrive"):
-            self_test(LoRAUpdater(before, engine), model, TOKENIZER, engine)
+            self_test(LoRAPublisher(before, engine), model, TOKENIZER, engine)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))

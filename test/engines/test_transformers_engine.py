@@ -18,7 +18,8 @@ from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.functional import SamplingDistribution
-from torchrl_rloo.weight_update.protocol import TensorInfo, checksum, pack, packed_size, plan_buckets
+from torchrl_rloo.weight_update.checksums import xxh3 as checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets
 
 PROMPTS = [[5, 9, 17], [40, 8, 8, 120, 33, 60, 61, 62], [200], [99, 98, 97, 96, 95]]
 
@@ -431,7 +432,7 @@ def test_a_late_step_leaves_a_newer_update_open(engine: TransformersEngine, send
 
 
 def test_adapters_are_refused_with_a_way_out(engine: TransformersEngine) -> None:
-    with pytest.raises(EngineError, match="send the merged model with EngineUpdater, or use a vLLM engine"):
+    with pytest.raises(EngineError, match="send the merged model with WeightPublisher, or use a vLLM engine"):
         engine.update_weights("adapter", {"version": 1, "path": "/nowhere", "checksum": ""}, timeout=1.0)
 
 

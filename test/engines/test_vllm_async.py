@@ -21,10 +21,11 @@ from support.engines import GROUP
 from support.faults import Flipped
 from support.fork_server import ForkServer
 from support.processes import is_gone, wait_until_gone
+from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update import Collective, EngineUpdater, LoRAUpdater, SharedMemory, WeightSyncError
+from torchrl_rloo.weight_update import Collective, LoRAPublisher, SharedMemory, WeightPublisher, WeightSyncError
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -75,11 +76,11 @@ def child(engine: AsyncVLLMEngine) -> multiprocessing.Process:
 
 def fail_half_way(engine: AsyncVLLMEngine, model: PreTrainedModel, version: int, in_flight: str = "finish") -> None:
     """Push streamed weights that are corrupt after the first bucket, which is loaded by then."""
-    updater = EngineUpdater(
+    updater = WeightPublisher(
         model, engine, transport=Flipped(), staged=False, bucket_bytes=BUCKET, in_flight=in_flight, timeout=PATIENT
     )
     with pytest.raises(WeightSyncError, match=f"corrupt.*parts of version {version}"):
-        updater.push_weights(version)
+        push(updater, version)
     assert engine.failed_version == version
 
 
@@ -141,7 +142,7 @@ def test_abort_returns_what_there_is(engine: AsyncVLLMEngine, models: list[PreTr
     samples = [future.result(PATIENT) for future in futures]
     assert all(s.finish == "abort" and 0 < len(s.tokens) < 16_000 for s in samples)
     waiting = [engine.submit(request) for request in REQUESTS]
-    EngineUpdater(models[1], engine).push_weights(1)  # the engine resumes
+    push(WeightPublisher(models[1], engine), 1)  # the engine resumes
     after = [future.result(PATIENT) for future in waiting]
     assert deviation(models[0], ENDLESS[:4], samples) < 10 * EXACT
     assert all(spans(s) == [(0, len(s.tokens))] for s in samples)
@@ -161,7 +162,7 @@ def test_requests_wait_while_it_is_paused(engine: AsyncVLLMEngine):
 
 def test_finish_ends_running_requests_first(engine: AsyncVLLMEngine, models: list[PreTrainedModel], running):
     futures = running(LONG)
-    EngineUpdater(models[1], engine, in_flight="finish").push_weights(1)
+    push(WeightPublisher(models[1], engine, in_flight="finish"), 1)
     assert all(future.done() and future.result().versions == [0] * 600 for future in futures)
 
 
@@ -178,10 +179,10 @@ def test_frozen_requests_continue_with_the_new_weights(
 ):
     futures = running(LONG)
     engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
-    EngineUpdater(models[1], engine, in_flight="continue").push_weights(1)
+    push(WeightPublisher(models[1], engine, in_flight="continue"), 1)
     wait_until(lambda: sampled(engine) == len(LONG))
     engine.pause("continue")
-    EngineUpdater(models[2], engine, in_flight="continue").push_weights(2)
+    push(WeightPublisher(models[2], engine, in_flight="continue"), 2)
     samples = [future.result(PATIENT) for future in futures]
     for request, sample in zip(LONG, samples, strict=True):
         (_, first), (_, second), (_, third) = spans(sample)
@@ -196,10 +197,10 @@ def test_frozen_requests_continue_with_the_new_adapter(
     engine: AsyncVLLMEngine, make_adapted, running, deviation, tmp_path: Path
 ):
     adapted = [make_adapted(1), make_adapted(2)]
-    LoRAUpdater(adapted[0], engine, directory=tmp_path / "1").push_weights(1)
+    push(LoRAPublisher(adapted[0], engine, directory=tmp_path / "1"), 1)
     futures = running(LONG)
     engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
-    LoRAUpdater(adapted[1], engine, directory=tmp_path / "2", in_flight="continue").push_weights(2)
+    push(LoRAPublisher(adapted[1], engine, directory=tmp_path / "2", in_flight="continue"), 2)
     for request, future in zip(LONG, futures, strict=True):
         sample = future.result(PATIENT)
         (_, first), _ = spans(sample)
@@ -213,7 +214,7 @@ def test_an_adapter_that_comes_late_is_not_sampled_from(
     engine: AsyncVLLMEngine, make_adapted, wait_until, deviation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     adapted = [make_adapted(1), make_adapted(2)]
-    LoRAUpdater(adapted[0], engine, directory=tmp_path / "1").push_weights(1)
+    push(LoRAPublisher(adapted[0], engine, directory=tmp_path / "1"), 1)
     (child,) = engine._core._processes
     load = engine._load
 
@@ -224,12 +225,12 @@ def test_an_adapter_that_comes_late_is_not_sampled_from(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_load", stop_and_load)
         with pytest.raises(WeightSyncError, match="no adapter of version 2"):
-            LoRAUpdater(adapted[1], engine, directory=tmp_path / "2", timeout=5.0).push_weights(2)
+            push(LoRAPublisher(adapted[1], engine, directory=tmp_path / "2", timeout=5.0), 2)
     os.kill(child.pid, signal.SIGCONT)  # it replaces the first adapter without the engine's knowledge
     with pytest.raises(EngineError, match="version 2 failed half-way"):
         engine.generate(REQUESTS)
     wait_until(engine._open.is_set)  # the late update resumes as well
-    LoRAUpdater(adapted[0], engine, directory=tmp_path / "3").push_weights(3)
+    push(LoRAPublisher(adapted[0], engine, directory=tmp_path / "3"), 3)
     assert engine.failed_version is None and deviation(adapted[0], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -238,9 +239,9 @@ def test_no_adapter_repairs_weights_of_a_failed_update(
 ):
     fail_half_way(engine, models[1], 9)
     with pytest.raises(WeightSyncError, match="version 9 failed half-way"):
-        LoRAUpdater(make_adapted(1), engine, directory=tmp_path).push_weights(10)
+        push(LoRAPublisher(make_adapted(1), engine, directory=tmp_path), 10)
     assert engine.failed_version == 9
-    EngineUpdater(models[0], engine).push_weights(10)
+    push(WeightPublisher(models[0], engine), 10)
     assert engine.failed_version is None and deviation(models[0], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -263,7 +264,7 @@ def test_weights_of_a_failed_update_sample_nothing(
     for future in (waiting, engine.submit(REQUESTS[0])):
         with pytest.raises(EngineError, match="update to version 9 failed"):
             future.result(PATIENT)
-    EngineUpdater(models[1], engine).push_weights(10)
+    push(WeightPublisher(models[1], engine), 10)
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -318,17 +319,17 @@ def test_death_in_a_push_fails_everything_and_restart_starts_from_the_checkpoint
                 os.kill(pid, signal.SIGKILL)
             return super().send(version, bucket, infos, tensors)
 
-    EngineUpdater(models[1], engine).push_weights(5)
+    push(WeightPublisher(models[1], engine), 5)
     start_count, pid = engine.start_count, child(engine).pid
     futures = running(ENDLESS[:4])
     engine.pause("continue")
     futures.append(engine.submit(REQUESTS[0]))  # this request waits for resume
-    updater = EngineUpdater(
+    updater = WeightPublisher(
         models[2], engine, transport=Killing(), bucket_bytes=BUCKET, in_flight="continue", timeout=PATIENT
     )
     words = r"version 6 .*engine 0 \(AsyncVLLMEngine\).*EngineDeadError.*restart\(\)"
     with pytest.raises(WeightSyncError, match=f"(?s){words}"):
-        updater.push_weights(6)
+        push(updater, 6)
     for future in futures:
         with pytest.raises(EngineDeadError, match=rf"EngineCore \(pid {pid}\) ended with exit code -9"):
             future.result(PATIENT)
@@ -367,7 +368,7 @@ def test_failures_in_the_child_have_its_message_and_closing_leaves_nothing(
         process, folder = child(engine), Path(engine._core._folder.name)
         maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         shared = {line.split()[-1] for line in maps if "/dev/shm/" in line and "(deleted)" not in line}
-        EngineUpdater(models[1], engine, staged=False).push_weights(1)
+        push(WeightPublisher(models[1], engine, staged=False), 1)
         future = engine.submit(ENDLESS[0])
         wait_until(lambda: sampled(engine) == 1)
         with pytest.raises(EngineDeadError, match="(?s)its log ends with.*Meta tensors"):

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.engines import GROUP, VLLMEngines
 from support.waiting import PATIENCE, in_thread
+from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
 from torchrl_rloo.engines.vllm_inprocess import VLLMEngine
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update import EngineUpdater, LoRAUpdater, WeightSyncError
+from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher, WeightSyncError
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -155,7 +156,7 @@ def test_updates_arrive_and_leave_nothing_cached(engine: VLLMEngine, models: lis
     shared = [Request([*PROMPTS[2], t], 8, t) for t in (3, 4)]  # two common blocks of the prefix cache
     engine.generate(shared)
     for version, model in ((1, models[1]), (7, models[2])):
-        EngineUpdater(model, engine, bucket_bytes=100_000).push_weights(version)
+        push(WeightPublisher(model, engine, bucket_bytes=100_000), version)
         samples = engine.generate(shared)
         assert deviation(model, shared, samples) < EXACT
         assert engine.version == version and all(s.versions == [version] * 8 for s in samples)
@@ -164,7 +165,7 @@ def test_updates_arrive_and_leave_nothing_cached(engine: VLLMEngine, models: lis
 def test_an_update_that_fails_when_loading_fails_the_engine(
     engine: VLLMEngine, models: list[PreTrainedModel], deviation
 ):
-    updater = EngineUpdater(models[1], engine, staged=False)
+    updater = WeightPublisher(models[1], engine, staged=False)
     finish = engine._rpc
 
     def fail(method: str, *args: Any, timeout: float) -> list:
@@ -174,11 +175,11 @@ def test_an_update_that_fails_when_loading_fails_the_engine(
 
     engine._rpc = fail
     with pytest.raises(WeightSyncError, match="power cut"):
-        updater.push_weights(3)
+        push(updater, 3)
     del engine._rpc
     with pytest.raises(EngineError, match="update to version 3 failed"):
         engine.generate(REQUESTS)
-    updater.push_weights(4)
+    push(updater, 4)
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -192,10 +193,10 @@ def test_workers_confirm_the_version_that_they_were_sent(
 
     monkeypatch.setattr(engine, "update_weights", of_another_version)
     with pytest.raises(WeightSyncError, match="was sent version 7, but finish is of 8"):
-        EngineUpdater(models[1], engine).push_weights(7)
+        push(WeightPublisher(models[1], engine), 7)
     monkeypatch.undo()
     assert engine.failed_version == 8
-    EngineUpdater(models[1], engine).push_weights(7)
+    push(WeightPublisher(models[1], engine), 7)
     assert engine.version == 7 and deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -205,15 +206,15 @@ def test_adapters_replace_each_other_and_an_update_drops_them(
     engine.generate(REQUESTS)
     for version in (1, 2):
         adapted = make_adapted(version)
-        updater = LoRAUpdater(adapted, engine, directory=tmp_path)
-        updater.push_weights(version)
+        updater = LoRAPublisher(adapted, engine, directory=tmp_path)
+        push(updater, version)
         samples = engine.generate(REQUESTS)
         assert deviation(adapted, REQUESTS, samples) < EXACT
         assert deviation(models[0], REQUESTS, samples) > STALE
         assert all(s.versions == [version] * 12 for s in samples)
         updater.close()
     assert deviation(adapted, REQUESTS, engine.generate(REQUESTS)) < EXACT  # its files are no longer needed
-    EngineUpdater(models[1], engine).push_weights(3)
+    push(WeightPublisher(models[1], engine), 3)
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -221,7 +222,7 @@ def test_an_adapter_that_does_not_load_leaves_the_one_before(
     engine: VLLMEngine, make_adapted, deviation, tmp_path: Path
 ):
     adapted = make_adapted(1)
-    LoRAUpdater(adapted, engine, directory=tmp_path).push_weights(1)
+    push(LoRAPublisher(adapted, engine, directory=tmp_path), 1)
     with pytest.raises(EngineError, match="add_lora"):
         engine._load_adapter(str(tmp_path), 2, timeout=5.0)
     samples = engine.generate(REQUESTS)
@@ -276,7 +277,7 @@ def test_a_sleeping_engine_refuses_until_it_wakes(engine: VLLMEngine):
 def test_a_failure_between_steps_is_final_until_restart(
     engine: VLLMEngine, models: list[PreTrainedModel], deviation, monkeypatch: pytest.MonkeyPatch
 ):
-    EngineUpdater(models[1], engine).push_weights(5)
+    push(WeightPublisher(models[1], engine), 5)
     start_count = engine.start_count
     core = engine.llm.llm_engine.engine_core.engine_core
 
@@ -303,7 +304,7 @@ def test_a_failure_between_steps_is_final_until_restart(
     assert deviation(models[0], REQUESTS, samples) < EXACT
     assert (engine.version, engine.start_count, engine.failed_version) == (0, start_count + 1, None)
     assert samples[0].versions == [0] * 12
-    EngineUpdater(models[2], engine).push_weights(6)
+    push(WeightPublisher(models[2], engine), 6)
     assert deviation(models[2], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 

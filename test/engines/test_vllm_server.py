@@ -19,10 +19,11 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from support.faults import FlippedFile
+from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_server import VLLMServer, server_command, server_environment
 from torchrl_rloo.functional.sampling import SamplingDistribution
-from torchrl_rloo.weight_update import EngineUpdater, LoRAUpdater, WeightSyncError
+from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher, WeightSyncError
 
 pytestmark = pytest.mark.slow  # a server takes at least 20 s to start
 
@@ -86,7 +87,7 @@ def started(server: tuple[str, subprocess.Popen]) -> Iterator[VLLMServer]:
 def engine(started: VLLMServer, models: list[PreTrainedModel]) -> VLLMServer:
     """Engine of the module, reset to the weights of the first model."""
     if started.version or started._adapter or started.failed_version is not None:
-        EngineUpdater(models[0], started).push_weights(0)
+        push(WeightPublisher(models[0], started), 0)
     return started
 
 
@@ -175,7 +176,7 @@ def test_updates_arrive_amidst_running_requests(engine: VLLMServer, models: list
         futures = running(requests)
         if in_flight == "continue":
             engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
-        EngineUpdater(after, engine, in_flight=in_flight).push_weights(version)
+        push(WeightPublisher(after, engine, in_flight=in_flight), version)
         for request, future in zip(requests, futures, strict=True):
             sample = future.result(PATIENT)
             switch = sample.versions.count(version - 1)
@@ -194,8 +195,8 @@ def test_adapters_replace_each_other_and_an_update_drops_them(
 ):
     for version in (1, 2):
         adapted = make_adapted(version)
-        updater = LoRAUpdater(adapted, engine, directory=tmp_path)
-        updater.push_weights(version)
+        updater = LoRAPublisher(adapted, engine, directory=tmp_path)
+        push(updater, version)
         samples = engine.generate(REQUESTS)
         assert deviation(adapted, REQUESTS, samples) < EXACT
         assert all(s.versions == [version] * 12 for s in samples)
@@ -203,9 +204,9 @@ def test_adapters_replace_each_other_and_an_update_drops_them(
     futures = running(LONG)
     engine.pause("continue")  # queued at once, since a push may begin late on a busy machine
     with pytest.raises(WeightSyncError, match=r"4 requests were frozen by pause\('continue'\)"):
-        LoRAUpdater(make_adapted(3), engine, directory=tmp_path, in_flight="continue").push_weights(3)
+        push(LoRAPublisher(make_adapted(3), engine, directory=tmp_path, in_flight="continue"), 3)
     assert deviation(adapted, LONG, [f.result(PATIENT) for f in futures]) < 10 * EXACT
-    EngineUpdater(models[1], engine).push_weights(4)
+    push(WeightPublisher(models[1], engine), 4)
     assert deviation(models[1], REQUESTS, engine.generate(REQUESTS)) < EXACT
 
 
@@ -226,7 +227,7 @@ def test_sleep_and_wake(engine: VLLMServer):
 
 
 def test_another_trainer_takes_over(engine: VLLMServer, server, models: list[PreTrainedModel], deviation):
-    EngineUpdater(models[1], engine).push_weights(6)
+    push(WeightPublisher(models[1], engine), 6)
     engine.pause()  # the state after a trainer died in an update
     with VLLMServer(server[0], request_timeout=PATIENT) as other:
         assert other.version == 6
@@ -239,14 +240,14 @@ def test_a_server_that_lives_on_keeps_what_it_has(
     engine: VLLMServer, models: list[PreTrainedModel], make_adapted, deviation, tmp_path: Path
 ):
     adapted = make_adapted(1)
-    LoRAUpdater(adapted, engine, directory=tmp_path).push_weights(5)
+    push(LoRAPublisher(adapted, engine, directory=tmp_path), 5)
     engine.restart()
     samples = engine.generate(REQUESTS)
     assert deviation(adapted, REQUESTS, samples) < EXACT and samples[0].versions[0] == engine.version == 5
     transport = FlippedFile(tmp_path / "weights")
-    updater = EngineUpdater(models[1], engine, transport=transport, staged=False, bucket_bytes=100_000)
+    updater = WeightPublisher(models[1], engine, transport=transport, staged=False, bucket_bytes=100_000)
     with pytest.raises(WeightSyncError, match="corrupt.*parts of version 6"):
-        updater.push_weights(6)
+        push(updater, 6)
     connection = weakref.ref(engine._loop)
     engine.restart()
     gc.collect()

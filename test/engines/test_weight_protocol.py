@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, checksum, pack, packed_size, plan_buckets, unpack
+from torchrl_rloo.weight_update.checksums import xxh3 as checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets, unpack
 
 DTYPES = [
     torch.float32,

@@ -20,7 +20,8 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
+from torchrl_rloo.weight_update.checksums import xxh3 as checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo
 
 LIMIT = 12
 IDS = [[5, 6, 7], [40], [30, 31, 32, 33, 34], [8, 9]]

@@ -22,7 +22,7 @@ from support.waiting import wait_until
 from torchrl_rloo.cli.main import recipe_file
 from torchrl_rloo.diagnostics import check_engine
 from torchrl_rloo.engines import VLLMServer
-from torchrl_rloo.weight_update import Collective, EngineUpdater, LoRAUpdater
+from torchrl_rloo.weight_update import Collective, LoRAPublisher, WeightPublisher
 
 pytest.importorskip("vllm")
 
@@ -185,6 +185,6 @@ def test_every_inference_config_fits_its_classes(name: str) -> None:
     inspect.signature(target).bind(**engine)
     updater = instantiate(cfg.updater, _partial_=True)
     inspect.signature(updater.func).bind(None, None, **updater.keywords)
-    assert updater.func is (LoRAUpdater if name == "vllm_lora" else EngineUpdater)
+    assert updater.func is (LoRAPublisher if name == "vllm_lora" else WeightPublisher)
     assert (name == "vllm_gpu") == isinstance(updater.keywords.get("transport"), Collective)
     assert (name == "vllm_server") == (target is VLLMServer)

@@ -18,7 +18,7 @@ from support.checkpoints import save_checkpoint
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, VLLMEngine
 from torchrl_rloo.engines.vllm_api import VLLMEngineBase
-from torchrl_rloo.weight_update import EngineUpdater
+from torchrl_rloo.weight_update import WeightPublisher
 
 CONTEXT = 16_384
 SETTINGS = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
@@ -119,5 +119,5 @@ def make_vllm_engine(
 def _reset(engine: VLLMEngineBase, model: PreTrainedModel) -> VLLMEngineBase:
     """Undo weight updates of an earlier test."""
     if engine.version or engine._adapter or engine.failed_version is not None:
-        EngineUpdater(model, engine).push_weights(0)
+        WeightPublisher(model, engine).initialize()  # under version 0
     return engine

@@ -12,12 +12,19 @@ class Flipped(SharedMemory):
 
     flips = 1
 
-    def send(self, version, bucket, infos, tensors):
-        payload = super().send(version, bucket, infos, tensors)
-        if bucket == 1 and self.flips:
+    def store(self, version, sizes, keep):
+        storage = super().store(version, sizes, keep)
+        if self.flips:
             self.flips -= 1
-            self._buffers[payload["buffer"]][1000] ^= 4
-        return payload
+            put = storage.put
+
+            def flip(bucket, infos, tensors):
+                put(bucket, infos, tensors)
+                if bucket == 1:
+                    storage.view(bucket)[1000] ^= 4
+
+            storage.put = flip
+        return storage
 
 
 class FlippedFile(Files):
@@ -25,13 +32,38 @@ class FlippedFile(Files):
 
     flips = 1
 
-    def send(self, version, bucket, infos, tensors):
-        payload = super().send(version, bucket, infos, tensors)
-        if bucket == 1 and self.flips:
+    def store(self, version, sizes, keep):
+        storage = super().store(version, sizes, keep)
+        if self.flips:
             self.flips -= 1
-            with open(payload["path"], "r+b") as file:
-                file.seek(-100, os.SEEK_END)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ 4]))
-        return payload
+            put = storage.put
+
+            def flip(bucket, infos, tensors):
+                put(bucket, infos, tensors)
+                if bucket == 1:
+                    with open(storage.get(bucket)["path"], "r+b") as file:
+                        file.seek(-100, os.SEEK_END)
+                        byte = file.read(1)[0]
+                        file.seek(-1, os.SEEK_CUR)
+                        file.write(bytes([byte ^ 4]))
+
+            storage.put = flip
+        return storage
+
+
+class Interfering(SharedMemory):
+    """Transport that calls ``function`` before it sends bucket 1 to an engine."""
+
+    function = staticmethod(lambda: None)
+
+    def store(self, version, sizes, keep):
+        storage = super().store(version, sizes, keep)
+        get = storage.get
+
+        def call_and_get(bucket):
+            if bucket == 1:
+                self.function()
+            return get(bucket)
+
+        storage.get = call_and_get
+        return storage

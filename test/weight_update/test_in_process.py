@@ -34,7 +34,7 @@ def test_parameters_and_buffers_are_copied():
     source, target = make_module(1), make_module(2)
     places = [p.data_ptr() for p in target.parameters()]
     before = copy.deepcopy(source)
-    InProcessWeightUpdater(source, target).push_weights(1)
+    InProcessWeightUpdater(source, target).push_weights()
     assert_equal_weights(source, target)
     assert_equal_weights(source, before)
     assert [p.data_ptr() for p in target.parameters()] == places
@@ -49,7 +49,7 @@ def test_the_copy_is_of_the_present_weights_and_of_its_own_memory():
             for p in source.parameters():
                 p.add_(step + 1)
         pushed = copy.deepcopy(source)
-        updater.push_weights(step + 1)
+        assert updater.push_weights() == updater.current_version == step + 1
         assert_equal_weights(pushed, target)
         with torch.no_grad():
             source[0].weight.zero_()
@@ -59,7 +59,7 @@ def test_the_copy_is_of_the_present_weights_and_of_its_own_memory():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_are_cast_to_the_samplers_dtype(dtype):
     source, target = make_module(1), make_module(2).to(dtype)
-    InProcessWeightUpdater(source, target).push_weights(1)
+    InProcessWeightUpdater(source, target).push_weights()
     assert {p.dtype for p in target.parameters()} == {dtype}
     assert target[1].num_batches_tracked.dtype == torch.int64
     assert_equal_weights(source, target)
@@ -69,7 +69,7 @@ def test_one_module_for_both_is_left_as_it_is():
     module = make_module(1)
     before = copy.deepcopy(module)
     versions = [p._version for p in module.parameters()]
-    InProcessWeightUpdater(module, module).push_weights(1)
+    InProcessWeightUpdater(module, module).push_weights()
     assert_equal_weights(module, before)
     assert [p._version for p in module.parameters()] == versions
 
@@ -77,7 +77,7 @@ def test_one_module_for_both_is_left_as_it_is():
 def test_gradients_and_frozen_weights_are_no_hindrance():
     source, target = make_module(1), make_module(2).requires_grad_(False)
     source(torch.randn(5, 4)).sum().backward()
-    InProcessWeightUpdater(source, target).push_weights(1)
+    InProcessWeightUpdater(source, target).push_weights()
     assert_equal_weights(source, target)
     assert all(p.grad is not None for p in source.parameters())
     assert not any(p.requires_grad or p.grad is not None for p in target.parameters())
@@ -85,7 +85,7 @@ def test_gradients_and_frozen_weights_are_no_hindrance():
 
 def test_tied_weights_stay_tied(tokenizer):
     source, target = build_model(tokenizer, seed=0), build_model(tokenizer, seed=1)
-    InProcessWeightUpdater(source, target).push_weights(1)
+    InProcessWeightUpdater(source, target).push_weights()
     assert_equal_weights(source, target)
     assert target.lm_head.weight is target.model.embed_tokens.weight
     ids = torch.tensor([[5, 6, 7]])
@@ -114,7 +114,7 @@ class FailingUpdater(WeightUpdater):
     def __init__(self):
         self.fails, self.versions = True, []
 
-    def push_weights(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         self.versions.append(version)
         if self.fails:
             raise RuntimeError("the sampler did not answer")
@@ -133,7 +133,7 @@ def make_collector(tokenizer):
     return make
 
 
-def test_the_version_grows_only_once_the_weights_have_arrived(make_collector):
+def test_a_failed_push_spends_its_version(make_collector):
     updater = FailingUpdater()
     collector = make_collector(updater)
     for _ in range(2):
@@ -143,8 +143,22 @@ def test_the_version_grows_only_once_the_weights_have_arrived(make_collector):
     updater.fails = False
     collector.update_policy_weights_()
     collector.update_policy_weights_()
-    assert collector.policy_version == 2
-    assert updater.versions == [1, 1, 1, 2]
+    assert collector.policy_version == 4
+    assert updater.versions == [1, 2, 3, 4]
+
+
+def test_a_resumed_updater_continues_the_numbering_and_copies_the_restored_weights():
+    source, target = make_module(1), make_module(2)
+    updater = InProcessWeightUpdater(source, target)
+    updater.initialize()
+    assert not torch.equal(source[0].weight, target[0].weight), "a new updater leaves the target as it is"
+    updater.resume_from(7)
+    assert updater.version == updater.current_version == 7
+    updater.initialize()
+    assert_equal_weights(source, target)
+    assert updater.push_weights() == 8
+    with pytest.raises(ValueError, match="version=-1"):
+        updater.resume_from(-1)
 
 
 def test_rows_carry_the_version_that_sampled_them(make_collector):

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from support.engines import GROUP
+from support.weights import push
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -21,8 +22,8 @@ from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import AdapterReference
 from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
-from torchrl_rloo.weight_update.lora import LoRAUpdater
+from torchrl_rloo.weight_update.lora import LoRAPublisher
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -86,14 +87,14 @@ def test_the_engine_follows_the_adapter_and_the_reference_is_the_base(
     policy = TransformersWrapper(model, tokenizer=TOKENIZER)
     reference = AdapterReference(policy)
     base_scorer = TransformersWrapper(base, tokenizer=TOKENIZER, generate=False)
-    updater = LoRAUpdater(model, engine, directory=tmp_path / "adapters")
+    updater = LoRAPublisher(model, engine, directory=tmp_path / "adapters")
     assert log_prob_error(engine, base) < 1e-5 and log_prob_error(engine, model) > 0.1
     without = engine.generate(REQUESTS)
     rows = rows_of(without)
     for step in range(3):
         randomize(model, seed=step + 1)
         assert log_prob_error(engine, model) > 0.1
-        updater.push_weights(engine.version + 1)
+        push(updater, engine.version + 1)
         assert log_prob_error(engine, model) < 1e-5
         assert [p.name for p in (tmp_path / "adapters").glob("*/*")] == [f"version-{engine.version}-push-{step + 1}"]
         of_reference = reference.score(rows).log_probs
@@ -112,7 +113,7 @@ def test_nothing_of_the_training_model_changes(base_engine: Engine):
     before = copy.deepcopy(model)
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     config = copy.deepcopy(model.peft_config)
-    LoRAUpdater(model, base_engine).push_weights(base_engine.version + 1)
+    push(LoRAPublisher(model, base_engine), base_engine.version + 1)
     for (n, p), q, gradient in zip(model.named_parameters(), before.parameters(), gradients, strict=True):
         same = torch.equal(p, q) and p.requires_grad == q.requires_grad
         assert same and (p.grad is gradient is None or torch.equal(p.grad, gradient)), n
@@ -123,10 +124,10 @@ def test_nothing_of_the_training_model_changes(base_engine: Engine):
 
 def test_merged_weights_sample_as_the_adapter_does(base_engine: Engine):
     model = adapted("patterns", seed=3)
-    updater = LoRAUpdater(model, base_engine)
-    updater.push_weights(base_engine.version + 1)
+    updater = LoRAPublisher(model, base_engine)
+    push(updater, base_engine.version + 1)
     of_adapter = base_engine.generate(REQUESTS)
-    EngineUpdater(model, base_engine).push_weights(base_engine.version + 1)
+    push(WeightPublisher(model, base_engine), base_engine.version + 1)
     of_merged = base_engine.generate(REQUESTS)
     for a, b in zip(of_adapter, of_merged, strict=True):
         assert a.tokens == b.tokens and set(b.versions) == {a.versions[0] + 1}
@@ -135,10 +136,10 @@ def test_merged_weights_sample_as_the_adapter_does(base_engine: Engine):
 
 def test_the_same_version_again_brings_the_new_adapter(base_engine: Engine, log_prob_error: Callable[..., float]):
     model, version = adapted(), base_engine.version
-    updater = LoRAUpdater(model, base_engine)
+    updater = LoRAPublisher(model, base_engine)
     for seed in (1, 2):
         randomize(model, seed)
-        updater.push_weights(version)
+        push(updater, version)
         assert base_engine.version == version and log_prob_error(base_engine, model) < 1e-5
 
 
@@ -173,17 +174,17 @@ def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model = adapted()
-    updater = LoRAUpdater(model, base_engine, directory=tmp_path)
+    updater = LoRAPublisher(model, base_engine, directory=tmp_path)
     version = base_engine.version + 1
-    updater.push_weights(version)
+    push(updater, version)
     old = copy.deepcopy(model)
     randomize(model, seed=5)
     spoil_next(base_engine, spoil, monkeypatch)
     with pytest.raises(WeightSyncError, match=rf"engine 0 \(VLLMEngine\).*version {version + 1}.*{reason}"):
-        updater.push_weights(version + 1)
+        push(updater, version + 1)
     assert base_engine.version == version
     assert log_prob_error(base_engine, old) < 1e-5
-    updater.push_weights(version + 1)
+    push(updater, version + 1)
     assert base_engine.version == version + 1 and log_prob_error(base_engine, model) < 1e-5
     assert len(list(tmp_path.glob("*/*"))) == 1
 
@@ -191,11 +192,11 @@ def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
 def test_one_of_several_engines_fails(base_engine: Engine, log_prob_error: Callable[..., float]):
     model, version = adapted(), base_engine.version + 1
     other = TransformersEngine(build_model(TOKENIZER, 0).eval(), TOKENIZER, request_timeout=60)
-    updater = LoRAUpdater(model, [base_engine, other])
+    updater = LoRAPublisher(model, [base_engine, other])
     with pytest.raises(WeightSyncError, match=r"engine 1 \(TransformersEngine\).*cannot load adapters"):
-        updater.push_weights(version)
+        push(updater, version)
     assert log_prob_error(other, build_model(TOKENIZER, 0)) < 1e-5  # not left paused
-    LoRAUpdater(model, [base_engine, base_engine]).push_weights(version)
+    push(LoRAPublisher(model, [base_engine, base_engine]), version)
     assert log_prob_error(base_engine, model) < 1e-5
 
 
@@ -205,10 +206,10 @@ def test_an_engine_that_hangs_is_given_up_in_time(tmp_path: Path):
             released.wait(120)
 
     released = Event()
-    updater = LoRAUpdater(adapted(), Stuck(build_model(TOKENIZER, 0)), directory=tmp_path, timeout=0.2)
+    updater = LoRAPublisher(adapted(), Stuck(build_model(TOKENIZER, 0)), directory=tmp_path, timeout=0.2)
     began = monotonic()
     with pytest.raises(WeightSyncError, match=r"engine 0 \(Stuck\).*timeout=0.2"):
-        updater.push_weights(1)
+        push(updater, 1)
     assert monotonic() - began < 60
     released.set()
 
@@ -216,7 +217,7 @@ def test_an_engine_that_hangs_is_given_up_in_time(tmp_path: Path):
 def test_an_engine_without_adapters_says_so(base_engine: Engine):
     model = adapted(r=16)
     with pytest.raises(WeightSyncError, match=r"version 9.*rank"):
-        LoRAUpdater(model, base_engine).push_weights(9)
+        push(LoRAPublisher(model, base_engine), 9)
 
 
 def test_files_go_with_the_updater(tmp_path: Path):
@@ -225,9 +226,9 @@ def test_files_go_with_the_updater(tmp_path: Path):
             assert (Path(info["path"]) / "adapter_config.json").is_file()
             return [{"version": info["version"], "checksums": [info["checksum"]]}]
 
-    updater = LoRAUpdater(adapted(), Deaf(build_model(TOKENIZER, 0)), directory=tmp_path)
-    updater.push_weights(1)
-    updater.push_weights(2)
+    updater = LoRAPublisher(adapted(), Deaf(build_model(TOKENIZER, 0)), directory=tmp_path)
+    push(updater, 1)
+    push(updater, 2)
     assert [p.name for p in tmp_path.glob("*/*")] == ["version-2-push-2"]
     del updater
     gc.collect()
@@ -236,9 +237,9 @@ def test_files_go_with_the_updater(tmp_path: Path):
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    updater = LoRAUpdater(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path / "file")
+    updater = LoRAPublisher(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path / "file")
     with pytest.raises(WeightSyncError, match="version 1 could not be written"):
-        updater.push_weights(1)
+        push(updater, 1)
 
 
 def with_unfrozen_norm() -> nn.Module:
@@ -270,21 +271,21 @@ def with_two_active() -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 def test_what_engines_cannot_add_is_refused(make: Callable[[], nn.Module], error: type[Exception], reason: str):
     with pytest.raises(error, match=reason):
-        LoRAUpdater(make(), TransformersEngine(build_model(TOKENIZER, 0)))
+        LoRAPublisher(make(), TransformersEngine(build_model(TOKENIZER, 0)))
 
 
 def test_arguments_out_of_range_are_refused():
     engine = TransformersEngine(build_model(TOKENIZER, 0))
     for arguments, reason in [({"timeout": 0}, "timeout=0"), ({"in_flight": "drop"}, "in_flight='drop'")]:
         with pytest.raises(ValueError, match=reason):
-            LoRAUpdater(adapted(), engine, **arguments)
+            LoRAPublisher(adapted(), engine, **arguments)
     with pytest.raises(ValueError, match=r"engines=\[\] must"):
-        LoRAUpdater(adapted(), [])
-    assert LoRAUpdater(torch.compile(adapted()), engine).adapter == "default"
+        LoRAPublisher(adapted(), [])
+    assert LoRAPublisher(torch.compile(adapted()), engine).adapter == "default"
 
 
 def test_an_engine_error_is_the_cause(tmp_path: Path):
-    updater = LoRAUpdater(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path)
+    updater = LoRAPublisher(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path)
     with pytest.raises(WeightSyncError) as caught:
-        updater.push_weights(1)
+        push(updater, 1)
     assert isinstance(caught.value.__cause__, EngineError)

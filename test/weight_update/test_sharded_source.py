@@ -18,13 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from support.fork_server import ForkServer
+from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, EngineError, Request
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update.base import WeightSyncError
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
-from torchrl_rloo.weight_update.lora import LoRAUpdater
+from torchrl_rloo.weight_update.lora import LoRAPublisher
 from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 peft = pytest.importorskip("peft")
 
@@ -122,10 +123,10 @@ def check_adapter(rank: int, folder: Path) -> None:
             return [{"version": info["version"], "checksums": [info["checksum"]]}]
 
     engines = [Reading(build_model(TOKENIZER, 0))] if rank == 0 else []
-    updater = LoRAUpdater(model, engines, directory=folder)
+    updater = LoRAPublisher(model, engines, directory=folder)
     with pytest.raises(WeightSyncError, match="not now"):
-        updater.push_weights(1)
-    updater.push_weights(2)
+        push(updater, 1)
+    push(updater, 2)
     if rank == 0:
         wanted = peft.get_peft_model_state_dict(whole, save_embedding_layers=False)
         assert_same(engines[0].adapter, dict(sorted(wanted.items())), tolerance=1e-6)
@@ -144,16 +145,16 @@ def check_push(rank: int, folder: Path) -> None:
 
     model = sharded(build_model(TOKENIZER, 1))
     engines: list[Engine] = [Failing(build_model(TOKENIZER, 0).eval())] if rank == 0 else []
-    updater = EngineUpdater(model, engines, bucket_bytes=30_000)
+    updater = WeightPublisher(model, engines, bucket_bytes=30_000)
     for version in (1, 2):
         train(model)
         for engine in engines:
             engine.fails = version == 1
         if version == 1:
             with pytest.raises(WeightSyncError, match="not now"):
-                updater.push_weights(version)
+                push(updater, version)
         else:
-            updater.push_weights(version)
+            push(updater, version)
     whole = copy.deepcopy(build_model(TOKENIZER, 1))
     whole.load_state_dict(
         sent(WeightSource(model)) | {"lm_head.weight": sent(WeightSource(model))["model.embed_tokens.weight"]}

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from support.engines import GROUP
+from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.source import WeightSource
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -304,7 +305,7 @@ def split_qkv(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]
 def test_an_engine_loads_what_is_fused_in_training(vllm_engine, log_prob_error: Callable[..., float]):
     model = randomize(with_fused_projections(build_model(TOKENIZER, 1)), seed=1).eval()
     assert log_prob_error(vllm_engine, model) > 0.1
-    EngineUpdater(WeightSource(model, convert=split_qkv), vllm_engine, bucket_bytes=30_000).push_weights(1)
+    push(WeightPublisher(WeightSource(model, convert=split_qkv), vllm_engine, bucket_bytes=30_000), 1)
     assert log_prob_error(vllm_engine, model) < 1e-5
 
 
@@ -314,5 +315,5 @@ def test_an_engine_with_merged_weights_samples_as_the_adapted_model(
 ):
     model = ADAPTED[name]().eval()
     assert log_prob_error(vllm_engine, model) > 0.1
-    EngineUpdater(model, vllm_engine).push_weights(1)
+    push(WeightPublisher(model, vllm_engine), 1)
     assert log_prob_error(vllm_engine, model) < 1e-5

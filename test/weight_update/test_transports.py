@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from torchrl_rloo.weight_update import shared_memory
+from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.open_update import RECEIVERS
-from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
 

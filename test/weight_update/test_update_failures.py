@@ -16,15 +16,16 @@ from torch import nn
 
 from support.engines import GROUP
 from support.faults import Flipped, FlippedFile
+from support.weights import push
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import Engine, EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.transport import Direct
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -59,7 +60,7 @@ def with_weights(tokenizer, change) -> Callable[[Engine], nn.Module]:
 
     def make(engine: Engine) -> nn.Module:
         model = build_model(tokenizer, seed=engine.version + 10).eval()
-        EngineUpdater(model, engine, transport=SharedMemory(), timeout=PATIENT).push_weights(engine.version + 1)
+        push(WeightPublisher(model, engine, transport=SharedMemory(), timeout=PATIENT), engine.version + 1)
         return model
 
     return make
@@ -79,13 +80,13 @@ def fails_within(seconds: float, *words: str) -> Iterator[None]:
 @pytest.mark.parametrize("kind", [Flipped, FlippedFile])
 def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weights, log_prob_error, tmp_path):
     old, version = with_weights(engine), engine.version
-    updater = EngineUpdater(trained, engine, transport=kind(tmp_path), bucket_bytes=BUCKET, timeout=PATIENT)
+    updater = WeightPublisher(trained, engine, transport=kind(tmp_path), bucket_bytes=BUCKET, timeout=PATIENT)
     with fails_within(
         SOON, f"version {version + 1} ", "engine 0 (VLLMEngine)", "bucket 1 (model.layers.0.", "corrupt", "Push again"
     ):
-        updater.push_weights(version + 1)
+        push(updater, version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
-    updater.push_weights(version + 1)
+    push(updater, version + 1)
     assert engine.version == version + 1 and log_prob_error(engine, trained) < 1e-5
     updater.close()
     assert not list(tmp_path.iterdir())
@@ -94,12 +95,12 @@ def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weight
 def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_weights, log_prob_error):
     with_weights(engine)
     version = engine.version + 1
-    updater = EngineUpdater(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
+    updater = WeightPublisher(trained, engine, transport=Flipped(), bucket_bytes=BUCKET, staged=False, timeout=PATIENT)
     with fails_within(SOON, f"parts of version {version}", "refuses to sample"):
-        updater.push_weights(version)
+        push(updater, version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
         engine.generate([Request([5], limit=1, seed=0)])
-    updater.push_weights(version)
+    push(updater, version)
     assert log_prob_error(engine, trained) < 1e-5
 
 
@@ -127,12 +128,12 @@ def renamed(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, trained, with_weights, log_prob_error):
     old, version = with_weights(engine), engine.version
     source = WeightSource(trained, convert=convert)
-    updater = EngineUpdater(source, engine, transport=Direct(), staged=staged, timeout=PATIENT)
+    updater = WeightPublisher(source, engine, transport=Direct(), staged=staged, timeout=PATIENT)
     with fails_within(SOON, "engine 0 (VLLMEngine)", "connecting over direct", *words):
-        updater.push_weights(version + 1)
+        push(updater, version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
     updater.source = WeightSource(trained)
-    updater.push_weights(version + 1)
+    push(updater, version + 1)
     assert log_prob_error(engine, trained) < 1e-5
 
 
@@ -152,16 +153,16 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
             return super().send(version, bucket, infos, tensors)
 
     transport = Stopping()
-    updater = EngineUpdater(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
+    updater = WeightPublisher(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
     try:
         with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", "bucket ", "timeout=2"):
-            updater.push_weights(version + 1)
+            push(updater, version + 1)
     finally:
         transport.stops = False
         os.kill(child_of(own_process), signal.SIGCONT)
     assert own_process.version == version and log_prob_error(own_process, old) < 1e-5
     updater.timeout = PATIENT
-    updater.push_weights(version + 1)
+    push(updater, version + 1)
     assert log_prob_error(own_process, trained) < 1e-5
     updater.close()
 
@@ -199,9 +200,9 @@ def test_an_engine_that_dies_in_a_push_is_restarted_with_the_present_weights(pai
             return super().send(version, bucket, infos, tensors)
 
     source = nn.Linear(100, 100)
-    updater = EngineUpdater(source, pair, transport=Killing(tmp_path), bucket_bytes=40_000, timeout=PATIENT)
+    updater = WeightPublisher(source, pair, transport=Killing(tmp_path), bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "engine 1 (Fallible)", "version 1 ", "EngineDeadError", "restart()"):
-        updater.push_weights(1)
+        push(updater, 1)
     assert updater.restart() == 1
     assert [(engine.start_count, engine.version) for engine in pair] == [(0, 1), (1, 1)]
     assert [engine.steps()[-1] for engine in pair] == ["finish", "finish"]
@@ -212,32 +213,32 @@ def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, 
     one, other = pair
     other.fail_updates[step] = [RuntimeError("out of luck"), None]
     transport = SharedMemory(tmp_path)
-    updater = EngineUpdater(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
+    updater = WeightPublisher(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "engine 1 (Fallible)", "RuntimeError: out of luck", "Push again"):
-        updater.push_weights(1)
+        push(updater, 1)
     assert not list(tmp_path.iterdir())
     for engine in pair:
         assert engine.steps()[-1] == "abort" and engine.resumes == 1
     assert updater.last_push is None
-    updater.push_weights(1)
+    push(updater, 1)
     assert [engine.version for engine in pair] == [1, 1]
     assert [engine.resumes for engine in pair] == [2, 2]
 
 
 def test_no_engine_finishes_before_all_have_all_buckets(pair):
     one, other = pair
-    updater = EngineUpdater(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
+    updater = WeightPublisher(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
     other.fail_updates["bucket"] = [None, RuntimeError("out of luck")]
     with fails_within(SOON, "engine 0 (Fallible) has version 0", "engine 1 (Fallible) has version 0"):
-        updater.push_weights(1)
+        push(updater, 1)
     assert "finish" not in one.steps() + other.steps()
 
 
 def test_an_engine_whose_load_failed_says_so(pair):
     pair[1].fail_updates["finish"] = RuntimeError("out of luck")
-    updater = EngineUpdater(nn.Linear(2, 2), pair, timeout=PATIENT)
+    updater = WeightPublisher(nn.Linear(2, 2), pair, timeout=PATIENT)
     with fails_within(SOON, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
-        updater.push_weights(1)
+        push(updater, 1)
     with pytest.raises(EngineError, match="version 1 failed"):
         pair[1].generate([Request([1], limit=1, seed=0)])
 
@@ -250,8 +251,8 @@ class Hasty(SharedMemory):
         return super().send(version, bucket, infos, tensors)
 
 
-def hasty(engines) -> EngineUpdater:
-    updater = EngineUpdater(nn.Linear(2, 2), engines, transport=Hasty(), timeout=PATIENT)
+def hasty(engines) -> WeightPublisher:
+    updater = WeightPublisher(nn.Linear(2, 2), engines, transport=Hasty(), timeout=PATIENT)
     updater.transport.updater = updater
     return updater
 
@@ -260,10 +261,10 @@ def test_a_step_that_hangs_is_an_error_in_time(pair):
     pair[1].update_latency["bucket"] = inf
     updater = hasty(pair)
     with fails_within(SOON, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=1"):
-        updater.push_weights(1)
+        push(updater, 1)
     pair[1].update_latency.clear()
     updater.transport, updater.timeout = SharedMemory(), PATIENT
-    updater.push_weights(1)
+    push(updater, 1)
     assert [engine.version for engine in pair] == [1, 1]
 
 
@@ -288,22 +289,22 @@ def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_upd
     with Deaf() as engine:
         updater = hasty(engine)
         with fails_within(SOON, "engine 0 (Deaf)", "EngineTimeoutError", "timeout=1"):
-            updater.push_weights(1)
+            push(updater, 1)
         assert engine.resumes == 1
         updater.transport, updater.timeout = SharedMemory(), PATIENT
-        updater.push_weights(2)
+        push(updater, 2)
         assert engine.left.is_set() and engine.version == 2
 
 
 def test_requests_that_do_not_end_are_an_error_in_time(pair):
     with Fallible(latency=1000.0) as busy:
         busy.submit(Request([1], limit=1, seed=0))
-        updater = EngineUpdater(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
+        updater = WeightPublisher(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
         with fails_within(SOON, "engine 0 (Fallible)", "pausing", "timeout=1"):
-            updater.push_weights(1)
+            push(updater, 1)
         assert [busy.resumes, pair[0].resumes] == [1, 1]
         updater.in_flight, updater.timeout = "abort", PATIENT
-        updater.push_weights(1)
+        push(updater, 1)
         assert busy.version == 1
 
 
@@ -315,7 +316,7 @@ def test_a_worker_that_reports_something_else_is_an_error(wrong):
             return [*reports, reports[0] | wrong] if step == "finish" else reports
 
     with Mistaken() as engine, fails_within(SOON, "confirming the new weights", "not version 1"):
-        EngineUpdater(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights(1)
+        push(WeightPublisher(nn.Linear(2, 2), engine, timeout=PATIENT), 1)
 
 
 def test_an_error_of_the_source_is_one_too(pair):
@@ -327,10 +328,10 @@ def test_an_error_of_the_source_is_one_too(pair):
                 raise error
             return super().tensors(first, last)
 
-    updater = EngineUpdater(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
+    updater = WeightPublisher(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "the trainer failed", "out of memory"):
-        updater.push_weights(1)
-    updater.push_weights(1)
+        push(updater, 1)
+    push(updater, 1)
     assert pair[0].version == 1
 
 
@@ -340,7 +341,7 @@ def test_an_interrupt_leaves_no_engine_paused(pair):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        EngineUpdater(nn.Linear(2, 2), pair, transport=Interrupted()).push_weights(1)
+        push(WeightPublisher(nn.Linear(2, 2), pair, transport=Interrupted()), 1)
     for engine in pair:
         assert engine.steps()[-1] == "abort" and engine.resumes == 1
         assert engine.generate([Request([1], limit=1, seed=0)])[0].tokens == [7]

@@ -1,4 +1,4 @@
-"""EngineUpdater with vLLM: engines sample with the training model's weights, for all transports and kinds of models.
+"""WeightPublisher with vLLM: engines sample with the training model's weights, for all transports and kinds of models.
 
 Run as a script this file is one of two ranks: ``test_vllm_updater.py RANK FOLDER``.
 """
@@ -17,17 +17,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from support.engines import GROUP
+from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.transport import Direct, Transport
+from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -100,13 +101,13 @@ def test_updates_of_another_process(
     name, staged, own_process, make_transport, make_trained, change, log_prob_error, assert_greedy_tokens_equal
 ):
     trained = make_trained("tied")
-    updater = EngineUpdater(
+    updater = WeightPublisher(
         trained, own_process, transport=make_transport(name), bucket_bytes=BUCKET, staged=staged, timeout=120
     )
     for version in range(1, 4):
         change(trained, version)
         assert log_prob_error(own_process, trained) > 0.1
-        updater.push_weights(version)
+        push(updater, version)
         assert own_process.version == version
         assert log_prob_error(own_process, trained) < 1e-5
     assert_greedy_tokens_equal(own_process, trained)
@@ -122,12 +123,14 @@ def test_updates_by_reference(kind, make_vllm_engine, make_trained, change, log_
     for convert in converts:
         source = WeightSource(trained, convert=convert)
         for staged in (True, False):
-            updater = EngineUpdater(source, engine, transport=Direct(), bucket_bytes=BUCKET, staged=staged, timeout=120)
+            updater = WeightPublisher(
+                source, engine, transport=Direct(), bucket_bytes=BUCKET, staged=staged, timeout=120
+            )
             for _ in range(2):
                 version += 1
                 change(trained, version)
                 assert log_prob_error(engine, trained) > 0.1
-                updater.push_weights(version)
+                push(updater, version)
                 assert log_prob_error(engine, trained) < 1e-5
             assert updater.last_push.buckets > 1
     assert_greedy_tokens_equal(engine, trained)
@@ -150,7 +153,7 @@ def test_an_engine_in_bfloat16_is_as_if_started_with_the_new_weights(make_vllm_e
     for version, dtype in ((1, None), (3, torch.bfloat16)):
         for trained, number in ((other, version), (first, version + 1)):
             source = WeightSource(trained, dtype=dtype)
-            EngineUpdater(source, engine, transport=Direct(), bucket_bytes=BUCKET).push_weights(number)
+            push(WeightPublisher(source, engine, transport=Direct(), bucket_bytes=BUCKET), number)
             found = weights_of(engine)
             same = [torch.equal(found[name], tensor) for name, tensor in weights.items()]
             assert all(same) == (trained is first)
@@ -162,25 +165,25 @@ def test_an_engine_in_bfloat16_is_as_if_started_with_the_new_weights(make_vllm_e
 def test_nothing_cached_of_old_weights_is_used(vllm_engine, make_trained, change, log_prob_error, monkeypatch):
     trained = make_trained("tied")
     engine = vllm_engine
-    updater = EngineUpdater(trained, engine)
+    updater = WeightPublisher(trained, engine)
     assert isinstance(updater.transport, Direct)
     assert log_prob_error(engine, trained) < 1e-5  # its prompt fills two blocks of the cache
     change(trained, 1)
-    updater.push_weights(1)
+    push(updater, 1)
     assert log_prob_error(engine, trained) < 1e-5
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda **_: True)
     change(trained, 2)
-    updater.push_weights(2)
+    push(updater, 2)
     assert log_prob_error(engine, trained) > 0.01  # so the check above would fail with stale weights
 
 
 def test_several_engines_at_once(vllm_engine, make_trained, change, log_prob_error):
     trained = make_trained("tied")
     engines = [vllm_engine, TransformersEngine(copy.deepcopy(trained))]
-    updater = EngineUpdater(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=120)
+    updater = WeightPublisher(trained, engines, transport=Collective(), bucket_bytes=BUCKET, timeout=120)
     for version in (1, 2):
         change(trained, version)
-        updater.push_weights(version)
+        push(updater, version)
         assert [engine.version for engine in engines] == [version, version]
         assert max(log_prob_error(engine, trained) for engine in engines) < 1e-5
     updater.close()
@@ -221,47 +224,47 @@ FIRST = ["abort", "connect", *UPDATE]
 
 def test_it_connects_once_and_anew_for_another_engine_or_other_tensors(watched):
     source = WeightSource(nn.Linear(100, 100))
-    updater = EngineUpdater(source, watched, bucket_bytes=40_000)
-    updater.push_weights(1)
+    updater = WeightPublisher(source, watched, bucket_bytes=40_000)
+    push(updater, 1)
     assert all(record.paused for record in watched.updates)
     assert watched.steps() == FIRST
-    updater.push_weights(2)
+    push(updater, 2)
     assert watched.steps() == UPDATE
     watched.restart()
-    updater.push_weights(3)
+    push(updater, 3)
     assert watched.steps() == FIRST
     updater.source = WeightSource(nn.Linear(100, 100), dtype=torch.float64)
     updater.bucket_bytes = 80_000
-    updater.push_weights(4)
+    push(updater, 4)
     assert watched.steps() == FIRST
     updater.close()
-    updater.push_weights(5)
+    push(updater, 5)
     assert watched.steps() == FIRST
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
 def test_engines_are_paused_and_resumed_once(watched, in_flight):
-    EngineUpdater(nn.Linear(2, 2), watched, in_flight=in_flight).push_weights(1)
+    push(WeightPublisher(nn.Linear(2, 2), watched, in_flight=in_flight), 1)
     assert watched.pauses == [in_flight] and watched.resumes == 1
     assert watched.generate([Request([1], limit=1, seed=0)])[0].versions == [1]
 
 
 def test_figures_of_the_last_push(watched):
-    updater = EngineUpdater(nn.Linear(100, 100), watched, bucket_bytes=40_000)
+    updater = WeightPublisher(nn.Linear(100, 100), watched, bucket_bytes=40_000)
     assert updater.last_push is None
-    updater.push_weights(3)
-    push = updater.last_push
-    assert push[0] == push.version == 3 and push.buckets == 2 and push.bytes == 4 * (100 * 100 + 100)
-    assert push.bytes_per_second == push.bytes / push.seconds > 0
+    updater.push_weights()
+    found = updater.last_push
+    assert found[0] == found.version == 1 and found.buckets == 2 and found.bytes == 4 * (100 * 100 + 100)
+    assert found.bytes_per_second == found.bytes / found.seconds > 0 and 0 < found.still_seconds[0] < found.seconds
 
 
 def test_dead_engines_are_restarted_and_get_the_present_weights(watched):
     with Watched() as other:
-        updater = EngineUpdater(nn.Linear(2, 2), [watched, other])
-        updater.push_weights(4)
+        updater = WeightPublisher(nn.Linear(2, 2), [watched, other])
+        push(updater, 4)
         watched.kill()
         with pytest.raises(WeightSyncError, match=r"engine 0 \(Watched\).*EngineDeadError.*restart\(\)"):
-            updater.push_weights(5)
+            push(updater, 5)
         assert updater.restart() == 1
         assert [watched.version, other.version] == [5, 5] and [watched.start_count, other.start_count] == [1, 0]
         assert updater.restart() == 0
@@ -272,10 +275,10 @@ def test_auto_is_by_reference_only_within_one_process(watched):
         in_process = False
 
     with Elsewhere() as elsewhere:
-        assert isinstance(EngineUpdater(nn.Linear(2, 2), watched).transport, Direct)
-        assert isinstance(EngineUpdater(nn.Linear(2, 2), [watched, elsewhere]).transport, SharedMemory)
+        assert isinstance(WeightPublisher(nn.Linear(2, 2), watched).transport, Direct)
+        assert isinstance(WeightPublisher(nn.Linear(2, 2), [watched, elsewhere]).transport, SharedMemory)
         with pytest.raises(ValueError, match="Direct.*Elsewhere"):
-            EngineUpdater(nn.Linear(2, 2), [watched, elsewhere], transport=Direct())
+            WeightPublisher(nn.Linear(2, 2), [watched, elsewhere], transport=Direct())
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_auto_is_by_reference_only_within_one_process(watched):
 )
 def test_arguments_out_of_range_are_refused(watched, arguments, message):
     with pytest.raises(ValueError, match=message):
-        EngineUpdater(nn.Linear(2, 2), **{"engines": watched} | arguments)
+        WeightPublisher(nn.Linear(2, 2), **{"engines": watched} | arguments)
 
 
 def run_rank(rank: int, folder: Path) -> None:
@@ -304,14 +307,14 @@ def run_rank(rank: int, folder: Path) -> None:
     trained, expected = build_model(tokenizer, seed=1), build_model(tokenizer, seed=1)
     fully_shard(trained, mesh=mesh)
     engines = [TransformersEngine(build_model(tokenizer, seed=0))] if rank == 0 else []
-    updater = EngineUpdater(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET)
-    updater.push_weights(1)
+    updater = WeightPublisher(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET)
+    push(updater, 1)
     if rank == 0:
         for name, tensor in engines[0].model.state_dict().items():
             assert torch.equal(tensor, expected.state_dict()[name]), name
         engines[0].close()
     with pytest.raises(WeightSyncError, match="is closed" if rank == 0 else "rank 0 could not send.*is closed"):
-        updater.push_weights(2)
+        push(updater, 2)
     total = torch.ones(())
     torch.distributed.all_reduce(total)  # the ranks are still in step
     assert total == 2

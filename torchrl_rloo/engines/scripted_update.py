@@ -106,15 +106,16 @@ class ScriptedUpdates(AsyncEngine):
         if step == "finish":
             self._update.complete()
         if step in ("finish", "adapter"):
-            checksums = self._update.checksums if step == "finish" else [info["checksum"]]
+            report = self._update.report() if step == "finish" else {"checksums": [info["checksum"]]}
             self._receive(now)
             self.version, self.failed_version, self._update = info["version"], None, None
-            return {"version": self.version, "checksums": checksums}
+            return report | {"version": self.version}
         self._update = None
         if step == "connect":
             self._connection = info | {"manifest": read_manifest(info)}
         elif step == "start" and self._connection is None:
             raise EngineError("no transport is connected; connect before start")
         elif step == "start":
-            self._update = OpenUpdate(self._connection["manifest"], info["version"])
+            manifest, kind = self._connection["manifest"], self._connection.get("checksum", "xxh3")
+            self._update = OpenUpdate(manifest, info["version"], verify=info.get("verify", True), kind=kind)
         return {}

@@ -22,8 +22,9 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import GenerationConfig, generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
+from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
-from torchrl_rloo.weight_update.protocol import checksum, read_manifest
+from torchrl_rloo.weight_update.protocol import read_manifest
 from torchrl_rloo.weight_update.transport import Receiver
 
 
@@ -203,12 +204,14 @@ class TransformersEngine(Engine):
         self._aliases = {name: first for name, first in aliases if name != first}
         self._receiver = RECEIVERS[info["transport"]](info.get("options", {}), self.model.device, 0)
         self._manifest, self._staged = manifest, staged
+        self._checksum = info.get("checksum", "xxh3")
 
     def _start(self, info: Mapping[str, Any]) -> None:
         if self._receiver is None:
             raise EngineError("no transport is connected; connect before start")
         self._abort()
-        self._update = OpenUpdate(self._manifest, info["version"])
+        verify = info.get("verify", True)
+        self._update = OpenUpdate(self._manifest, info["version"], verify=verify, kind=self._checksum)
 
     def _take(self, info: Mapping[str, Any]) -> None:
         weights = require_open(self._update, info).take(info, self._receiver)
@@ -228,7 +231,7 @@ class TransformersEngine(Engine):
             self._load(self._staging)
         self.version, self.failed_version = version, None
         self._abort()
-        return {"version": version, "checksums": update.checksums}
+        return update.report()
 
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
         tensors = self.model.state_dict()
@@ -239,7 +242,7 @@ class TransformersEngine(Engine):
                 tensors[name].copy_(tensor)
 
     def _check_alias(self, name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if checksum([tensor.to(other)]) != checksum([other]):  # compare bytes, since NaN differs from itself
+        if xxh3([tensor.to(other)]) != xxh3([other]):  # compare bytes, since NaN differs from itself
             raise EngineError(
                 f"{name} and {self._aliases[name]} are one tensor in the engine's model but differ in the update; "
                 "untie them in the engine's model or tie them in the training model"
@@ -336,6 +339,6 @@ class TransformersEngine(Engine):
 
 def _refuse_adapter(info: Mapping[str, Any]) -> None:
     raise EngineError(
-        "TransformersEngine cannot load adapters; send the merged model with EngineUpdater, or use a vLLM engine with "
-        "enable_lora=True"
+        "TransformersEngine cannot load adapters; send the merged model with WeightPublisher, or use a vLLM engine "
+        "with enable_lora=True"
     )

@@ -284,6 +284,7 @@ class VLLMEngineBase(Engine):
     _staged = True
     _adapter_failed = False  # True if failed_version is of an adapter only, so that the weights are intact
     _adapter: Any = None  # what requests pass as the adapter; None samples with the weights only
+    _replaces_adapter = True  # False if requests that were started with an adapter keep it after a newer one
 
     @property
     @abstractmethod
@@ -302,6 +303,9 @@ class VLLMEngineBase(Engine):
     def _load_adapter(self, path: str, version: int, timeout: float) -> None:
         """Load a LoRA adapter and sample with it from now on."""
 
+    def _abort_frozen(self, timeout: float) -> None:  # noqa: B027
+        """End requests that a pause froze, which would continue with another adapter than they were started with."""
+
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         """Do one step of a weight update, as :meth:`WeightTarget.update_weights` describes."""
         info = dict(info or {})
@@ -314,7 +318,7 @@ class VLLMEngineBase(Engine):
         if step == "start":
             if not self._staged:
                 self.failed_version, self._adapter_failed = info["version"], False
-            return self._rpc("start_weight_update", timeout=timeout)
+            return self._rpc("announce_weight_update", info["version"], info.get("verify", True), timeout=timeout)
         if step == "bucket":
             return self._rpc("update_weights", info, timeout=timeout)
         if step == "abort":
@@ -323,12 +327,14 @@ class VLLMEngineBase(Engine):
             self._take_adapter(info, timeout)
             return [{"version": self.version, "checksums": [info["checksum"]]}]
         # Finish: the weights count as failed until every worker has reported the version
+        if self._adapter is not None:
+            self._abort_frozen(timeout)  # reloading the weights drops all adapters
         self.failed_version, self._adapter_failed = info["version"], False
         self._rpc("finish_weight_update", timeout=timeout)
         reports = self._rpc("weight_report", timeout=timeout)
         if wrong := [report for report in reports if report["version"] != info["version"]]:
             raise EngineError(f"a worker was sent version {wrong[0]['version']}, but finish is of {info['version']}")
-        self._adapter = None  # reloading the weights drops all adapters
+        self._adapter = None
         self._stamp(info["version"], timeout)
         self.version, self.failed_version = info["version"], None
         return reports
@@ -338,6 +344,8 @@ class VLLMEngineBase(Engine):
         if self.failed_version is not None and not self._adapter_failed:
             raise self._refusal(ready=True)
         self._rpc("check_adapter", info["path"], info["checksum"], timeout=timeout)
+        if self._adapter is None or not self._replaces_adapter:
+            self._abort_frozen(timeout)
         # A failed load keeps the old adapter, but a late one may still replace it
         previous_failure = self.failed_version
         self.failed_version, self._adapter_failed = info["version"], True

@@ -228,6 +228,14 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def _stamp(self, version: int, timeout: float) -> None:
         self._loop.call(self._name_weights(version), timeout, "naming the weights")
 
+    def _abort_frozen(self, timeout: float) -> None:
+        self._loop.call(self._abort_inside(), timeout, "aborting frozen requests")
+
+    async def _abort_inside(self) -> None:
+        while self._in_engine:  # a request may reach the engine after the first abort
+            await self._pause_engine("abort")
+            await asyncio.sleep(0.01)
+
     def _finish_restart(self) -> None:
         """Reset the state after a :meth:`restart`. A pause continues, since its caller will end it."""
         paused = self.paused

@@ -116,6 +116,7 @@ class VLLMServer(LoopEngine):
     """
 
     counts_running_tokens = False
+    _replaces_adapter = False  # each adapter has a new name
 
     def __init__(
         self, url: str, *, request_timeout: float = 600.0, connect_timeout: float = 60.0, api_key: str | None = None
@@ -246,12 +247,6 @@ class VLLMServer(LoopEngine):
         await self._http.post("/wake_up", self.request_timeout)
 
     async def _load(self, path: str, name: str, timeout: float) -> None:
-        # The server cannot replace a loaded adapter in place
-        if self._in_engine:
-            raise EngineError(
-                f"{self._in_engine} requests were frozen by pause('continue') and would continue with the previous "
-                "adapter; pause with in_flight='finish' or 'abort'"
-            )
         await self._http.post("/v1/load_lora_adapter", timeout, {"lora_name": name, "lora_path": path})
         if self._adapter is not None:
             await self._http.post("/v1/unload_lora_adapter", timeout, {"lora_name": self._adapter})

@@ -27,8 +27,9 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 
+from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate
-from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, TensorInfo, checksum, read_manifest
+from torchrl_rloo.weight_update.protocol import ADAPTER_FILE, TensorInfo, read_manifest
 from torchrl_rloo.weight_update.transport import Receiver
 
 BACKEND = "torchrl_rloo"
@@ -41,6 +42,7 @@ class Connection(WeightTransferInitInfo):
     transport: str
     manifest: list
     staged: bool
+    checksum: str = "xxh3"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,15 +54,15 @@ class Bucket(WeightTransferUpdateInfo):
     bucket: int
     first: int
     last: int
-    checksum: str
+    checksum: str | None
     payload: dict[str, Any]
 
 
 class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
-    """Weight transfer backend of vLLM that loads only tensors with the right checksum.
+    """Weight transfer backend of vLLM that loads only tensors that match the manifest and their checksum.
 
-    With ``staged``, it keeps all buckets in host memory and loads them after the last one. An update that fails before
-    then changes nothing. Otherwise it loads each bucket as it arrives.
+    With ``staged``, it keeps all buckets in host memory and loads them after the last one, so that the engine samples
+    until then, and an update that fails before changes nothing. Otherwise it loads each bucket as it arrives.
     """
 
     init_info_cls = Connection
@@ -71,6 +73,8 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     manifest: list[TensorInfo]
     staged = True
     loading = False
+    kind = "xxh3"  # of checksums
+    announced: tuple[int, bool] = (0, True)  # version and verify of the next start
     update: OpenUpdate | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
@@ -78,7 +82,7 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         self.shutdown()
         manifest = read_manifest(vars(init_info))
         self._check_manifest(manifest)
-        self.manifest, self.staged = manifest, init_info.staged
+        self.manifest, self.staged, self.kind = manifest, init_info.staged, init_info.checksum
         rank = self.parallel_config.rank
         self.receiver = RECEIVERS[init_info.transport](init_info.options, self.device, rank)
 
@@ -86,7 +90,8 @@ class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
         """Open an update."""
         if self.receiver is None:
             raise RuntimeError("no transport is connected; connect before start")
-        self.update = OpenUpdate(self.manifest)
+        version, verify = self.announced
+        self.update = OpenUpdate(self.manifest, version, verify=verify, kind=self.kind)
         self.staging: dict[str, torch.Tensor] = {}
         if not self.staged:
             self._start_loading()
@@ -217,10 +222,15 @@ class WeightWorker:
     """Methods added to vLLM's worker for weight updaters."""
 
     def weight_report(self) -> dict[str, Any]:
-        """Return the worker's rank, and the version and checksums of the last update."""
+        """Return the worker's rank, and the version, checksums and number of tensors of the last update."""
         update = self.weight_transfer_engine.update
-        version, checksums = (update.version, update.checksums) if update else (None, [])
-        return {"rank": self.rank, "version": version, "checksums": checksums}
+        found = update.report() if update else {"version": None, "checksums": [], "tensors": 0}
+        return {"rank": self.rank, **found}
+
+    def announce_weight_update(self, version: int, verify: bool) -> None:
+        """Open the update of a version, whose buckets have checksums if ``verify``."""
+        self.weight_transfer_engine.announced = (version, verify)
+        self.start_weight_update()
 
     def check_adapter(self, path: str, expected: str) -> None:
         """Compare the checksum of a LoRA adapter's tensors, sorted by name, with the sender's.
@@ -229,7 +239,7 @@ class WeightWorker:
             RuntimeError: if the checksums differ.
         """
         tensors = load_file(Path(path) / ADAPTER_FILE)
-        if (found := checksum([tensors[name] for name in sorted(tensors)])) != expected:
+        if (found := xxh3([tensors[name] for name in sorted(tensors)])) != expected:
             raise RuntimeError(f"the adapter in {path} is corrupt: its checksum is {found}, not {expected}")
 
     def abort_weight_update(self) -> None:

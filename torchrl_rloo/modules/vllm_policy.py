@@ -44,7 +44,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
         generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names raise.
         num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
-        recover: callback that restarts a dead engine with its current weights, e.g. ``EngineUpdater.restart``. The
+        recover: callback that restarts a dead engine with its current weights, e.g. ``WeightPublisher.restart``. The
             turns are then sampled again with the same seeds. None raises the engine's error.
 
     Example:

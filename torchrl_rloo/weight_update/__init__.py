@@ -7,28 +7,31 @@ from torchrl_rloo.weight_update.base import (
     WeightUpdater,
 )
 from torchrl_rloo.weight_update.collective import Collective
-from torchrl_rloo.weight_update.engine_updater import EngineUpdater, Push
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.lora import LoRAUpdater
+from torchrl_rloo.weight_update.lora import LoRAPublisher
+from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
-from torchrl_rloo.weight_update.target import Lifecycle, TargetGroup, WeightTarget
-from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
+from torchrl_rloo.weight_update.target import TargetGroup, WeightTarget
+from torchrl_rloo.weight_update.transport import Direct, Link, Receiver, Storage, Transport
+from torchrl_rloo.weight_update.weight_publisher import Push, WeightPublisher
 
 __all__ = [
     "Collective",
     "Direct",
-    "EngineUpdater",
     "Files",
     "InProcessWeightUpdater",
-    "Lifecycle",
-    "LoRAUpdater",
+    "Link",
+    "LoRAPublisher",
+    "Publisher",
     "Push",
     "Receiver",
     "SequentialWeightUpdater",
     "SharedMemory",
+    "Storage",
     "TargetGroup",
     "Transport",
+    "WeightPublisher",
     "WeightSource",
     "WeightSyncError",
     "WeightTarget",

@@ -16,37 +16,65 @@ class WeightSyncError(RuntimeError):
 
 
 class WeightUpdater(ABC):
-    """Base class of senders of the training model's weights to a sampler."""
+    """Base class of senders of the training model's weights to a sampler.
 
-    version = 0
-    current_version = 0
+    A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
 
-    def initialize(self): pass
+    Attributes:
+        version: last version spent. 0 names the initial weights.
+    """
 
-    def resume_from(self, version):
-        self.version = self.current_version = version
+    version: int = 0
+    _current_version: int = 0
 
-    def push_weights(self):
-        self.version += 1
-        self._push_old(self.version)
-        self.current_version = self.version
-        return self.version
+    @property
+    def current_version(self) -> int:
+        """Highest version that a sampler has."""
+        return self._current_version
 
-    def _push_old(self, version: int) -> None:
-        """Send the current weights and return once the sampler has them.
-
-        Args:
-            version: policy version of these weights.
+    def push_weights(self) -> int:
+        """Send the current weights under a new version, and return it once a sampler has them.
 
         Raises:
-            RuntimeError: if the weights did not arrive. The sampler then keeps its old weights or refuses to sample.
+            RuntimeError: if the weights did not arrive. The version is spent. Samplers keep their old weights or refuse
+                to sample.
         """
+        self.version += 1
+        self._send(self.version)
+        self._current_version = self.version
+        return self.version
+
+    @abstractmethod
+    def _send(self, version: int) -> None:
+        """Send the current weights as ``version`` and return once a sampler has them."""
+
+    def initialize(self) -> None:  # noqa: B027
+        """Give samplers that were never filled the current weights under the current version.
+
+        Call it before training. A sampler that shares the model's memory needs nothing.
+
+        Raises:
+            RuntimeError: if the weights did not arrive.
+        """
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint, whose weights the model has, unless more versions are spent already.
+
+        Samplers count as unfilled until :meth:`initialize` or the next push.
+
+        Raises:
+            ValueError: if ``version`` is negative.
+        """
+        if version < 0:
+            raise ValueError(f"version={version} must be at least 0")
+        self.version = self._current_version = max(version, self.version)  # spent versions stay spent
 
 
 class InProcessWeightUpdater(WeightUpdater):
     """Updater that copies parameters and buffers to a sampler in this process and casts them to its dtype.
 
-    It copies nothing if source and target are the same module.
+    It copies nothing if source and target are the same module. Otherwise, a checkpoint must contain the target too: its
+    weights are older than those of the source if updates are rare.
 
     Args:
         source: training model.
@@ -57,7 +85,8 @@ class InProcessWeightUpdater(WeightUpdater):
 
     Example:
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
-        >>> InProcessWeightUpdater(source, target).push_weights(version=1)
+        >>> InProcessWeightUpdater(source, target).push_weights()
+        1
         >>> bool((source.weight == target.weight).all())
         True
     """
@@ -75,8 +104,7 @@ class InProcessWeightUpdater(WeightUpdater):
             )
 
     @torch.no_grad()
-    def _push_old(self, version: int) -> None:
-        """Copy the weights; ``version`` is ignored within one process."""
+    def _send(self, version: int) -> None:
         if self.source is not self.target:
             source, target = self.source.state_dict(), self.target.state_dict()
             torch._foreach_copy_(list(target.values()), [source[k] for k in target])
@@ -96,8 +124,36 @@ class SequentialWeightUpdater(WeightUpdater):
         if not updaters:
             raise ValueError("updaters=() must have at least one updater")
         self.updaters = updaters
+        self.version = max(updater.version for updater in updaters)
 
-    def _push_old(self, version: int) -> None:
-        """Push through each updater; after a failure the later ones keep their old weights."""
+    @property
+    def current_version(self) -> int:
+        """Highest version at the last updater, whose samplers sample."""
+        return self.updaters[-1].current_version
+
+    def push_weights(self) -> int:
+        """Push through each updater under one version, which none of them has spent.
+
+        Raises:
+            RuntimeError: if an updater failed. The later ones keep their old weights.
+        """
+        self.version = max(self.version, *(updater.version for updater in self.updaters))
+        return super().push_weights()
+
+    def _send(self, version: int) -> None:
+        # After a failure the later updaters keep their old weights and skip the version
         for updater in self.updaters:
-            updater._push_old(version)
+            updater.version = version - 1
+            updater.push_weights()
+
+    def initialize(self) -> None:
+        """Initialize the samplers of each updater in order."""
+        for updater in self.updaters:
+            updater.initialize()
+
+    def resume_from(self, version: int) -> None:
+        """Continue the numbering of a checkpoint in all updaters."""
+        version = max(version, *(updater.version for updater in self.updaters))
+        super().resume_from(version)
+        for updater in self.updaters:
+            updater.resume_from(version)

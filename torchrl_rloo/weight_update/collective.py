@@ -8,15 +8,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
-from itertools import accumulate
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
-from torchrl_rloo.weight_update.transport import Receiver, Transport
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, unpack
+from torchrl_rloo.weight_update.transport import Link, PackedStorage, Receiver, Transport
 
 
 class CollectiveReceiver(Receiver):
@@ -32,8 +32,8 @@ class CollectiveReceiver(Receiver):
             probe.connect((host, port))  # sends nothing, but finds the local address on the route to the trainer
             address = probe.getsockname()[0]
         store = dist.PrefixStore(options["group"], store)
-        rank += options["rank_offset"]
-        self.group = _join_group(options["backend"], store, address, rank, options["world_size"], self.timeout)
+        world_size = options["world_size"]  # the trainer is rank 0
+        self.group = _join_group(options["backend"], store, address, rank + 1, world_size, self.timeout)
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         buffer = torch.empty(packed_size(infos), dtype=torch.uint8, device=self.device)
@@ -45,8 +45,29 @@ class CollectiveReceiver(Receiver):
         self.group = None
 
 
+class CollectiveLink(Link):
+    """Group of the trainer and the workers of one engine, with a thread that broadcasts."""
+
+    def __init__(self, options: Mapping[str, Any], sender: _Sender, device: torch.device):
+        super().__init__(options)
+        self._sender, self._device = sender, device
+        self.close = weakref.finalize(self, sender.stop)  # otherwise its thread would never end
+
+    def joined(self) -> None:
+        self._sender.wait_joined()
+
+    def send(self, stored: torch.Tensor) -> dict[str, Any]:
+        buffer = stored.to(self._device)
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the broadcast is on another thread's stream
+        self._sender.send(buffer)
+        return {}
+
+
 class Collective(Transport):
-    """Transport that broadcasts each bucket as one packed buffer from the trainer to all workers of all engines.
+    """Transport that broadcasts each bucket as one packed buffer from the trainer to all workers of an engine.
+
+    Each engine has a group, so that a dead or hung engine does not break the broadcasts to others.
 
     Args:
         backend: ``"gloo"`` for CPUs or ``"nccl"`` for GPUs. With NCCL the trainer uses its current device.
@@ -63,52 +84,42 @@ class Collective(Transport):
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} must be 'gloo' or 'nccl'")
         self.backend, self.host, self.port = backend, host, port
-        self._groups = 0  # number of groups so far, which gives each its own prefix in the store
-        self._sender: _Sender | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._groups = count(1)  # gives each group its own prefix in the store
+        self._spare: PackedStorage | None = None
 
-    def open(self, workers: Sequence[int], nbytes: int, timeout: float) -> list[dict[str, Any]]:
-        self.close()
+    def store(self, version: int, sizes: Sequence[int], keep: bool) -> PackedStorage:
+        spare, self._spare = self._spare, None
+        window = None if keep else 2
+        if spare is not None and spare.sizes == list(sizes) and spare.window == window:
+            return spare
+        nbytes = sum(sizes) if keep else 2 * max(sizes)
+        device = torch.device("cpu") if keep else self._device()  # device memory is scarce
+        return PackedStorage(torch.empty(nbytes, dtype=torch.uint8, device=device), sizes, window)
+
+    def release(self, storage: PackedStorage, reusable: bool) -> None:
+        self._spare = storage if reusable else None
+
+    def connect(self, workers: int, timeout: float) -> CollectiveLink:
         store = dist.TCPStore(
             self.host,
             self.port,
             is_master=True,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            multi_tenant=True,  # a failed group may still have a store on this port
+            multi_tenant=True,  # other groups have a store on this port
         )
         # Form a group under a prefix that no earlier group used in the store
-        self._groups += 1
-        group, world_size = f"weights-{self._groups}", 1 + sum(workers)
-        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._sender = _Sender(
-            self.backend, dist.PrefixStore(group, store), self.host, world_size, timeout=timeout, device=device
-        )
-        self._stop = weakref.finalize(self, self._sender.stop)  # otherwise its thread would never end
-        # Tell each engine its ranks, which follow those of the engines before it
+        group, world_size, device = f"weights-{next(self._groups)}", 1 + workers, self._device()
+        store_of_group = dist.PrefixStore(group, store)
+        sender = _Sender(self.backend, store_of_group, self.host, world_size, timeout=timeout, device=device)
         options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
-        options |= {"world_size": world_size, "timeout": timeout}
-        offsets = accumulate(workers, initial=1)
-        return [options | {"rank_offset": offset} for offset, _ in zip(offsets, workers, strict=False)]
-
-    def connected(self) -> None:
-        self._sender.wait_joined()
-
-    def send(
-        self, version: int, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        buffer = self._buffers[bucket % 2][: packed_size(infos)]
-        pack(tensors, buffer)
-        if buffer.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the broadcast is on another thread's stream
-        self._sender.send(buffer)
-        return {}
+        return CollectiveLink(options | {"world_size": world_size, "timeout": timeout}, sender, device)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._stop()
-        self._sender, self._buffers = None, []
+        self._spare = None
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
 
 class _Sender:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from torchrl_rloo.weight_update.protocol import TensorInfo
-from torchrl_rloo.weight_update.transport import Receiver, Transport
+from torchrl_rloo.weight_update.transport import Receiver, Storage, Transport
 
 
 class FilesReceiver(Receiver):
@@ -24,38 +24,58 @@ class FilesReceiver(Receiver):
         return [tensors[info.name] for info in infos]
 
 
+class FilesStorage(Storage):
+    """Folder with one safetensors file per bucket.
+
+    Args:
+        folder: path of the new folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True)
+
+    def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+        path = self._path(bucket)
+        part = path.with_suffix(".part")
+        save_file(_separate(infos, tensors), part)
+        os.replace(part, path)
+
+    def get(self, bucket: int) -> dict[str, Any]:
+        return {"path": str(self._path(bucket))}
+
+    def _path(self, bucket: int) -> Path:
+        return self.folder / f"{bucket:05d}.safetensors"
+
+
 class Files(Transport):
     """Transport that writes each bucket atomically as a safetensors file, into one folder per version.
 
-    The transport removes a version's folder when the next version begins and at :meth:`close`.
+    The transport removes a version's folder once a later version is in use, and at :meth:`close`.
 
     Args:
-        directory: parent of the folders, with the same path on all machines. It belongs to one updater.
+        directory: parent of the folders, with the same path on all machines. It belongs to one publisher.
     """
 
     name, receiver = "files", FilesReceiver
 
     def __init__(self, directory: str | PathLike):
         self.directory = Path(directory).absolute()
+        self._stored: FilesStorage | None = None
 
-    def open(self, workers: Sequence[int], nbytes: int, timeout: float) -> list[dict[str, Any]]:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        return super().open(workers, nbytes, timeout)
-
-    def send(
-        self, version: int, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
+    def store(self, version: int, sizes: Sequence[int], keep: bool) -> FilesStorage:
+        if self._stored is None:
+            self.close()  # an earlier run may have left folders
         folder = self.directory / f"weights-{version}"
-        if bucket == 0:
-            self.close()
-            folder.mkdir()
-        path = folder / f"{bucket:05d}.safetensors"
-        part = path.with_suffix(".part")
-        save_file(_separate(infos, tensors), part)
-        os.replace(part, path)
-        return {"path": str(path)}
+        shutil.rmtree(folder, ignore_errors=True)  # of a failed attempt with the initial weights
+        self._stored = FilesStorage(folder)
+        return self._stored
+
+    def release(self, storage: FilesStorage, reusable: bool) -> None:
+        shutil.rmtree(storage.folder, ignore_errors=True)
 
     def close(self) -> None:
+        self._stored = None
         for folder in self.directory.glob("weights-*"):
             shutil.rmtree(folder)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
-from torchrl_rloo.weight_update.protocol import TensorInfo, checksum
+from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.target import EngineError
 from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
@@ -27,16 +28,23 @@ class OpenUpdate:
 
     Args:
         manifest: tensors announced by ``connect``.
-        version: version announced by ``start``. None takes that of the first bucket.
+        version: version announced by ``start``.
+        verify: whether ``start`` announced checksums. Without them, names, shapes and counts are checked.
+        kind: kind of the checksums, as announced by ``connect``.
+
+    Raises:
+        EngineError: if the kind is unknown.
 
     Attributes:
-        checksums: checksums of the buckets so far.
+        checksums: checksums of the buckets so far; None for a bucket without one.
         num_received: number of tensors in those buckets.
     """
 
-    def __init__(self, manifest: Sequence[TensorInfo], version: int | None = None):
-        self.manifest, self.version = manifest, version
-        self.checksums: list[str] = []
+    def __init__(self, manifest: Sequence[TensorInfo], version: int, *, verify: bool = True, kind: str = "xxh3"):
+        if kind not in CHECKSUMS:
+            raise EngineError(f"checksum={kind!r} must be one of {sorted(CHECKSUMS)}")
+        self.manifest, self.version, self.verify, self.kind = manifest, version, verify, kind
+        self.checksums: list[str | None] = []
         self.num_received = 0
 
     def take(self, info: Mapping[str, Any], receiver: Receiver | None) -> dict[str, torch.Tensor]:
@@ -56,7 +64,7 @@ class OpenUpdate:
         first, last = info["first"], info["last"]
         at = f"bucket {info['bucket']} of version {info['version']}"
         # Check that it is the next bucket
-        if self.version not in (None, info["version"]):
+        if self.version != info["version"]:
             raise EngineError(f"{at} arrived during the update to version {self.version}")
         if info["bucket"] != len(self.checksums):
             raise EngineError(f"{at} arrived, expected bucket {len(self.checksums)}")
@@ -64,16 +72,26 @@ class OpenUpdate:
             due = f"tensor {self.num_received} of {len(self.manifest)}"
             raise EngineError(f"{at} has tensors {first} to {last - 1}, expected {due} next")
 
+        if self.verify != (info["checksum"] is not None):
+            raise EngineError(f"{at} has checksum={info['checksum']}, but start announced verify={self.verify}")
+
         # Receive its tensors and compare them with the manifest
         tensors = {}
         if receiver is not None:
             infos = self.manifest[first:last]
             received = receiver.receive(infos, info["payload"])
-            _check_tensors(at, infos, received, info["checksum"])
+            _check_tensors(at, infos, received)
+            if self.verify and (found := CHECKSUMS[self.kind](received)) != info["checksum"]:
+                names = f"{infos[0].name} to {infos[-1].name}"
+                raise EngineError(f"{at} ({names}) is corrupt: its checksum is {found}, expected {info['checksum']}")
             tensors = {i.name: t for i, t in zip(infos, received, strict=True)}
-        self.version, self.num_received = info["version"], last
+        self.num_received = last
         self.checksums.append(info["checksum"])
         return tensors
+
+    def report(self) -> dict[str, Any]:
+        """Return what a worker reports of the update."""
+        return {"version": self.version, "checksums": self.checksums, "tensors": self.num_received}
 
     def complete(self) -> None:
         """Raise EngineError unless all tensors arrived."""
@@ -92,7 +110,7 @@ def require_open(update: OpenUpdate | None, info: Mapping[str, Any]) -> OpenUpda
     return update
 
 
-def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor], expected: str) -> None:
+def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) != len(infos):
         raise EngineError(f"{at} has {len(tensors)} tensors, but {len(infos)} were announced")
     for wanted, tensor in zip(infos, tensors, strict=True):
@@ -101,6 +119,3 @@ def _check_tensors(at: str, infos: Sequence[TensorInfo], tensors: Sequence[torch
                 f"{at} has {wanted.name} as {found.dtype} {list(found.shape)}, but {wanted.dtype} "
                 f"{list(wanted.shape)} was announced"
             )
-    if (digest := checksum(tensors)) != expected:
-        names = f"{infos[0].name} to {infos[-1].name}"
-        raise EngineError(f"{at} ({names}) is corrupt: its checksum is {digest}, expected {expected}")

@@ -1,28 +1,21 @@
-"""Concurrent calls of engines with time limits, and EngineUpdaterBase, which restarts dead engines."""
+"""Calls of engines on threads, and Session, one engine's part in a push."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
 import torch
 
-from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.target import (
-    EngineError,
-    EngineTimeoutError,
-    InFlight,
-    WeightTarget,
-    check_in_flight,
-    is_dead,
-)
+from torchrl_rloo.weight_update.target import EngineTimeoutError, WeightTarget
+from torchrl_rloo.weight_update.transport import Link
 
 GRACE_SECONDS = 1.0  # wait beyond a time-out for the engine's error, which is more specific
+_POLL_SECONDS = 0.25  # longest wait without a look at the clock
 
 
 class PeerError(Exception):
@@ -43,24 +36,30 @@ class Peer:
 
     Args:
         engine: engine to call.
-        number: index of the engine in its updater.
+        number: index of the engine in its publisher.
+
+    Attributes:
+        link: connection of the transport, or None.
+        connected_to: manifest and start count that the connection is for.
+        filled: version that the publisher gave the engine, with the start count of that time; None before the first.
     """
 
     def __init__(self, engine: WeightTarget, number: int):
         self.engine = engine
         self.name = f"engine {number} ({type(engine).__name__})"
+        self.link: Link | None = None
+        self.connected_to: tuple | None = None
+        self.filled: tuple[int, int] | None = None
         self._calls: SimpleQueue | None = None
 
-    def call(self, function: Callable[[WeightTarget], Any]) -> Future:
-        """Call ``function`` with the engine after its earlier calls."""
+    def call(self, function: Callable[[WeightTarget], Any]) -> None:
+        """Call ``function``, which must not raise, with the engine after its earlier calls."""
         if self._calls is None:
             self._calls = SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             threading.Thread(target=_serve, args=(self._calls, device), name="engine calls", daemon=True).start()
             self._end = weakref.finalize(self, self._calls.put, None)
-        future: Future = Future()
-        self._calls.put((function, self.engine, future))
-        return future
+        self._calls.put((function, self.engine))
 
     def abandon_calls(self) -> None:
         """Start the next call on a new thread, because earlier ones may still hang."""
@@ -68,127 +67,126 @@ class Peer:
             self._end()
             self._calls = None
 
+    def disconnect(self) -> None:
+        """Close the connection. The next push connects again."""
+        if self.link is not None:
+            self.link.close()
+        self.link = self.connected_to = None
+
 
 def _serve(calls: SimpleQueue, device: int | None) -> None:
     if device is not None:
         torch.cuda.set_device(device)  # each thread has its own, and an engine may use the caller's
     while (call := calls.get()) is not None:
-        function, engine, future = call
-        try:
-            result = function(engine)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        del call, function, engine, future  # otherwise they live until the next call
+        function, engine = call
+        function(engine)
+        del call, function, engine  # otherwise they live until the next call
 
 
-class Round:
-    """Concurrent calls of several engines, one each.
+class Session:
+    """One engine's part in a push: steps that run in order on the peer's thread until one fails.
 
     Args:
-        peers: engines to call.
-        calls: one function per engine, called with it.
-        purpose: purpose of the calls, for errors.
-        timeout: seconds from now that the calls may take. The engines have the same limit.
+        peer: engine to call.
+        timeout: seconds that one step may take. The engine has the same limit.
+        changed: condition that is notified after each step, common to all sessions of a push.
+
+    Attributes:
+        error: error of the failed step; None if there is none.
+        completed: number of completed steps.
+        is_open: True once the steps include the start of an update.
+        paused: True from the begin of a pause until the engine resumed.
+        commit_began: time at which the commit was added; 0 before.
+        paused_at: time at which the pause began; 0 before.
+        still_seconds: time from the begin of the pause until the engine resumed.
     """
 
-    def __init__(
-        self, peers: Sequence[Peer], calls: Sequence[Callable[[WeightTarget], Any]], purpose: str, timeout: float
-    ):
-        self._peers, self._purpose, self._timeout = peers, purpose, timeout
-        self._deadline = monotonic() + timeout + GRACE_SECONDS
-        self._futures = [peer.call(call) for peer, call in zip(peers, calls, strict=True)]
+    def __init__(self, peer: Peer, timeout: float, changed: threading.Condition):
+        self.peer, self.timeout, self.changed = peer, timeout, changed
+        self.start_count = peer.engine.start_count
+        self.error: PeerError | None = None
+        self.completed, self.added = 0, 0
+        self.paused = self.is_open = False
+        self.commit_began = self.paused_at = self.still_seconds = 0.0
+        self._since = 0.0  # time at which the pending step could begin
+        self._purpose = ""
+        self._abandoned = False
 
-    def wait(self) -> list[Any]:
-        """Return the results of the calls.
+    def add(self, purpose: str, call: Callable[[WeightTarget], Any], *, always: bool = False) -> int:
+        """Run a step after the earlier ones, and return their number together.
 
-        Raises:
-            PeerError: as soon as one call fails or the time is over.
+        Args:
+            purpose: purpose of the step, for errors.
+            call: function of the engine.
+            always: whether to run the step after a failure too.
         """
-        done, late = wait(self._futures, max(0.0, self._deadline - monotonic()), FIRST_EXCEPTION)
-        for peer, future in zip(self._peers, self._futures, strict=True):
-            if future in done and (error := future.exception()) is not None:
-                raise PeerError(peer.name, self._purpose) from error
-        if late:
-            slow = [peer for peer, future in zip(self._peers, self._futures, strict=True) if future in late]
-            for peer in slow:
-                peer.abandon_calls()
-            error = EngineTimeoutError(f"no answer within timeout={self._timeout:g} s")
-            raise PeerError(", ".join(peer.name for peer in slow), self._purpose) from error
-        return [future.result() for future in self._futures]
+        with self.changed:
+            if self.completed == self.added:
+                self._since, self._purpose = monotonic(), purpose
+            self.added += 1
+            if not self._abandoned:
+                self.peer.call(lambda engine: self._run(purpose, call, always, engine))
+            return self.added
 
-
-class EngineUpdaterBase(WeightUpdater):
-    """Base class of updaters of engines, with argument checks, restarts, and one outcome for all ranks.
-
-    Args:
-        engines: one or more engines. Ranks that do not send need none.
-        sends: True if this rank sends.
-        sharded: True if the model's ranks push together, so that all fail if one fails.
-        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
-        timeout: time limit in seconds.
-        max_restarts: largest number of :meth:`restart` calls. None disables the limit.
-
-    Raises:
-        ValueError: if there are no engines or an argument is out of range.
-    """
-
-    def __init__(
-        self,
-        engines: WeightTarget | Sequence[WeightTarget],
-        *,
-        sends: bool,
-        sharded: bool,
-        in_flight: InFlight,
-        timeout: float,
-        max_restarts: int | None,
-    ):
-        self.engines = [engines] if isinstance(engines, WeightTarget) else list(engines)
-        if sends and not self.engines:
-            raise ValueError("engines=[] must have at least one engine on the rank that sends")
-        check_in_flight(in_flight)
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} must be above 0 seconds")
-        if max_restarts is not None and max_restarts < 0:
-            raise ValueError(f"max_restarts={max_restarts} must be at least 0; use None for no limit")
-        self.in_flight, self.timeout, self.max_restarts = in_flight, timeout, max_restarts
-        self.sharded, self.restarts = sharded, 0
-        self._version = 0  # version of the last push, successful or not
-        self._peers = [Peer(engine, number) for number, engine in enumerate(self.engines)]
-
-    def restart(self) -> int:
-        """Restart dead engines, and push the current weights to all engines with the version of the last push.
-
-        Returns:
-            Number of engines that were dead.
-
-        Raises:
-            EngineError: if ``max_restarts`` is exceeded.
-            WeightSyncError: if an engine does not start, or the weights did not arrive.
-        """
-        if self.max_restarts is not None and self.restarts >= self.max_restarts:
-            raise EngineError(
-                f"engines died more than max_restarts={self.max_restarts} times; fix the cause, or raise the limit"
-            )
-        self.restarts += 1
-        dead, failure = [engine for engine in self.engines if is_dead(engine)], None
+    def _run(self, purpose: str, call: Callable[[WeightTarget], Any], always: bool, engine: WeightTarget) -> None:
+        with self.changed:
+            skip = self._abandoned or (self.error is not None and not always)
+            if not skip:
+                self._since, self._purpose = monotonic(), purpose
+        failure = None
         try:
-            for engine in dead:
-                engine.restart()
-        except EngineError as error:
-            failure = WeightSyncError(f"a dead engine did not restart: {error}")
-            failure.__cause__ = error
-        self._agree(failure)
-        self.push_weights(self._version)
-        return len(dead)
+            if not skip:
+                call(engine)
+        except BaseException as error:  # reported to the publisher's thread
+            failure = error
+        with self.changed:
+            if not self._abandoned:
+                self.completed += 1
+                self._since = monotonic()
+                if failure is not None:
+                    self._fail(purpose, failure)
+            self.changed.notify_all()
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise the failure of the sending rank, on all ranks if they push together."""
-        if self.sharded:
-            message = [str(failure) if failure else None]
-            torch.distributed.broadcast_object_list(message, src=0)
-            if message[0] is not None and failure is None:
-                failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
-        if failure is not None:
-            raise failure
+    def _fail(self, purpose: str, cause: BaseException) -> None:
+        if self.error is None:  # otherwise report the first failure
+            self.error = PeerError(self.peer.name, purpose)
+            self.error.__cause__ = cause
+
+    def cancel(self, purpose: str, cause: BaseException) -> None:
+        """Skip the steps that have not begun."""
+        with self.changed:
+            self._fail(purpose, cause)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all steps have ended, or the engine hangs."""
+        return self._abandoned or self.completed == self.added
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the engine did not answer in time."""
+        return self._abandoned
+
+    def expire(self) -> None:
+        """Fail the session if its step takes too long. Later calls of the engine run on a new thread."""
+        if not self.idle and self.seconds_left() <= 0:
+            self._fail(self._purpose, EngineTimeoutError(f"no answer within timeout={self.timeout:g} s"))
+            self._abandoned = True
+            self.peer.abandon_calls()
+
+    def seconds_left(self) -> float:
+        """Return the seconds until :meth:`expire` fails the session."""
+        return self._since + self.timeout + GRACE_SECONDS - monotonic()
+
+
+def wait_until(sessions: Iterable[Session], predicate: Callable[[], bool], changed: threading.Condition) -> None:
+    """Wait until ``predicate`` holds, which sessions that take too long must not prevent once they have failed."""
+    sessions = list(sessions)
+    with changed:
+        while True:
+            for session in sessions:
+                session.expire()
+            if predicate():
+                return
+            busy = [session.seconds_left() for session in sessions if not session.idle]
+            changed.wait(min([_POLL_SECONDS, *(max(0.0, seconds) + 0.001 for seconds in busy)]))

@@ -3,13 +3,16 @@
 An update consists of ``connect`` (once), ``start``, one ``bucket`` message per bucket, and ``finish``. All messages are
 plain JSON, except for the tensors:
 
-- connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool}``
-- start: ``{"version": int}``
-- bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str, "payload": {...}}``, with the
-  tensors ``first`` to ``last - 1`` of the manifest
+- connect: ``{"transport": name, "options": {...}, "manifest": [[name, dtype, shape], ...], "staged": bool, "checksum":
+  kind}``, with a kind of :data:`~torchrl_rloo.weight_update.checksums.CHECKSUMS`, ``"xxh3"`` by default
+- start: ``{"version": int, "verify": bool}``, with ``verify`` if all buckets have a checksum, which is the default
+- bucket: ``{"version": int, "bucket": int, "first": int, "last": int, "checksum": str | None, "payload": {...}}``, with
+  the tensors ``first`` to ``last - 1`` of the manifest
 - finish: ``{"version": int}``, the version of the buckets
 - adapter: ``{"version": int, "path": str, "checksum": str}``, with a directory in peft's format and the checksum of its
   tensors sorted by name
+
+The report of ``finish`` is ``{"rank": int, "version": int, "checksums": [str | None, ...], "tensors": int}``.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from xxhash import xxh3_64
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ALIGNMENT = 64  # bytes; the offset of a view must be a multiple of its element size
@@ -95,14 +97,6 @@ def unpack(buffer: torch.Tensor, infos: Sequence[TensorInfo]) -> list[torch.Tens
         views.append(buffer[offset : offset + info.nbytes].view(info.torch_dtype).view(info.shape))
         offset += _align(info.nbytes)
     return views
-
-
-def checksum(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the XXH3-64 of the tensors' bytes in order; copying GPU tensors takes far longer than the hash."""
-    digest = xxh3_64()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _align(nbytes: int) -> int:

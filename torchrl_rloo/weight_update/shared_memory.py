@@ -1,46 +1,83 @@
-"""Shared-memory transport: buckets in two files in memory, for engines in other processes of the same machine."""
+"""Shared-memory transport: each version in one file in memory, for engines in other processes of the same machine."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
-from torchrl_rloo.weight_update.transport import Receiver, Transport
+from torchrl_rloo.weight_update.protocol import TensorInfo, unpack
+from torchrl_rloo.weight_update.transport import PackedStorage, Receiver, Transport
 
 MEMORY = Path("/dev/shm")
+_PREFIX = "torchrl_rloo-weights-"
 
 
 class SharedMemoryReceiver(Receiver):
-    """Receiver that maps the trainer's two files and copies buckets from them."""
+    """Receiver that maps the trainer's file of a version and returns views of it."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
-        size = options["nbytes"]
-        for path in options["paths"]:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
+        path, size, offset = payload["path"], payload["size"], payload["offset"]
+        if path not in self._buffers:
             if not Path(path).is_file():  # torch would create an empty one
                 raise FileNotFoundError(
                     f"{path} is not on this machine; use the transport Collective() or Files(directory) for engines on "
                     "other machines"
                 )
-        self.buffers = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in options["paths"]]
-
-    def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        return unpack(self.buffers[payload["buffer"]][: packed_size(infos)].clone(), infos)
+            # The trainer alternates between two files; views of another one keep its memory until they are dropped
+            while len(self._buffers) > 1:
+                del self._buffers[next(iter(self._buffers))]
+            self._buffers[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        return unpack(self._buffers[path][offset : offset + payload["nbytes"]], infos)
 
     def close(self) -> None:
-        self.buffers = []
+        self._buffers = {}
+
+
+class SharedMemoryStorage(PackedStorage):
+    """Version in one mapped file, which exists until it is released.
+
+    The file is locked, so that a later process can recognize the files of a killed one.
+
+    Args:
+        directory: directory of the file.
+        sizes: packed size of each bucket in bytes.
+    """
+
+    def __init__(self, directory: Path, sizes: Sequence[int]):
+        nbytes = max(sum(sizes), 1)
+        handle, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        self.remove = weakref.finalize(self, _remove, self.path, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            os.posix_fallocate(handle, 0, nbytes)  # otherwise a full file system kills the writing process
+            super().__init__(torch.from_file(self.path, shared=True, size=nbytes, dtype=torch.uint8), sizes)
+        except BaseException:
+            self.remove()
+            raise
+
+    def get(self, bucket: int) -> dict[str, Any]:
+        place = {"offset": self.offsets[bucket], "nbytes": self.sizes[bucket]}
+        return {"path": self.path, "size": self.buffer.numel(), **place}
 
 
 class SharedMemory(Transport):
-    """Transport that packs buckets alternately into two files that all workers map.
+    """Transport that packs each version once into a file that all workers map.
 
-    The transport unlinks the files once all workers have mapped them, so nothing remains when the processes end.
+    Staged weights are views of the file, so they take no memory in the workers. A file is written again for a later
+    version only if every engine has finished the earlier one. Otherwise a new file replaces it, and a worker that is
+    late still reads the old one. Files of killed processes are removed by the next process that makes one.
 
     Args:
         directory: directory of the files. None takes ``/dev/shm``, or the directory for temporary files if
@@ -51,59 +88,57 @@ class SharedMemory(Transport):
 
     def __init__(self, directory: str | PathLike | None = None):
         self.directory = directory
-        self._paths: list[str] = []
-        self._buffers: list[torch.Tensor] = []
+        self._files: weakref.WeakSet[SharedMemoryStorage] = weakref.WeakSet()
+        self._spare: SharedMemoryStorage | None = None
 
-    def open(self, workers: Sequence[int], nbytes: int, timeout: float) -> list[dict[str, Any]]:
-        self.close()
-        try:
-            self._paths = self._make_files(nbytes)
-            self._buffers = [torch.from_file(p, shared=True, size=nbytes, dtype=torch.uint8) for p in self._paths]
-        except BaseException:
-            self.close()
-            raise
-        return [{"paths": self._paths, "nbytes": nbytes} for _ in workers]
+    def store(self, version: int, sizes: Sequence[int], keep: bool) -> SharedMemoryStorage:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.sizes == list(sizes):
+            return spare
+        if spare is not None:
+            spare.remove()
+        made = self._make_file(sizes)
+        self._files.add(made)
+        return made
 
-    def connected(self) -> None:
-        self._unlink()
-
-    def send(
-        self, version: int, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        pack(tensors, self._buffers[bucket % 2])
-        return {"buffer": bucket % 2}
+    def release(self, storage: SharedMemoryStorage, reusable: bool) -> None:
+        if reusable and self._spare is None:
+            self._spare = storage
+        else:
+            storage.remove()
 
     def close(self) -> None:
-        self._unlink()
-        self._buffers = []
+        self._spare = None
+        for storage in list(self._files):
+            storage.remove()
 
-    def _make_files(self, nbytes: int) -> list[str]:
+    def _make_file(self, sizes: Sequence[int]) -> SharedMemoryStorage:
         # Prefer files in memory, and fall back to a directory on disk
         candidates = [MEMORY, Path(tempfile.gettempdir())] if self.directory is None else [Path(self.directory)]
         for directory in candidates:
-            paths: list[str] = []
+            _remove_orphans(directory)
             try:
-                for _ in range(2):
-                    handle, path = tempfile.mkstemp(prefix="torchrl_rloo-weights-", dir=directory)
-                    paths.append(path)
-                    try:
-                        os.posix_fallocate(handle, 0, nbytes)  # otherwise a full file system kills the writing process
-                    finally:
-                        os.close(handle)
-                return paths
+                return SharedMemoryStorage(directory, sizes)
             except OSError as error:
                 cause = error
-                _remove(paths)
         raise OSError(
-            f"no room for two buckets of {nbytes} bytes in {' or '.join(map(str, candidates))} ({cause}); set another "
-            "directory of SharedMemory, or lower bucket_bytes"
+            f"no room for {sum(sizes)} bytes of weights in {' or '.join(map(str, candidates))} ({cause}); set another "
+            "directory of SharedMemory, or use Collective() or Files(directory)"
         ) from cause
 
-    def _unlink(self) -> None:
-        _remove(self._paths)
-        self._paths = []
+
+def _remove(path: str, handle: int) -> None:
+    Path(path).unlink(missing_ok=True)
+    os.close(handle)  # releases the lock
 
 
-def _remove(paths: Sequence[str]) -> None:
-    for path in paths:
-        Path(path).unlink(missing_ok=True)
+def _remove_orphans(directory: Path) -> None:
+    """Remove files whose process was killed, which no process has locked."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, locked, or already removed
+            handle = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)

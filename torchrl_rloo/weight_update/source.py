@@ -272,7 +272,7 @@ def _check_layer(layer: Any, prefix: str) -> None:
     if type(layer) not in (Linear, Embedding, ParamWrapper):
         raise ValueError(
             f"the LoRA layer of {name} is a {type(layer).__module__}.{type(layer).__name__}, whose weights cannot be "
-            "merged exactly; use LoRAUpdater to send only the adapter"
+            "merged exactly; use LoRAPublisher to send only the adapter"
         )
     # Refuse adapters whose effect is not a change of existing tensors
     for adapter in _active_adapters(layer):

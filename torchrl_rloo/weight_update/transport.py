@@ -1,4 +1,4 @@
-"""Transport and Receiver: the two ends of a connection for tensors from the trainer to engines' workers."""
+"""Transport, Storage, Link and Receiver: the ends of a connection from the trainer to engines' workers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size
 
 
 class Receiver(ABC):
     """Receiving end of a transport, in one worker of an engine.
 
     Args:
-        options: options from :meth:`Transport.open`, after a round trip through JSON.
+        options: options of the :class:`Link`, after a round trip through JSON.
         device: device of the worker's model.
         rank: rank of the worker in its engine.
     """
@@ -25,10 +25,55 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of one bucket, in memory that no other code writes to."""
+        """Return the tensors of one bucket, which do not change until the update ends in this engine."""
 
     def close(self) -> None:  # noqa: B027
         """Release resources."""
+
+
+class Storage(ABC):
+    """Buckets of one version at the trainer.
+
+    Attributes:
+        window: number of latest buckets that remain; None if all do.
+        kept: whether all buckets remain while the training model changes.
+    """
+
+    window: int | None = None
+    kept: bool = True
+
+    @abstractmethod
+    def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+        """Store a bucket. With a ``window``, all engines have received the one that it replaces."""
+
+    @abstractmethod
+    def get(self, bucket: int) -> Any:
+        """Return what :meth:`Link.send` takes."""
+
+
+class Link:
+    """Connection to the workers of one engine.
+
+    Args:
+        options: options of the receivers, as plain JSON.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None):
+        self.options = dict(options or {})
+
+    def joined(self) -> None:  # noqa: B027
+        """Wait until all workers have connected."""
+
+    def send(self, stored: Any) -> dict[str, Any]:
+        """Send a stored bucket to the workers, or start to.
+
+        Returns:
+            Payload for the receivers, as plain JSON (except for :class:`Direct`).
+        """
+        return stored
+
+    def close(self) -> None:  # noqa: B027
+        """Close the connection."""
 
 
 class Transport(ABC):
@@ -42,49 +87,82 @@ class Transport(ABC):
     name: ClassVar[str]
     receiver: ClassVar[type[Receiver]]
 
-    def open(self, workers: Sequence[int], nbytes: int, timeout: float) -> list[dict[str, Any]]:
-        """Prepare for the workers to connect, and close an earlier connection.
-
-        Args:
-            workers: number of workers of each engine.
-            nbytes: packed size of the largest bucket in bytes.
-            timeout: seconds that any later operation may take.
-
-        Returns:
-            Options of the receivers, one dict per engine.
-        """
-        return [{} for _ in workers]
-
-    def connected(self) -> None:  # noqa: B027
-        """Note that all workers have connected."""
-
     @abstractmethod
-    def send(
-        self, version: int, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """Send a bucket to all workers, or start to send it.
-
-        The previous bucket may still be in flight, but all workers have received the one before it.
+    def store(self, version: int, sizes: Sequence[int], keep: bool) -> Storage:
+        """Prepare to store a version.
 
         Args:
             version: policy version of the weights.
-            bucket: number of the bucket. 0 begins a version.
-            infos: name, dtype and shape of the tensors.
-            tensors: tensors of the bucket, which must not change until the update ends.
-
-        Returns:
-            Payload for the receivers, as plain JSON (except for :class:`Direct`).
+            sizes: packed size of each bucket in bytes.
+            keep: True if the buckets must remain after the push, while the training model changes.
         """
 
+    def release(self, storage: Storage, reusable: bool) -> None:  # noqa: B027
+        """Free a storage, or reuse it for a later version if no worker can still read it."""
+
+    def connect(self, workers: int, timeout: float) -> Link:
+        """Prepare for the workers of one engine to connect.
+
+        Args:
+            workers: number of workers of the engine.
+            timeout: seconds that any later operation may take.
+        """
+        return Link()
+
     def close(self) -> None:  # noqa: B027
-        """Release resources and remove files; the transport can be opened again."""
+        """Release resources and remove files; the transport may be used again."""
+
+
+class PackedStorage(Storage):
+    """Buckets one after the other in one buffer, or the two latest in turn.
+
+    Args:
+        buffer: uint8 tensor ``[nbytes]``.
+        sizes: packed size of each bucket in bytes.
+        window: 2 for two alternating halves of the buffer; None for all buckets.
+    """
+
+    def __init__(self, buffer: torch.Tensor, sizes: Sequence[int], window: int | None = None):
+        self.buffer, self.sizes = buffer, list(sizes)
+        self.window, self.kept = window, window is None
+        half = max(self.sizes)
+        self.offsets = [sum(self.sizes[:i]) if window is None else i % window * half for i in range(len(self.sizes))]
+
+    def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+        assert packed_size(infos) == self.sizes[bucket]
+        pack(tensors, self.view(bucket))
+
+    def get(self, bucket: int) -> Any:
+        return self.view(bucket)
+
+    def view(self, bucket: int) -> torch.Tensor:
+        """Return the part of the buffer with a bucket."""
+        return self.buffer[self.offsets[bucket] : self.offsets[bucket] + self.sizes[bucket]]
 
 
 class DirectReceiver(Receiver):
-    """Receiver of the trainer's own tensors."""
+    """Receiver of tensors of the trainer's process."""
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         return payload["tensors"]
+
+
+class DirectStorage(Storage):
+    """References to tensors, or copies of them.
+
+    Args:
+        keep: whether to copy the tensors.
+    """
+
+    def __init__(self, keep: bool):
+        self.kept = keep
+        self._buckets: list[list[torch.Tensor]] = []
+
+    def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+        self._buckets.append([t.detach().to("cpu", copy=True) if self.kept else t for t in tensors])
+
+    def get(self, bucket: int) -> dict[str, Any]:
+        return {"tensors": list(self._buckets[bucket])}
 
 
 class Direct(Transport):
@@ -92,7 +170,5 @@ class Direct(Transport):
 
     name, receiver = "direct", DirectReceiver
 
-    def send(
-        self, version: int, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        return {"tensors": list(tensors)}
+    def store(self, version: int, sizes: Sequence[int], keep: bool) -> Storage:
+        return DirectStorage(keep)

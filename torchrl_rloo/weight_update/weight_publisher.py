@@ -1,0 +1,300 @@
+"""WeightPublisher: sends all weights of a training model to engines and confirms them by checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from torchrl_rloo.weight_update.checksums import CHECKSUMS
+from torchrl_rloo.weight_update.peers import Session, wait_until
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
+from torchrl_rloo.weight_update.publisher import Commit, Publication, Publisher, Snapshot
+from torchrl_rloo.weight_update.shared_memory import SharedMemory
+from torchrl_rloo.weight_update.source import WeightSource, is_sharded
+from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
+from torchrl_rloo.weight_update.transport import Direct, Storage, Transport
+
+
+class Push(NamedTuple):
+    """Measurements of a push.
+
+    Attributes:
+        version: policy version of the weights.
+        seconds: duration from the begin of staging to the last resume.
+        bytes: size of the tensors, counted once for any number of engines.
+        buckets: number of buckets.
+        still_seconds: time that each engine stood still, from its pause to its resume.
+    """
+
+    version: int
+    seconds: float
+    bytes: int
+    buckets: int
+    still_seconds: tuple[float, ...]
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Throughput of the push in bytes per second."""
+        return self.bytes / self.seconds
+
+
+@dataclass(eq=False)
+class WeightSnapshot(Snapshot):
+    """Buckets of a version in the storage of a transport."""
+
+    manifest: list[TensorInfo]
+    buckets: list[tuple[int, int]]
+    transport: Transport
+    storage: Storage
+    verify: bool
+    checksums: list[str | None] = field(default_factory=list)
+
+
+class WeightPublisher(Publisher):
+    """Updater that sends all weights of a training model to engines, in place of TorchRL's ``vLLMUpdater``.
+
+    A push has two phases. The publisher gathers each bucket once, stores it in a snapshot, and stages it in all engines
+    while they sample. Then each engine pauses, loads what it has staged, confirms every bucket, drops its caches, and
+    resumes. The snapshot stays until the next version is in use, so that :meth:`fill` can give it to one engine.
+
+    All ranks of a sharded model push together: rank 0 sends, the others help to gather.
+
+    Args:
+        source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
+        engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.target.TargetGroup` such as an
+            ``EnginePool``. Ranks that do not send need none.
+        transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process, and
+            otherwise :class:`SharedMemory`.
+        bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
+        staged: if True, workers keep all buckets until they load them at once, so that engines sample in the first
+            phase, and a failure in it leaves them with their old weights. If False, engines pause first and load each
+            bucket as it arrives, which needs no memory in the workers. An engine that fails halfway then refuses to
+            sample until a push succeeds.
+        in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
+        commit: ``"rolling"`` loads one engine after the other while the others sample. ``"barrier"`` pauses all engines
+            together once all have staged everything, so that all change at once.
+        timeout: seconds that one step may take in one engine: draining its requests, connecting, one bucket, ...
+        checksum: ``"xxh3"`` hashes on the host. ``"device"`` sums on the device of each tensor, which spares copies of
+            GPU tensors to the host.
+        verify_every: number of pushes of which one carries checksums. The others check names, shapes and counts.
+
+    Raises:
+        ValueError: if there are no engines or an argument is out of range.
+
+    Attributes:
+        last_push: measurements of the last successful push. None before the first.
+
+    Example:
+        >>> from torchrl_rloo.embedded import build_model, build_tokenizer
+        >>> from torchrl_rloo.engines.transformers_engine import TransformersEngine
+        >>> tokenizer = build_tokenizer()
+        >>> engine = TransformersEngine(build_model(tokenizer, seed=0).eval())
+        >>> publisher = WeightPublisher(build_model(tokenizer, seed=1), engine, transport=Direct())
+        >>> publisher.push_weights()
+        1
+        >>> engine.version, publisher.last_push.buckets
+        (1, 1)
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | WeightSource,
+        engines: WeightTarget | Sequence[WeightTarget] | TargetGroup,
+        *,
+        transport: Literal["auto"] | Transport = "auto",
+        bucket_bytes: int = 64 << 20,
+        staged: bool = True,
+        in_flight: InFlight = "finish",
+        commit: Commit = "rolling",
+        timeout: float = 120.0,
+        checksum: Literal["xxh3", "device"] = "xxh3",
+        verify_every: int = 1,
+    ):
+        self.source = WeightSource(source) if isinstance(source, nn.Module) else source
+        super().__init__(
+            self.source.model,
+            engines,
+            sends=self.source.sends,
+            sharded=is_sharded(self.source.model),
+            in_flight=in_flight,
+            commit=commit,
+            timeout=timeout,
+        )
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1")
+        if transport != "auto" and not isinstance(transport, Transport):
+            raise ValueError(f"transport={transport!r} must be 'auto' or a Transport, such as SharedMemory()")
+        if checksum not in CHECKSUMS:
+            raise ValueError(f"checksum={checksum!r} must be one of {sorted(CHECKSUMS)}")
+        if verify_every < 1:
+            raise ValueError(f"verify_every={verify_every} must be at least 1")
+        # Choose a transport that reaches all engines
+        known = self.engines if self.group is None or not self.sends else self.group.targets()
+        elsewhere = [engine for engine in known if not engine.in_process]
+        if transport == "auto":
+            transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
+        if elsewhere and isinstance(transport, Direct):
+            raise ValueError(
+                f"transport=Direct() requires engines in this process, but {type(elsewhere[0]).__name__} is in "
+                "another; use SharedMemory(), Collective() or Files(directory)"
+            )
+        self.transport, self.bucket_bytes, self.staged = transport, bucket_bytes, staged
+        self.checksum, self.verify_every = checksum, verify_every
+        self.last_push: Push | None = None
+        self._pushes = 0
+        if self.group is not None and self.sends:
+            self.group.attach(self.fill)
+
+    def close(self) -> None:
+        """Release the snapshot, its files and the connections. A push connects again."""
+        super().close()
+        self.transport.close()
+
+    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> WeightSnapshot | None:
+        manifest = self.source.manifest()
+        buckets = plan_buckets(manifest, self.bucket_bytes)
+        gathered = (self.source.tensors(*bucket) for bucket in buckets)  # one bucket at a time
+        try:
+            if self.sends:
+                return self._store(version, manifest, buckets, gathered, sessions, keep)
+        finally:
+            if self.sharded:
+                for _ in gathered:  # all ranks gather all buckets, even after a failure
+                    pass
+
+    def _store(
+        self,
+        version: int,
+        manifest: list[TensorInfo],
+        buckets: list[tuple[int, int]],
+        gathered: Iterator[list[torch.Tensor]],
+        sessions: Sequence[Session],
+        keep: bool,
+    ) -> WeightSnapshot:
+        """Store all buckets, and stage each as soon as it is stored."""
+        if self.group is None and self._snapshot is not None:  # reuse its memory for the new one
+            self._release(self._snapshot)
+            self._snapshot = None
+        verify = self._pushes % self.verify_every == 0
+        self._pushes += 1
+        storage = self.transport.store(version, [packed_size(manifest[a:b]) for a, b in buckets], keep)
+        snapshot = WeightSnapshot(
+            version, storage.kept, False, manifest, buckets, transport=self.transport, storage=storage, verify=verify
+        )
+        try:
+            sends_now = self.staged or not keep  # otherwise each engine loads from the snapshot in its commit
+            for session in sessions:
+                self._add_connect(session, snapshot)
+                if sends_now:
+                    if not self.staged:
+                        self._add_pause(session)
+                    self._add_start(session, snapshot)
+            reached: list[list[int]] = [[] for _ in sessions]  # steps at which each engine has each bucket
+            for number, tensors in enumerate(gathered):
+                first, last = buckets[number]
+                if storage.window is not None and number >= storage.window:
+                    self._wait_for_bucket(sessions, [steps[number - storage.window] for steps in reached])
+                storage.put(number, manifest[first:last], tensors)
+                snapshot.checksums.append(CHECKSUMS[self.checksum](tensors) if verify else None)
+                if sends_now:
+                    for session, steps in zip(sessions, reached, strict=True):
+                        steps.append(self._add_bucket(session, snapshot, number))
+        except BaseException:
+            snapshot.tainted = True
+            self._release(snapshot)
+            raise
+        return snapshot
+
+    def _wait_for_bucket(self, sessions: Sequence[Session], steps: Sequence[int]) -> None:
+        """Wait until all engines that have not failed have completed a step."""
+        pairs = list(zip(sessions, steps, strict=True))
+        wait_until(sessions, lambda: all(s.error is not None or s.completed >= n for s, n in pairs), self._changed)
+
+    def _stage(self, session: Session, snapshot: WeightSnapshot) -> None:
+        self._add_connect(session, snapshot)
+        if self.staged:
+            self._add_update(session, snapshot)
+
+    def _load(self, session: Session, snapshot: WeightSnapshot) -> None:
+        if not session.is_open:
+            self._add_update(session, snapshot)
+
+        def finish(engine: WeightTarget) -> None:
+            reports = engine.update_weights("finish", {"version": snapshot.version}, timeout=self.timeout)
+            expected = (snapshot.version, snapshot.checksums, len(snapshot.manifest))
+            found = [(report.get("version"), report.get("checksums"), report.get("tensors")) for report in reports]
+            if not found or any(one != expected for one in found):
+                raise EngineError(
+                    f"its workers report versions, checksums and numbers of tensors {found}, not version {expected[0]} "
+                    f"with {expected[1:]}"
+                )
+
+        session.add("loading the new weights", finish)
+
+    def _release(self, snapshot: WeightSnapshot) -> None:
+        snapshot.transport.release(snapshot.storage, reusable=not snapshot.tainted)
+
+    def _note_push(self, publication: Publication) -> None:
+        snapshot, seconds = publication.snapshot, monotonic() - publication.began
+        total = sum(info.nbytes for info in snapshot.manifest)
+        still = tuple(session.still_seconds for session in publication.sessions)
+        self.last_push = Push(publication.version, seconds, total, len(snapshot.buckets), still)
+
+    def _add_connect(self, session: Session, snapshot: WeightSnapshot) -> None:
+        """Connect to an engine, unless its connection still fits."""
+        transport, peer = snapshot.transport, session.peer
+
+        def connect(engine: WeightTarget) -> None:
+            wanted = (transport, snapshot.manifest, self.staged, self.checksum, engine.start_count)
+            if peer.connected_to == wanted:
+                return
+            peer.disconnect()
+            workers = len(engine.update_weights("abort", timeout=self.timeout))
+            link = transport.connect(workers, self.timeout)
+            try:
+                info = {
+                    "transport": transport.name,
+                    "options": link.options,
+                    "manifest": [[info.name, info.dtype, list(info.shape)] for info in snapshot.manifest],
+                    "staged": self.staged,
+                    "checksum": self.checksum,
+                }
+                engine.update_weights("connect", info, timeout=self.timeout)
+                link.joined()
+            except BaseException:
+                link.close()
+                raise
+            with session.changed:
+                if session.abandoned:  # a later push may have connected on another thread
+                    link.close()
+                else:
+                    peer.link, peer.connected_to = link, wanted
+
+        session.add(f"connecting over {transport.name}", connect)
+
+    def _add_update(self, session: Session, snapshot: WeightSnapshot) -> None:
+        self._add_start(session, snapshot)
+        for number in range(len(snapshot.buckets)):
+            self._add_bucket(session, snapshot, number)
+
+    def _add_start(self, session: Session, snapshot: WeightSnapshot) -> None:
+        session.is_open = True
+        info = {"version": snapshot.version, "verify": snapshot.verify}
+        session.add("starting", lambda engine: engine.update_weights("start", info, timeout=self.timeout))
+
+    def _add_bucket(self, session: Session, snapshot: WeightSnapshot, number: int) -> int:
+        (first, last), version = snapshot.buckets[number], snapshot.version
+        info = {"version": version, "bucket": number, "first": first, "last": last}
+        info["checksum"] = snapshot.checksums[number]
+
+        def send(engine: WeightTarget) -> None:
+            payload = session.peer.link.send(snapshot.storage.get(number))
+            engine.update_weights("bucket", info | {"payload": payload}, timeout=self.timeout)
+
+        names = f"{snapshot.manifest[first].name} to {snapshot.manifest[last - 1].name}"
+        return session.add(f"bucket {number} ({names})", send)
