@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -26,7 +24,6 @@ from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightUpdate
 
 _PROGRESS_PERIOD_S = 0.2
 _CANCEL_TIMEOUT_S = 10.0
-_OPEN_COLLECTORS: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
 
 
 class AsyncLLMCollector(LLMCollector):
@@ -161,7 +158,6 @@ class AsyncLLMCollector(LLMCollector):
         self._complete: dict[int, list[TensorDictBase]] = {}
         self._failure: BaseException | None = None
         self._tasks: dict[int, asyncio.Task] = {}  # by group id; used on the event loop only
-        _OPEN_COLLECTORS.add(self)
 
     def _version(self) -> int:
         return self.policy_version
@@ -333,13 +329,6 @@ class AsyncLLMCollector(LLMCollector):
             self.source.close()
             if close_env:
                 self.env.close(raise_if_closed=raise_on_error)
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """Shut down at exit: a thread killed inside torch aborts the process."""
-    for collector in list(_OPEN_COLLECTORS):
-        collector.shutdown(close_env=False)
 
 
 def _find_primer(env: EnvBase) -> DataLoadingPrimer:

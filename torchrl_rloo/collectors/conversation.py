@@ -207,7 +207,7 @@ class _Conversation:
         """Record the version and the time of the first turn."""
         self.version = version
         if keys.STARTED in self.row.keys():
-            self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
+            self.row.set(keys.STARTED, torch.tensor(time.time(), dtype=torch.float64))
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, Request, Sample
@@ -164,11 +166,11 @@ class BatchedTurns(TurnSource):
         self._rows: SimpleQueue[tuple[TensorDictBase, asyncio.Future] | None] = SimpleQueue()
         self._weights_lock = threading.Lock()
         self._batch_seconds = 0.05  # duration of the last batch; a guess before the first
-        self._thread: threading.Thread | None = None
+        self._thread: PackageThread | None = None
 
     async def _sample(self, row: TensorDictBase) -> TensorDictBase:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run_batches, daemon=True, name="turns")
+            self._thread = PackageThread(self._run_batches, name="turns", stop=partial(self._rows.put, None))
             self._thread.start()
         turn = asyncio.get_running_loop().create_future()
         self._rows.put((row, turn))

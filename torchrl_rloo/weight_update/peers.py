@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.target import (
     EngineError,
@@ -56,8 +56,8 @@ class Peer:
         if self._calls is None:
             self._calls = SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            threading.Thread(target=_serve, args=(self._calls, device), name="engine calls", daemon=True).start()
             self._end = weakref.finalize(self, self._calls.put, None)
+            PackageThread(_serve, self._calls, device, name="engine calls", stop=self._end).start()
         future: Future = Future()
         self._calls.put((function, self.engine, future))
         return future
