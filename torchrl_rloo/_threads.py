@@ -22,7 +22,8 @@ _LOGGER = logging.getLogger(__name__)
 _STOP_S = 0.1  # time for threads to end before they are interrupted
 _BLOCKED_S = 1.0  # wait for a thread that neither computes nor is inside torch; killing it is harmless
 _BLOCKED_IN_TORCH_S = 10.0  # wait for a thread inside torch that does not compute, as in a broadcast without peers
-_COMPUTING_S = 60.0  # wait for a thread that computes
+_CPU_RESOLUTION_S = 1e-4  # an interrupt that has no effect takes less
+_COMPUTING_S = 30.0  # wait for a thread that computes
 _INTERRUPT_PERIOD_S = 1.0  # a later interrupt must not hit the clean-up that the last one began
 _POLL_S = 0.005
 
@@ -119,13 +120,13 @@ class _Ending:
         return now - self._computed_at < limit * patience
 
     def _is_computing(self) -> bool:
-        """Return whether the thread uses a CPU. While this thread runs, that is possible in native code only."""
-        stat = Path(f"/proc/self/task/{self._thread.native_id}/stat")
+        """Return whether the thread has used a CPU since the last call, or waits for one in native code."""
         try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "R"
+            stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()  # on Linux only
+            if stat.rpartition(")")[2].split()[0] == "R":
+                return True
         except OSError:
             pass
-        # Elsewhere than on Linux, compare its CPU time with the last one
         if not hasattr(time, "pthread_getcpuclockid"):
             return False
         try:
@@ -135,7 +136,7 @@ class _Ending:
             )
         except OSError:  # it has ended
             return False
-        return self._cpu_seconds > before
+        return self._cpu_seconds - before > _CPU_RESOLUTION_S
 
 
 def _interrupt(ident: int) -> None:

@@ -107,7 +107,7 @@ class CollectorConfig:
     ahead: int = 0  # groups to start for later steps while this one trains, without a bound on staleness
     min_members: int | None = None  # ended members with which a group may be trained on; null: all
     on_failure: str = "abstain"  # failed conversations: abstain, or replace by another of the prompt
-    max_in_flight: Any = None  # conversations in flight: a number, {minimum: 8, maximum: 512}: by engine load; null: all
+    max_in_flight: Any = None  # conversations in flight; {minimum: 8, maximum: 512}: by engine load; null: all
     reward_threads: int = 1  # groups scored in parallel
     max_batch_size: int | None = None  # rows per batch of the Hugging Face model; null: all that wait
     max_consecutive_failures: int | None = 100  # consecutive failed turns that stop the run; null: never stop

@@ -478,7 +478,7 @@ class LLMCollector(BaseCollector):
             self._start(self.ledger.lease(free))
 
     def _free_places(self, places: int) -> int:
-        """Return the number of groups to begin, so that ``places`` are undelivered; not those of an incomplete batch."""
+        """Return the number of groups to begin, so that ``places`` are undelivered, in whole batches."""
         begun, remaining = len(self.ledger.of(*_BEGUN)), self.ledger.primer.remaining()
         if remaining != float("inf"):
             undelivered = len(self.ledger.of(*_UNDELIVERED))

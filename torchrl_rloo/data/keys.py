@@ -58,7 +58,7 @@ GROUP_ID = "group_id"
 GROUP_SIZE = "group_size"
 POLICY_VERSION = "policy_version"
 NUM_TURNS = "num_turns"  # int64 []: policy turns taken so far
-TRAJECTORY_ID = "trajectory_id"  # int64 []: id of a conversation, unique within an environment of this process
+TRAJECTORY_ID = "trajectory_id"  # int64 []: id of a conversation, unique over processes
 
 TOKENS = ("tokens", "full")
 PROMPT_TOKENS = ("tokens", "prompt")
@@ -96,7 +96,7 @@ TOOLS = "tools"
 PREVIOUS_SEGMENTS = "earlier"
 TOOLS_SEEN = "tools_seen"  # non-tensor: the schemas that the policy saw at its last turn
 INITIAL_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: the row's MAX_NEW_TOKENS before its first turn
-STARTED = "started"  # optional, float64 []: seconds of time.monotonic() at which the conversation began
+STARTED = "started"  # optional, float64 []: time since the epoch at which the conversation began, in seconds
 MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's limit on the tokens of this turn
 
 INPUT_MODES = ("tokens", "text", "history")  # policy inputs: ids only, or ids with text or messages

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.engines.base import (
     AsyncEngine,
     Engine,
@@ -42,8 +42,8 @@ class BatchedEngine(AsyncEngine):
         self.sampler = engine
         self._requests: SimpleQueue[tuple[Request, Future[Sample]] | None] = SimpleQueue()
         self._counts = {"running": 0, "tokens": 0}
-        Thread(target=_serve, args=(engine, self._requests, self._counts), name="batched-engine", daemon=True).start()
         self._finalizer = weakref.finalize(self, self._requests.put, None)
+        PackageThread(_serve, engine, self._requests, self._counts, name="batched-engine", stop=self._finalizer).start()
 
     version = property(lambda self: self.sampler.version)
     failed_version = property(lambda self: self.sampler.failed_version)

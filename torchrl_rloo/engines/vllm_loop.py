@@ -6,9 +6,11 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future, TimeoutError
-from threading import RLock, Thread, current_thread
+from functools import partial
+from threading import RLock, current_thread
 from typing import Any, TypeVar
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.engines.base import (
     AsyncEngine,
     EngineDeadError,
@@ -43,7 +45,9 @@ class LoopThread:
         self._work: set[asyncio.Task] = set()
         self._ended: EngineError | None = None
         self._end_lock = RLock()  # reentrant, since the garbage collector may call end() while it is held
-        self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = PackageThread(
+            self.loop.run_forever, name=name, stop=partial(self.loop.call_soon_threadsafe, self.loop.stop)
+        )
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:

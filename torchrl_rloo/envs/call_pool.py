@@ -242,6 +242,9 @@ class CallLimit:
         self.size, self._free, self._lock = size, size, Lock()
         self._queue: deque[Future[None]] = deque()
 
+    def __reduce__(self) -> tuple:
+        return CallLimit, (self.size,)  # a copy in another process has its own places
+
     async def __aenter__(self) -> CallLimit:
         with self._lock:
             if self._free and not self._queue:

@@ -6,7 +6,6 @@ of unequal length in tokens mode, and never sets ``done``.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -45,6 +44,7 @@ from torchrl_rloo.data.templates import (
     join_conversation,
     to_history,
 )
+from torchrl_rloo.data.trajectory_ids import TrajectoryIds
 from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
@@ -63,7 +63,9 @@ class ChatEnv(SignedEnv, EnvBase):
     ``("log_probs", "full")`` float32, each ``[T]``, and the messages after the query as ``"completion"``. The policy
     writes ``("tokens", "full")`` and extends mask and log-probs. Later turns only extend these entries, unless
     ``on_rewrite="split"`` starts a new sample. The environment keeps no state per row, so any subset of rows may be
-    stepped (:func:`~torchrl_rloo.envs.step_rows`).
+    stepped (:func:`~torchrl_rloo.envs.step_rows`), also in another process: a conversation's ``"trajectory_id"`` is
+    unique over processes, and its ``"started"`` is wall-clock time. A row may bring its ``"trajectory_id"`` to
+    ``reset``; otherwise the environment makes one.
 
     ``tokenizer``, ``batch_size``, ``input_mode`` and ``template_kwargs`` are TorchRL's.
 
@@ -152,8 +154,8 @@ class ChatEnv(SignedEnv, EnvBase):
         self.end_ids: tuple[int, ...] = ()
         self.on_time_limit, self.on_rewrite = on_time_limit, on_rewrite
         self.counts: Counter[str] = Counter()
+        self._ids = TrajectoryIds()
         self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
-        self._ids = itertools.count()
         self.template_kwargs = dict(template_kwargs or {})
         limits = {"limits_tokens": (max_tokens or max_turn_tokens) is not None, "limits_time": max_seconds is not None}
         for name, spec in make_specs(self.batch_size, input_mode, **limits).items():
@@ -257,6 +259,7 @@ class ChatEnv(SignedEnv, EnvBase):
         Returns:
             The row, or a copy.
         """
+        opened_before = keys.NUM_TURNS in row.keys()
         row = drop_entries(row, _CONVERSATION_KEYS)
         query = non_tensor_value(row, keys.QUERY)
         prompt, limit = encoded.encode(row, query, self._template_arguments(row)), self.token_limit
@@ -265,18 +268,20 @@ class ChatEnv(SignedEnv, EnvBase):
             self.counts["env/long_prompts"] += 1
             prompt = prompt[:limit]
         end_row(row, "running" if fits else "total_tokens")
-        # Keep the row's own limit on a turn, since every turn overwrites it
-        if keys.TRAJECTORY_ID not in row.keys() and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
-            row.set(keys.INITIAL_MAX_NEW_TOKENS, own)  # a row opened before holds this environment's limit, not its own
+        # A row opened before holds this environment's limit and the id of the conversation before, not its own
+        if not opened_before and (own := row.get(keys.MAX_NEW_TOKENS, None)) is not None:
+            row.set(keys.INITIAL_MAX_NEW_TOKENS, own)
+        if opened_before or keys.TRAJECTORY_ID not in row.keys():
+            group = row.get(keys.GROUP_ID, None)
+            row.set(keys.TRAJECTORY_ID, torch.tensor(self._ids.next(None if group is None else int(group))))
         _record_tools(row)
         # Start the conversation without turns
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
-            keys.TRAJECTORY_ID: torch.tensor(next(self._ids)),
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
         if self.max_seconds is not None:
-            opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
+            opened[keys.STARTED] = torch.tensor(time.time(), dtype=torch.float64)
         set_entries(row, opened)
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
@@ -459,14 +464,14 @@ class ChatEnv(SignedEnv, EnvBase):
         """
         if self.max_turns is not None and int(row[keys.NUM_TURNS]) >= self.max_turns:
             return "turns"
-        if self.max_seconds is not None and time.monotonic() - float(row[keys.STARTED]) >= self.max_seconds:
+        if self.max_seconds is not None and time.time() - float(row[keys.STARTED]) >= self.max_seconds:
             return "time"
         return None
 
 
 _CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
 _STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
-_CONVERSATION_KEYS = (*_STEP_KEYS, keys.NUM_TURNS, keys.COMPLETION, *SAMPLE_KEYS)
+_CONVERSATION_KEYS = (*_STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)
 _CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
 
 

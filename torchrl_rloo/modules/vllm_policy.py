@@ -6,7 +6,6 @@ It ignores seeds and limits of rows, and does not report the policy version of a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,12 +14,10 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.engines.base import Engine, EngineDeadError, Request, Sample
+from torchrl_rloo.engines.base import Engine, Request, Sample
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
-
-_logger = logging.getLogger(__name__)
 
 
 class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
@@ -44,8 +41,6 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
         generate_kwargs: arguments of :class:`~torchrl_rloo.engines.generation.GenerationConfig`; unknown names raise.
         num_samples: samples per row, which give the output batch size ``[B, num_samples]``; None samples once, ``[B]``.
-        recover: callback that restarts a dead engine with its current weights, e.g. ``WeightPublisher.restart``. The
-            turns are then sampled again with the same seeds. None raises the engine's error.
 
     Example:
         >>> from tensordict import TensorDict
@@ -68,7 +63,6 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         input_mode: Literal["tokens", "text", "history"] = "tokens",
         generate_kwargs: Mapping[str, Any] | None = None,
         num_samples: int | None = None,
-        recover: Callable[[], None] | None = None,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(
@@ -82,7 +76,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             num_samples=num_samples,
             stop_ids=(*end_of_sequence_ids(tokenizer), *engine.stop_ids),
         )
-        self.engine, self.recover = engine, recover
+        self.engine = engine
         self.out_keys.append(keys.ACTION_VERSIONS)
 
     @property
@@ -104,7 +98,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             if "model" not in kwargs:
                 raise ValueError("generate=False requires the training model; pass model=")
             return TransformersWrapper(kwargs.pop("model"), **(own | kwargs))
-        own |= {"num_samples": self.num_samples, "recover": self.recover}
+        own["num_samples"] = self.num_samples
         kwargs.pop("generate", None)
         return type(self)(kwargs.pop("engine", self.engine), **(own | kwargs))
 
@@ -143,6 +137,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             distribution=self.distribution,
             stop_ids=self.stop_ids,
             stop_strings=self.config.stop_strings,
+            session=_session(row),
         )
 
     @staticmethod
@@ -152,23 +147,12 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
         """Sample, and continue aborted turns until they finish."""
-        samples = self._attempt(requests)
+        samples = self.engine.generate(requests)
         while cut := [i for i, (r, s) in enumerate(zip(requests, samples, strict=True)) if _is_aborted(r, s)]:
-            rests = self._attempt([_remaining_request(requests[i], samples[i]) for i in cut])
+            rests = self.engine.generate([_remaining_request(requests[i], samples[i]) for i in cut])
             for i, rest in zip(cut, rests, strict=True):
                 samples[i] = self._join(samples[i], rest)
         return samples
-
-    def _attempt(self, requests: list[Request]) -> list[Sample]:
-        """Sample requests; if the engine is dead, restart it and try once more."""
-        try:
-            return self.engine.generate(requests)
-        except EngineDeadError as error:
-            if self.recover is None:
-                raise
-            _logger.warning("restarting a dead engine: %s", error)
-            self.recover()
-            return self.engine.generate(requests)
 
     def _join(self, first: Sample, rest: Sample) -> Sample:
         """Join the parts of a turn, and end it at a stop string that spans them, which the engine cannot detect."""
@@ -182,6 +166,14 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             if any(string in text for string in strings):
                 return Sample(sample.tokens[:n], sample.log_probs[:n], "stop", sample.versions[:n])
         return sample
+
+
+def _session(row: TensorDictBase) -> tuple[int, ...]:
+    """Return the ids for routing: the group's at the first turn, whose prompt its members share."""
+    group, trajectory = row.get(keys.GROUP_ID, None), row.get(keys.TRAJECTORY_ID, None)
+    if group is None or trajectory is None:
+        return ()
+    return (int(group), int(trajectory)) if int(row.get(keys.NUM_TURNS, 0)) else (int(group),)
 
 
 def _is_aborted(request: Request, sample: Sample) -> bool:

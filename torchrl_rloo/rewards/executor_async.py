@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.executors import ThreadExecutor
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
@@ -95,10 +96,10 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_serve, args=[self._loop], daemon=True, name="async rewards")
-                self._thread.start()
                 self._end = weakref.finalize(self, _stop, self._loop, self._owner)
                 self._end.atexit = False
+                self._thread = PackageThread(_serve, self._loop, name="async rewards", stop=self._end)
+                self._thread.start()
             return self._loop, self._thread
 
     @staticmethod

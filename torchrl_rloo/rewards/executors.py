@@ -15,13 +15,14 @@ failures. Async functions run on an event loop instead (:mod:`torchrl_rloo.rewar
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
 
@@ -190,15 +191,15 @@ def make_executor(
 _MODES = {"thread": ThreadExecutor, "process": ProcessExecutor}
 
 
-class _Thread(threading.Thread):
+class _Thread(PackageThread):
     """Thread that calls a function for each batch in its queue, until it reads None."""
 
     def __init__(self, function: RewardFunction, finished: SimpleQueue):
-        super().__init__(daemon=True, name="reward")
         self.function, self.finished = function, finished
         self.calls: SimpleQueue[RewardBatch | None] = SimpleQueue()
+        super().__init__(self._serve, name="reward", stop=partial(self.calls.put, None))
         self.start()
 
-    def run(self) -> None:
+    def _serve(self) -> None:
         while (batch := self.calls.get()) is not None:
             self.finished.put((self, attempt_reward(self.function, batch, BaseException)))

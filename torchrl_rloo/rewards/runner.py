@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.duplicates import find_distinct
 from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
@@ -355,5 +356,5 @@ def _start_thread(function: Callable[[], None]) -> Future:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="rewards").start()
+    PackageThread(run, name="rewards").start()
     return future

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, unpack
 from torchrl_rloo.weight_update.transport import Link, PackedStorage, Receiver, Transport
 
@@ -130,7 +130,7 @@ class _Sender:
         self._joined: Future[None] = Future()
         self._failure: Exception | None = None
         self._queue: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-        threading.Thread(target=self._run, args=(join, device), name="weight broadcast", daemon=True).start()
+        PackageThread(self._run, join, device, name="weight broadcast", stop=self.stop).start()
 
     def wait_joined(self) -> None:
         try:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
+from threading import Condition
 from time import monotonic
 from typing import Any
 
 import torch
 
+from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.weight_update.target import EngineTimeoutError, WeightTarget
 from torchrl_rloo.weight_update.transport import Link
 
@@ -57,8 +58,8 @@ class Peer:
         if self._calls is None:
             self._calls = SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            threading.Thread(target=_serve, args=(self._calls, device), name="engine calls", daemon=True).start()
             self._end = weakref.finalize(self, self._calls.put, None)
+            PackageThread(_serve, self._calls, device, name="engine calls", stop=self._end).start()
         self._calls.put((function, self.engine))
 
     def abandon_calls(self) -> None:
@@ -101,7 +102,7 @@ class Session:
         still_seconds: time from the begin of the pause until the engine resumed.
     """
 
-    def __init__(self, peer: Peer, timeout: float, changed: threading.Condition):
+    def __init__(self, peer: Peer, timeout: float, changed: Condition):
         self.peer, self.timeout, self.changed = peer, timeout, changed
         self.start_count = peer.engine.start_count
         self.error: PeerError | None = None
@@ -179,7 +180,7 @@ class Session:
         return self._since + self.timeout + GRACE_SECONDS - monotonic()
 
 
-def wait_until(sessions: Iterable[Session], predicate: Callable[[], bool], changed: threading.Condition) -> None:
+def wait_until(sessions: Iterable[Session], predicate: Callable[[], bool], changed: Condition) -> None:
     """Wait until ``predicate`` holds, which sessions that take too long must not prevent once they have failed."""
     sessions = list(sessions)
     with changed:

@@ -159,26 +159,6 @@ class TargetGroup(ABC):
         """Stop an engine from sampling, since a push failed in it. The group restarts it if needed, and refills it."""
 
 
-class TargetGroup(ABC):
-    """Base class of groups of engines whose members come and go, such as pools."""
-
-    @abstractmethod
-    def targets(self) -> list[WeightTarget]:
-        """Return the engines of members that can take part in a push now."""
-
-    @abstractmethod
-    def attach(self, fill: Callable[[WeightTarget], None]) -> None:
-        """Register the publisher's ``fill``. From then on every member is empty until it is filled."""
-
-    @abstractmethod
-    def mark_filled(self, engine: WeightTarget, version: int) -> None:
-        """Note that an engine has this version, so that it may sample."""
-
-    @abstractmethod
-    def mark_failed(self, engine: WeightTarget, error: Exception) -> None:
-        """Note that an engine missed a push or has only parts of it, so that it must not sample."""
-
-
 def check_in_flight(in_flight: str) -> None:
     """Raise ValueError unless ``in_flight`` is one of :data:`IN_FLIGHT`."""
     if in_flight not in IN_FLIGHT:

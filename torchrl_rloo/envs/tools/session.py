@@ -8,15 +8,20 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.schema import fit_arguments
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 from torchrl_rloo.rewards.protocol import is_async
+
+T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -25,24 +30,33 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class ToolSession:
     """Session that makes the calls of one trajectory and opens a tool's state at the first call that needs it.
 
-    It must be used on the loop of conversations (:mod:`torchrl_rloo.envs.event_loop`). Errors of a call become
-    texts for the policy. A call that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so
-    that no later call uses it.
+    It may be used on any event loop, and closed on another one. Errors of a call become texts for the policy. A call
+    that is cancelled or exceeds its limit is abandoned, and its tool's state is closed, so that no later call uses it.
 
     Args:
         tools: tools that may be called.
         columns: dataset columns of the trajectory's row.
-        timeout: limit of a call and of closing a state, in seconds. A tool's own limit applies if it is shorter.
+        timeout: limit of a call, of opening a state and of closing it, in seconds. A tool's own limit applies if it is
+            shorter. The time in which a call waits for a thread or for ``limits`` does not count.
         max_chars: characters of a result that the policy is shown; the rest is cut.
+        limits: limits of concurrent calls by tool name, shared with other sessions.
     """
 
     def __init__(
-        self, tools: ToolRegistry, columns: Mapping[str, Any], *, timeout: float = 30.0, max_chars: int = 10_000
+        self,
+        tools: ToolRegistry,
+        columns: Mapping[str, Any],
+        *,
+        timeout: float = 30.0,
+        max_chars: int = 10_000,
+        limits: Mapping[str, CallLimit] | None = None,
     ):
         self.tools, self.columns, self.timeout, self.max_chars = tools, columns, timeout, max_chars
+        self.limits = dict(limits or {})
         self._states: dict[Hashable, _State] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._order_locks: defaultdict[Hashable, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._closing: set[Future[None]] = set()
+        # Not asyncio's locks, which belong to one event loop; both are first come, first served
+        self._order_locks: defaultdict[Hashable, CallLimit] = defaultdict(partial(CallLimit, 1))
         self.closed = False
 
     async def call(self, call: ToolCall | MalformedCall, *, deadline: float = float("inf")) -> ToolResult:
@@ -67,51 +81,57 @@ class ToolSession:
             return ToolResult(tool.name, self._error(str(error)), "invalid")
         if not tool.sequential:
             return await self._make(tool, arguments, deadline)
-        async with self._order_locks[tool.state_key]:  # asyncio locks are first come, first served
+        async with self._order_locks[tool.state_key]:
             return await self._make(tool, arguments, deadline)
 
     async def _make(self, tool: Tool, arguments: dict[str, Any], deadline: float) -> ToolResult:
-        # Apply the earliest of the limits of the session, the tool and the caller
-        now = time.monotonic()
         limit = self.timeout if tool.timeout is None else min(self.timeout, tool.timeout)
-        deadline = min(deadline, now + limit)
-        if deadline <= now:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return ToolResult(tool.name, self._error(f"there was no time left for {tool.name}"), "timed_out")
-        # Open the state of the tool if necessary, then call it in the time that is left
+        # Open the state of the tool if necessary, then call it
         try:
-            outcome = await self._state(tool, deadline - now)
+            outcome = await self._state(tool, limit, deadline)
             if outcome.ok:
-                outcome = await self._call(tool, outcome.value, arguments, deadline)
-        except TimeoutError:
+                outcome = await self._call(tool, outcome.value, arguments, limit, deadline)
+        except (TimeoutError, asyncio.TimeoutError):
             lost = " and its state is lost" if tool.sequential and tool.state_key not in self._states else ""
-            message = f"{tool.name} took longer than {deadline - now:.3g} s{lost}"
+            message = f"{tool.name} took longer than {min(limit, remaining):.3g} s{lost}"
             return ToolResult(tool.name, self._error(message), "timed_out")
         if outcome.ok:
             return ToolResult(tool.name, outcome.value, "ok")
         return ToolResult(tool.name, self._error(outcome.value), "timed_out" if outcome.timed_out else "failed")
 
-    async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], deadline: float) -> _Outcome:
+    async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], limit: float, deadline: float) -> _Outcome:
         work = _guard(tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
-        held = self._states.get(tool.state_key)
+        held, remaining = self._states.get(tool.state_key), max(0.0, deadline - time.monotonic())
+        calling = event_loop.call(work, timeout=min(limit, remaining), limit=self.limits.get(tool.name))
         try:
-            return await event_loop.call(work, timeout=max(0.0, deadline - time.monotonic()))
-        except (TimeoutError, asyncio.CancelledError):
+            # The caller's deadline also ends a call that waits for its start
+            return await (calling if remaining == float("inf") else asyncio.wait_for(calling, remaining))
+        except (TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
             if self._states.get(tool.state_key) is held:  # a concurrent call may have dropped it already
                 self._drop(tool.state_key)
             raise
 
-    async def _state(self, tool: Tool, seconds: float) -> _Outcome:
+    async def _state(self, tool: Tool, limit: float, deadline: float) -> _Outcome:
         if not _has_state(tool):
             return _Outcome(True, None)
         if self.closed:
             raise RuntimeError(f"the session is closed: {tool.name} cannot be called")
         if tool.state_key not in self._states:
-            work = event_loop.call(_guard(tool.open, (self.columns,)))
-            self._states[tool.state_key] = _State(tool, asyncio.get_running_loop().create_task(work))
-        held = self._states[tool.state_key]
-        done, _ = await asyncio.wait({held.opening}, timeout=seconds)
-        if not done:
-            raise TimeoutError
+            started: list[float] = []
+            work = event_loop.call(_guard(tool.open, (self.columns,), started=started))
+            self._states[tool.state_key] = _State(tool, _start(work), started)
+        held, asked_at = self._states[tool.state_key], time.monotonic()
+        # Wait for at most the limit from the start of the function, or from now if it has started before
+        opening = asyncio.wrap_future(held.opening)
+        while not opening.done():
+            until = max([asked_at, *held.started]) + limit if held.started else float("inf")
+            remaining = min(deadline, until) - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            await asyncio.wait({opening}, timeout=min(remaining, limit))
         if not held.opening.result().ok and self._states.get(tool.state_key) is held:
             del self._states[tool.state_key]
         return held.opening.result()
@@ -120,14 +140,15 @@ class ToolSession:
         """Close a state in the background."""
         state = self._states.pop(state_key, None)
         if state is not None:
-            closing = asyncio.get_running_loop().create_task(self._close(*state))
+            closing = _start(self._close(state.tool, state.opening))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _close(self, tool: Tool, opening: asyncio.Task[_Outcome]) -> None:
-        state = await opening
-        if not state.ok:
+    async def _close(self, tool: Tool, opening: Future[_Outcome]) -> None:
+        await asyncio.wait({asyncio.wrap_future(opening)})
+        if opening.cancelled() or not opening.result().ok:
             return
+        state = opening.result()
         try:
             outcome = await event_loop.call(_guard(tool.close, (state.value,)), timeout=self.timeout)
         except TimeoutError:
@@ -142,7 +163,7 @@ class ToolSession:
         for state_key in list(self._states):
             self._drop(state_key)
         if self._closing:
-            await asyncio.wait(set(self._closing), timeout=self.timeout)
+            await asyncio.wait(set(map(asyncio.wrap_future, set(self._closing))), timeout=self.timeout)
 
     def _error(self, message: str) -> str:
         return _text(f"Error: {message}", self.max_chars)
@@ -152,7 +173,8 @@ class _State(NamedTuple):
     """State of a trajectory, with the tool that opened it."""
 
     tool: Tool
-    opening: asyncio.Task[_Outcome]  # continues if its waiter is cancelled
+    opening: Future[_Outcome]  # continues if its waiter is cancelled
+    started: list[float]  # the time at which the tool's method began; empty while it waits for a thread
 
 
 class _Outcome(NamedTuple):
@@ -161,6 +183,11 @@ class _Outcome(NamedTuple):
     ok: bool
     value: Any
     timed_out: bool = False
+
+
+def _start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start work on the running loop; its future may be awaited on any loop (``asyncio.wrap_future``)."""
+    return asyncio.run_coroutine_threadsafe(work, asyncio.get_running_loop())
 
 
 def _has_state(tool: Tool) -> bool:
@@ -172,15 +199,17 @@ def _guard(
     args: tuple[Any, ...],
     arguments: Mapping[str, Any] | None = None,
     convert: Callable[[Any], Any] = lambda value: value,
+    started: list[float] | None = None,
 ) -> Callable[[], Any]:
     """Wrap a call of a tool's method and the conversion of its result, so that it raises nothing.
 
-    It also catches ``SystemExit``, which would end the loop.
+    It also catches ``SystemExit``, which would end the loop, and appends the time of its start to ``started``.
     """
-    arguments = arguments or {}
+    arguments, started = arguments or {}, [] if started is None else started
     if is_async(method):
 
         async def work() -> _Outcome:
+            started.append(time.monotonic())
             try:
                 return _Outcome(True, convert(await method(*args, **arguments)))
             except BaseException as error:
@@ -189,6 +218,7 @@ def _guard(
     else:
 
         def work() -> _Outcome:
+            started.append(time.monotonic())
             try:
                 return _Outcome(True, convert(method(*args, **arguments)))
             except BaseException as error:

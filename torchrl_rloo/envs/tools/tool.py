@@ -30,8 +30,8 @@ class Tool:
     """Base of tools that the policy calls by name, with arguments described by a JSON Schema.
 
     For a plain function use :func:`tool`. A subclass implements :meth:`call` and, if it has a state per trajectory,
-    :meth:`open` and :meth:`close`. Each may be sync or async. A sync call runs on a separate daemon thread, an async
-    call on the loop of user code in :mod:`torchrl_rloo.envs.event_loop`.
+    :meth:`open` and :meth:`close`. Each may be sync or async. A sync call runs on one of the
+    threads for user code, an async call on the loop of user code (:func:`torchrl_rloo.envs.event_loop.call`).
 
     Args:
         name: name of at most 64 letters, digits and ``_ . -``.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser, without_thinking
 from torchrl_rloo.envs.tools.registry import ToolRegistry
@@ -46,6 +48,10 @@ class ToolTransform(TurnTransform):
         max_calls: maximum calls of a trajectory, failed ones included; further calls are refused. A turn with only
             refused calls truncates the conversation with the stop reason ``"tool_calls"``. None disables the limit.
         max_parallel: maximum concurrent calls of a turn.
+        max_concurrent: maximum concurrent calls by tool name, over all conversations and collectors that use this
+            transform, such as ``{"python": 8}``. Further calls wait, which does not count as time of the call. Tools
+            without an entry are limited by the threads for sync functions only
+            (:func:`~torchrl_rloo.envs.event_loop.set_call_threads`).
         max_output_chars: maximum characters of a result that the policy sees.
         result_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a
             ``tool_call_id`` of nine characters. ``"user"``, for templates without tools, answers with one user message
@@ -61,7 +67,7 @@ class ToolTransform(TurnTransform):
             exist), ``"tools/malformed"`` (could not be parsed) and ``"tools/refused"`` (beyond a limit).
 
     Raises:
-        ValueError: for an unknown parser or role, a limit of 0 or less, or conflicting tools; at ``reset``, if
+        ValueError: for an unknown parser, role or tool, a limit of 0 or less, or conflicting tools; at ``reset``, if
             ``tools_column`` names an unknown tool.
         RuntimeError: at ``reset`` with ``show_schemas``, if it does not come after a :class:`DataLoadingPrimer`.
 
@@ -82,6 +88,7 @@ class ToolTransform(TurnTransform):
         max_calls_per_turn: int = 8,
         max_calls: int | None = None,
         max_parallel: int = 8,
+        max_concurrent: Mapping[str, int] | None = None,
         max_output_chars: int = 10_000,
         result_role: Literal["tool", "user"] = "tool",
         show_schemas: bool = True,
@@ -96,12 +103,20 @@ class ToolTransform(TurnTransform):
         if result_role not in ("tool", "user"):
             raise ValueError(f"result_role={result_role!r} must be 'tool' or 'user'")
         self.tools = tools if isinstance(tools, ToolRegistry) else ToolRegistry(tools)
+        self._limits = self._make_limits(max_concurrent or {})
         self.parser, self.timeout, self.result_role = resolve_parser(parser), timeout, result_role
         self.max_calls_per_turn, self.max_calls, self.max_parallel = max_calls_per_turn, max_calls, max_parallel
         self.max_output_chars, self.show_schemas, self.tools_column = max_output_chars, show_schemas, tools_column
         self.ignore_thinking = ignore_thinking
         self._sessions: dict[int, ToolSession] = {}
         self._choices: dict[tuple[str, ...] | None, tuple[ToolRegistry, list]] = {}
+
+    def _make_limits(self, max_concurrent: Mapping[str, int]) -> dict[str, CallLimit]:
+        if unknown := sorted(set(max_concurrent) - set(self.tools)):
+            raise ValueError(f"max_concurrent has unknown tools {unknown}: use names from {list(self.tools)}")
+        if wrong := {name: value for name, value in max_concurrent.items() if value < 1}:
+            raise ValueError(f"max_concurrent={wrong} must be at least 1")
+        return {name: CallLimit(value) for name, value in max_concurrent.items()}
 
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Run the calls of a turn that nothing else answered; see :meth:`TurnTransform.step_row`."""
@@ -143,7 +158,9 @@ class ToolTransform(TurnTransform):
         """Run calls, at most ``max_parallel`` at a time, and count their outcomes."""
         session, free = self._session(row), asyncio.Semaphore(self.max_parallel)
         seconds = self.chat_env.max_seconds
-        deadline = float("inf") if seconds is None else float(next_row[keys.STARTED]) + seconds
+        deadline = float("inf")
+        if seconds is not None:
+            deadline = time.monotonic() + float(next_row[keys.STARTED]) + seconds - time.time()
 
         async def run_one(call: ToolCall | MalformedCall) -> ToolResult:
             async with free:
@@ -171,7 +188,9 @@ class ToolTransform(TurnTransform):
         if session is None:
             columns = {k: _plain(row[k]) for k in row.keys() if k not in keys.RESERVED and k != keys.TOOLS}
             tools, _ = self._choice(row)
-            session = ToolSession(tools, columns, timeout=self.timeout, max_chars=self.max_output_chars)
+            session = ToolSession(
+                tools, columns, timeout=self.timeout, max_chars=self.max_output_chars, limits=self._limits
+            )
             self._sessions[trajectory] = session
         return session
 

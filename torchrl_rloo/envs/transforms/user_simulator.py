@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from hashlib import blake2b
 from string import Formatter
 from typing import Any
@@ -176,7 +178,7 @@ class _EngineSpeaker:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.stop_ids = () if config.ignore_eos else (*end_of_sequence_ids(tokenizer), *engine.stop_ids)
         self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
-        self._waiting: list[tuple[Request, asyncio.Future[Sample]]] = []
+        self._waiting: list[tuple[Request, Future[Sample]]] = []
         self._serving: asyncio.Task | None = None
 
     async def __call__(self, messages: Messages, seed: int) -> str:
@@ -198,11 +200,13 @@ class _EngineSpeaker:
     async def _sample(self, request: Request) -> Sample:
         if isinstance(self.engine, AsyncEngine):
             return await asyncio.wrap_future(self.engine.submit(request))
-        result: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
+        # The loop of users' functions is replaced if one blocks it, so results must not be bound to a loop
+        result: Future[Sample] = Future()
         self._waiting.append((request, result))
-        if self._serving is None or self._serving.done():
+        serving = self._serving
+        if serving is None or serving.done() or serving.get_loop() is not asyncio.get_running_loop():
             self._serving = asyncio.create_task(self._serve())
-        return await result
+        return await asyncio.wrap_future(result)
 
     async def _serve(self) -> None:
         """Sample pending requests, one batch per engine call, until none is left; new ones join the next batch."""
@@ -210,7 +214,7 @@ class _EngineSpeaker:
             batch, self._waiting = self._waiting, []
             await self._settle([(request, result) for request, result in batch if not result.done()])
 
-    async def _settle(self, batch: list[tuple[Request, asyncio.Future[Sample]]]) -> None:
+    async def _settle(self, batch: list[tuple[Request, Future[Sample]]]) -> None:
         try:
             samples = await event_loop.call(self.engine.generate, [request for request, _ in batch])
         except Exception as error:
@@ -224,8 +228,8 @@ class _EngineSpeaker:
                 _settle(result, sample)
 
 
-def _settle(result: asyncio.Future[Sample], outcome: Sample | Exception) -> None:
-    if not result.done():  # the conversation may have been cancelled
+def _settle(result: Future[Sample], outcome: Sample | Exception) -> None:
+    with suppress(InvalidStateError):  # the conversation may have been cancelled
         (result.set_exception if isinstance(outcome, Exception) else result.set_result)(outcome)
 
 
