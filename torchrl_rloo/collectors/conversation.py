@@ -101,6 +101,7 @@ class GroupRunner:
             Exception: raised by the environment or its transforms.
         """
         group = lease.group_id
+        self.forget(group)  # counts of an earlier attempt
         conversations = [_Conversation(row, lease, i, self, begin) for i, row in enumerate(lease.rows.unbind(0))]
         self.pending += len(conversations)
         unended = set(conversations)
@@ -112,7 +113,8 @@ class GroupRunner:
             async with self._scoring_slots:
                 return await asyncio.shield(self._run_in_thread(self._score, conversations))
         finally:
-            self._running.pop(group, None)
+            if self._running.get(group) is conversations:  # otherwise the next attempt runs
+                del self._running[group]
             self.pending -= len(unended)
             self.source.notify()
             # Release the state to the end, even if the group is cancelled during it
@@ -126,7 +128,8 @@ class GroupRunner:
     def cut_stragglers(self, group_id: int) -> None:
         """Cancel the conversations of a group that have not ended; the group then completes with them abstaining."""
         for conversation in self._running.get(group_id, ()):
-            if conversation.task is not None and not conversation.task.done():
+            running = conversation.task is not None and not conversation.task.done()
+            if running and not conversation.cut:
                 conversation.cut = True
                 conversation.task.cancel()
 

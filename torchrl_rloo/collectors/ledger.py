@@ -35,6 +35,17 @@ class GroupState(str, Enum):
     ACKNOWLEDGED = "acknowledged"
 
 
+# States from which a group may enter each state; None is a group that the ledger does not have
+_ALLOWED: dict[str, frozenset[str | None]] = {
+    "drawn": frozenset({None, "leased", "complete"}),
+    "leased": frozenset({"drawn"}),
+    "complete": frozenset({"leased", "delivered"}),
+    "delivered": frozenset({"complete"}),
+    "acknowledged": frozenset({"delivered"}),
+    "dropped": frozenset({"drawn", "leased", "complete"}),
+}
+
+
 class Lease(NamedTuple):
     """Permission to run one attempt of a group.
 
@@ -49,7 +60,7 @@ class Lease(NamedTuple):
     rows: TensorDictBase
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Record of one group that is not acknowledged.
 
@@ -111,7 +122,7 @@ class GroupLedger:
             self._audit.parent.mkdir(parents=True, exist_ok=True)
 
     def lease(self, count: int) -> list[Lease]:
-        """Lease groups: those re-queued first, then new draws.
+        """Give out groups to run: those re-queued first, then new draws.
 
         Args:
             count: number of groups.
@@ -122,21 +133,23 @@ class GroupLedger:
         Raises:
             DatasetExhaustedError: if fewer draws are left.
         """
+        # Draw; an error on the way leaves the primer as it was
         waiting = self.of(GroupState.DRAWN)[:count]
         if (new := count - len(waiting)) > 0:
-            drawn = self.primer.draw_groups(new)
+            with self.primer.requeue_on_error():
+                drawn = self.primer.draw_groups(new)
             for rows in drawn:
                 group_id, prompt_id = int(rows[0][keys.GROUP_ID]), int(rows[0][keys.PROMPT_ID])
                 group = Group(group_id, prompt_id, self._attempts.pop(group_id, 0))
                 self.groups[group_id] = group
                 self.counts["ledger/drawn"] += 1
-                self._move(group, GroupState.DRAWN)
+                self._write_state(group, "drawn")
                 waiting.append(group)
-        return [self._lease(group) for group in waiting]
-
-    def _lease(self, group: Group) -> Lease:
-        self._move(group, GroupState.LEASED)
-        return Lease(group.group_id, group.attempt, self.primer.make_group(group.prompt_id, group.group_id))
+        # Make all rows before the first lease, since a dataset may fail
+        leases = [Lease(g.group_id, g.attempt, self.primer.make_group(g.prompt_id, g.group_id)) for g in waiting]
+        for group in waiting:
+            self._move(group, GroupState.LEASED)
+        return leases
 
     def begin(self, group_id: int, attempt: int, version: int) -> None:
         """Note the policy version at which a conversation of a leased group begins."""
@@ -162,6 +175,7 @@ class GroupLedger:
         """Return leased or complete groups to the drawn ones, under their next attempt."""
         for group_id in group_ids:
             group = self.groups[group_id]
+            self._check_move(group, "drawn")
             group.attempt, group.version, group.rows = group.attempt + 1, None, None
             self.counts["ledger/requeued"] += 1
             self._move(group, GroupState.DRAWN)
@@ -169,7 +183,8 @@ class GroupLedger:
     def drop(self, group_ids: Iterable[int]) -> None:
         """Remove groups for good, as after a cancellation by the user."""
         for group_id in group_ids:
-            self._move(self.groups.pop(group_id), "dropped")
+            self._move(self.groups[group_id], "dropped")
+            del self.groups[group_id]
 
     def deliver(self, group_ids: Iterable[int]) -> list[TensorDictBase]:
         """Move complete groups into a batch and return their rows."""
@@ -180,13 +195,18 @@ class GroupLedger:
             rows += group.rows
         return rows
 
-    def settle(self, taken: Iterable[int]) -> None:
-        """Confirm delivered groups whose rows the caller has; the other delivered groups become complete again."""
+    def settle(self, taken: Iterable[int], *, reclaim: bool = True) -> None:
+        """Confirm delivered groups whose rows the caller has.
+
+        Args:
+            taken: groups to confirm.
+            reclaim: whether the other delivered groups become complete again. False while a batch is being delivered.
+        """
         taken = set(taken)
         for group in self.of(GroupState.DELIVERED):
             if group.group_id in taken:
                 group.taken, group.rows = True, None
-            elif not group.taken:
+            elif reclaim and not group.taken:
                 self._move(group, GroupState.COMPLETE)
 
     def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
@@ -200,12 +220,13 @@ class GroupLedger:
         """
         if group_ids is None:
             group_ids = [group.group_id for group in self.of(GroupState.DELIVERED) if group.taken]
-        group_ids = list(group_ids)
+        group_ids = list(dict.fromkeys(group_ids))
         for group_id in group_ids:
             if group_id not in self.groups or not self.groups[group_id].taken:
                 raise KeyError(f"group_id={group_id} is not delivered, so it cannot be acknowledged")
         for group_id in group_ids:
-            self._move(self.groups.pop(group_id), GroupState.ACKNOWLEDGED)
+            self._move(self.groups[group_id], GroupState.ACKNOWLEDGED)
+            del self.groups[group_id]
             self.counts["ledger/acknowledged"] += 1
         return len(group_ids)
 
@@ -231,12 +252,24 @@ class GroupLedger:
         self.counts.clear()
         self.counts.update(state["counts"])
         self._attempts = dict(state["attempts"])
-        self._write({"state": "restored", "next_group": self.primer.next_group_id, "requeued": sorted(self._attempts)})
+        numbers = {"first_group": self.primer.first_group_id, "next_group": self.primer.next_group_id}
+        self._write({"state": "restored", **numbers, "requeued": sorted(self._attempts)})
+
+    def _check_move(self, group: Group, name: str) -> None:
+        if group.state.value not in _ALLOWED[name]:
+            raise ValueError(
+                f"group_id={group.group_id} is {group.state.value}, so it cannot become {name}; it must be one of "
+                f"{sorted(_ALLOWED[name] - {None})}"
+            )
 
     def _move(self, group: Group, state: GroupState | str) -> None:
+        name = state.value if isinstance(state, GroupState) else state
+        self._check_move(group, name)
         if isinstance(state, GroupState):
             group.state = state
-        name = state.value if isinstance(state, GroupState) else state
+        self._write_state(group, name)
+
+    def _write_state(self, group: Group, name: str) -> None:
         self._write({"state": name, "group": group.group_id, "attempt": group.attempt, "version": group.version})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -250,7 +283,7 @@ class Audit(NamedTuple):
 
     Attributes:
         acknowledged: groups acknowledged in the final timeline.
-        open: groups drawn and neither acknowledged nor dropped at the end.
+        open: groups drawn and neither acknowledged nor dropped at the end, including those that wait after a restore.
         attempts: leases in total, over all processes.
         restores: number of times that a checkpoint was restored.
     """
@@ -264,7 +297,8 @@ class Audit(NamedTuple):
 def check_audit(path: str | PathLike) -> Audit:
     """Replay an audit file, and check that no group was lost or counted twice.
 
-    A restore returns to the groups acknowledged at its checkpoint, since the steps after it run again.
+    A restore returns to the groups acknowledged at its checkpoint, since the steps after it run again. A gap in the ids
+    of draws is a lost group.
 
     Args:
         path: file that :class:`GroupLedger` wrote, over any number of processes.
@@ -273,45 +307,49 @@ def check_audit(path: str | PathLike) -> Audit:
         The groups at the end of the file.
 
     Raises:
-        ValueError: if a change of state is not allowed, if a group was acknowledged twice, or if a restored checkpoint
-            lost a group; with the line number.
+        ValueError: with the line number, if a change of state is not allowed or a result is late. Also if a group was
+            acknowledged twice, or if a draw or a restored checkpoint lost one.
     """
-    before = {
-        "drawn": {None, "drawn", "leased", "complete"},
-        "leased": {"drawn"},
-        "complete": {"leased", "delivered"},
-        "delivered": {"complete"},
-        "acknowledged": {"delivered"},
-        "dropped": {"drawn", "leased", "complete"},
-    }
     states: dict[int, str] = {}
     attempts: dict[int, int] = {}
+    waiting: set[int] = set()  # groups of the restored checkpoint that were not drawn again
     acknowledged: set[int] = set()
     ever: set[int] = set()
+    last: int | None = None  # newest draw
     leases = restores = 0
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         record = json.loads(line)
         state = record["state"]
         # A restore forgets what came after its checkpoint, but must account for every group before
         if state == "restored":
-            restores += 1
-            requeued, known = set(record["requeued"]), set(range(record["next_group"]))
-            if lost := known - requeued - ever:
+            known, waiting = set(range(record["first_group"], record["next_group"])), set(record["requeued"])
+            if lost := known - waiting - ever:
                 raise ValueError(f"line {number}: the checkpoint lost groups {sorted(lost)[:5]}")
-            acknowledged, states = known - requeued, {}
+            restores += 1
+            acknowledged, states, last = known - waiting, {}, record["next_group"] - 1
             continue
+        # Check the change, then the draw and the attempt that it belongs to
         group, attempt = record["group"], record["attempt"]
+        before = states.get(group)
         if group in acknowledged:
             raise ValueError(f"line {number}: group {group} is {state} again after it was acknowledged")
-        if states.get(group) not in before[state]:
-            raise ValueError(f"line {number}: group {group} is {state} after {states.get(group)}")
-        if state not in ("drawn", "leased") and attempt != attempts.get(group):
-            raise ValueError(f"line {number}: attempt {attempt} of group {group} is {state}, but was not leased")
-        if state == "leased":
-            leases, attempts[group] = leases + 1, attempt
+        if before not in _ALLOWED[state]:
+            raise ValueError(f"line {number}: group {group} is {state} after {before}")
+        if state == "drawn":
+            if before is None and group not in waiting:
+                if last is not None and group != last + 1:
+                    raise ValueError(f"line {number}: group {group} is drawn after group {last}")
+                last = group
+            elif before is not None and attempt <= attempts[group]:
+                raise ValueError(f"line {number}: group {group} is drawn again under attempt {attempt}")
+            waiting.discard(group)
+            attempts[group] = attempt
+        elif attempt != attempts[group]:
+            raise ValueError(f"line {number}: attempt {attempt} of group {group} is {state}, but was not drawn")
+        leases += state == "leased"
         states[group] = state
         if state in ("acknowledged", "dropped"):
             del states[group]
             acknowledged.add(group)
             ever.add(group)
-    return Audit(acknowledged, set(states), leases, restores)
+    return Audit(acknowledged, set(states) | waiting, leases, restores)

@@ -12,11 +12,11 @@ import concurrent.futures
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -27,7 +27,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
 from torchrl_rloo.collectors.conversation import ON_FAILURE, GroupRunner, OnFailure
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
-from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, limit_staleness, may_wait, oldest_version
+from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, choose_groups, limit_staleness, oldest_version
 from torchrl_rloo.collectors.turn_source import make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
@@ -35,6 +35,8 @@ from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
+
+T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
@@ -121,7 +123,7 @@ class LLMCollector(BaseCollector):
         weight_updater: sender of new weights to the policy in :meth:`update_policy_weights_`. Its ``in_flight``
             determines how an update treats running turns. None disables updates.
         sync_every: number of batches between weight updates; None leaves updates to the caller.
-        max_failed_pushes: number of consecutive failed updates that raises; before, sampling goes on with the old
+        max_failed_pushes: number of consecutive failed updates that raises; before, sampling continues with the old
             weights.
         replay_buffer: buffer that also receives each batch, without its text.
         postproc: function applied to each batch before delivery.
@@ -263,6 +265,7 @@ class LLMCollector(BaseCollector):
         self._totals, self._failed_pushes, self._initialized = _Totals(), 0, False
         # State of the event loop's thread
         self._tasks: dict[int, asyncio.Task] = {}
+        self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
         self._loop = EventLoop("collector")
@@ -309,7 +312,7 @@ class LLMCollector(BaseCollector):
     def update_policy_weights_(self) -> None:
         """Send the training model's weights to the policy under a new version.
 
-        A policy in this process is updated between two batches. After a failed update, sampling goes on with the old
+        A policy in this process is updated between two batches. After a failed update, sampling continues with the old
         weights, until ``max_failed_pushes`` updates in a row have failed.
 
         Raises:
@@ -327,7 +330,7 @@ class LLMCollector(BaseCollector):
             self._failed_pushes += 1
             if self._failed_pushes >= self.max_failed_pushes:
                 raise
-            _LOGGER.warning("sampling goes on with version %d: %s", updater.current_version, error)
+            _LOGGER.warning("sampling continues with version %d: %s", updater.current_version, error)
         else:
             self._failed_pushes, self._initialized = 0, True
         self.policy_version = updater.current_version
@@ -353,7 +356,7 @@ class LLMCollector(BaseCollector):
         """
         if self.closed:
             raise RuntimeError("the collector is shut down; create another one")
-        self._call_on_loop(self._settle)
+        self._call_on_loop(self._begin_batch)
         totals = self._totals
         if self.sync_every is not None and totals.batches and totals.batches % self.sync_every == 0:
             self.update_policy_weights_()
@@ -399,11 +402,11 @@ class LLMCollector(BaseCollector):
         return self._call_on_loop(self._acknowledge, group_ids)
 
     def _acknowledge(self, group_ids: Iterable[int] | None) -> int:
-        self.ledger.settle(self._totals.returned)
+        self.ledger.settle(self._totals.returned, reclaim=False)
         return self.ledger.acknowledge(group_ids)
 
     def _wait_for_batch(self, rows_before: int, turns_before: int) -> _Batch:
-        """Wait for the next batch, and report progress meanwhile."""
+        """Wait for the next batch, and report its progress."""
         waiting = asyncio.run_coroutine_threadsafe(self._next_batch(), self._loop.loop)
         reported = None
         try:
@@ -436,13 +439,26 @@ class LLMCollector(BaseCollector):
 
         return self._loop.run(call())
 
-    def _settle(self) -> None:
+    def _begin_batch(self) -> None:
         """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
-        self.ledger.settle(self._totals.returned)
+        if self._waiter is not None:  # an interrupt left it behind
+            self._waiter.cancel()
+        self._settle(self._totals, reclaim=True)
+
+    def _settle(self, totals: _Totals, *, reclaim: bool) -> None:
+        self.ledger.settle(totals.returned, reclaim=reclaim)
         if self.auto_acknowledge:
             self.ledger.acknowledge()
 
     async def _next_batch(self) -> _Batch:
+        self._waiter = asyncio.current_task()
+        try:
+            return await self._choose_batch()
+        finally:
+            if self._waiter is asyncio.current_task():
+                self._waiter = None
+
+    async def _choose_batch(self) -> _Batch:
         while True:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -478,11 +494,15 @@ class LLMCollector(BaseCollector):
             self._start(self.ledger.lease(free))
 
     def _free_places(self, places: int) -> int:
-        """Return the number of groups to begin, so that ``places`` are undelivered, in whole batches."""
-        begun, remaining = len(self.ledger.of(*_BEGUN)), self.ledger.primer.remaining()
-        if remaining != float("inf"):
+        """Return the number of groups to begin, so that ``places`` are undelivered.
+
+        New draws that do not fill a last batch are left out, but not groups that were drawn before.
+        """
+        primer, begun = self.ledger.primer, len(self.ledger.of(*_BEGUN))
+        if (remaining := primer.remaining()) != float("inf"):
             undelivered = len(self.ledger.of(*_UNDELIVERED))
-            places = min(places, int(undelivered + remaining) // self.groups_per_batch * self.groups_per_batch)
+            in_whole_batches = int(undelivered + remaining) // self.groups_per_batch * self.groups_per_batch
+            places = min(places, max(in_whole_batches, undelivered + primer.num_requeued))
         return places - begun
 
     def _start(self, leases: list[Lease]) -> None:
@@ -511,21 +531,20 @@ class LLMCollector(BaseCollector):
 
     def _choose(self, needed: int) -> list[Group]:
         """Return the groups to deliver, oldest first; none if they are not ready."""
-        complete = self.ledger.of(GroupState.COMPLETE)
+        complete, running = self.ledger.of(GroupState.COMPLETE), self.ledger.of(GroupState.LEASED)
         if len(complete) >= needed:
-            chosen = complete[:needed]
-            rest = [group for group in self.ledger.of(*_BEGUN) if group not in chosen]
             bound = self.max_staleness if self.on_stale == "wait" else None
-            if not bound or may_wait(rest, self.groups_per_batch, self.policy_version, bound):
+            if not bound:
+                return complete[:needed]
+            chosen = choose_groups(complete, running, needed, self.groups_per_batch, self.policy_version, bound)
+            if chosen is not None:
                 return chosen
         # Complete groups whose last members are late
         if self.min_members is not None:
-            late = [
-                group.group_id
-                for group in self.ledger.of(GroupState.LEASED)
-                if self.runner.ended_counts[group.group_id] >= self.min_members
-            ]
-            for group_id in late[: (needed - len(complete)) or needed]:
+            ended = self.runner.ended_counts
+            late = [group.group_id for group in running if ended[group.group_id] >= self.min_members]
+            missing = needed - len(complete)
+            for group_id in late[: missing if missing > 0 else needed]:
                 self.runner.cut_stragglers(group_id)
         return []
 
@@ -568,7 +587,7 @@ class LLMCollector(BaseCollector):
             Number of groups that were cancelled.
         """
         chosen = None if group_ids is None else set(map(int, group_ids))
-        return 0 if self.closed else self._loop.run(self._cancel(chosen))
+        return 0 if self.closed else self._loop.run(_shield(self._cancel(chosen)))
 
     async def _cancel(self, group_ids: set[int] | None) -> int:
         chosen = [g.group_id for g in self.ledger.of(GroupState.LEASED) if group_ids is None or g.group_id in group_ids]
@@ -598,13 +617,13 @@ class LLMCollector(BaseCollector):
         return self._call_on_loop(self._state)
 
     def _state(self) -> dict[str, Any]:
-        self._settle()
-        updater = self._weight_updater
+        updater, totals = self._weight_updater, self._totals
+        self._settle(totals, reclaim=False)
         return {
             "seed": self.runner.seed,
             "policy_version": self.policy_version,
             "spent_version": self.policy_version if updater is None else updater.version,
-            "totals": list(self._totals[:3]),
+            "totals": list(totals[:3]),
             "counts": dict(self._counts),
             "runner_counts": dict(self.runner.counts),
             "ledger": self.ledger.state_dict(self.env.state_dict),
@@ -613,7 +632,7 @@ class LLMCollector(BaseCollector):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, which does not contain the policy's weights, after cancelling all groups."""
-        self._loop.run(self._load(state_dict))
+        self._loop.run(_shield(self._load(state_dict)))
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])
         if self._weight_updater is not None:
@@ -647,7 +666,7 @@ class LLMCollector(BaseCollector):
             raise_on_error: whether to raise an error if the environment is already closed.
         """
         if not self.closed:
-            self._loop.run(self._shut_down())
+            self._loop.run(_shield(self._shut_down()))
             self._close_loop()
             if close_env:
                 self.env.close(raise_if_closed=raise_on_error)
@@ -664,6 +683,11 @@ def _shut_down_all() -> None:
     """Shut down at exit: a thread killed inside torch aborts the process."""
     for collector in list(_OPEN_COLLECTORS):
         collector.shutdown(close_env=False)
+
+
+async def _shield(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, even if the thread that waits for it is interrupted."""
+    return await asyncio.shield(work)
 
 
 def _find_primer(env: EnvBase) -> DataLoadingPrimer:

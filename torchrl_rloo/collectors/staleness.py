@@ -75,6 +75,46 @@ def may_wait(remaining: Sequence[Group], per_batch: int, version: int, max_stale
     return all(age + 1 + index // per_batch <= max_staleness for index, age in enumerate(in_bound))
 
 
+def choose_groups(
+    complete: Sequence[Group],
+    running: Sequence[Group],
+    needed: int,
+    per_batch: int,
+    version: int,
+    max_staleness: int,
+) -> list[Group] | None:
+    """Choose the groups to deliver, so that those left behind can be delivered in time if any choice allows it.
+
+    Groups beyond the bound come first, then the oldest, unless that would make others late.
+
+    Args:
+        complete: groups that may be delivered, oldest draw first; at least ``needed``.
+        running: groups that are not complete.
+        needed: number of groups to deliver.
+        per_batch: number of groups in a later batch.
+        version: current policy version.
+        max_staleness: bound on the staleness.
+
+    Returns:
+        The groups, or None to wait for a running one that is more urgent than a complete one.
+    """
+    ages = {group.group_id: version - oldest_version(group, version) for group in (*complete, *running)}
+
+    def urgency(group: Group) -> int:
+        """Return the age of a group; groups beyond the bound, which cannot be late any more, are not urgent."""
+        age = ages[group.group_id]
+        return age if age <= max_staleness else -1
+
+    for key in (lambda group: -ages[group.group_id], lambda group: -urgency(group)):
+        chosen = sorted(complete, key=key)[:needed]
+        rest = [group for group in (*complete, *running) if group not in chosen]
+        if may_wait(rest, per_batch, version, max_staleness):
+            return chosen
+    # Some group will be late; wait only if a running group could take the place of a less urgent one
+    least = min(urgency(group) for group in chosen)
+    return None if any(urgency(group) > least for group in running) else chosen
+
+
 def limit_staleness(
     rows: list[TensorDictBase], version: int, max_staleness: int, on_stale: OnStale, counts: Counter[str]
 ) -> list[TensorDictBase]:

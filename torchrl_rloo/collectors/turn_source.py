@@ -126,8 +126,7 @@ class BatchedTurns(TurnSource):
         try:
             return await turn
         except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+            self._waiting = [other for other in self._waiting if other is not waiting]
             raise
 
     def notify(self) -> None:

@@ -80,6 +80,7 @@ class DataLoadingPrimer(Transform):
         self.epoch, self.position, self.next_group_id = 0, 0, first_group_id
         self.first_group_id, self.sampler = first_group_id, sampler
         self._requeued: deque[tuple[int, int]] = deque()
+        self._journal: list[tuple[int, int]] | None = None  # draws within requeue_on_error
         if sampler is None:
             self._start_epoch()
 
@@ -109,6 +110,8 @@ class DataLoadingPrimer(Transform):
         else:
             index, group_id = self._next_index(), self.next_group_id
             self.next_group_id += 1
+        if self._journal is not None:
+            self._journal.append((index, group_id))
         return {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}, group_id
 
     def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
@@ -118,6 +121,23 @@ class DataLoadingPrimer(Transform):
             draws: ``(prompt_id, group_id)`` pairs.
         """
         self._requeued = deque(sorted((*self._requeued, *draws), key=lambda draw: draw[1]))
+
+    @contextmanager
+    def requeue_on_error(self) -> Iterator[None]:
+        """Queue all draws of this context again if it raises, so that no group is lost."""
+        self._journal = []
+        try:
+            yield
+        except BaseException:
+            self.requeue(self._journal)
+            raise
+        finally:
+            self._journal = None
+
+    @property
+    def num_requeued(self) -> int:
+        """Number of re-queued draws, which come before new ones."""
+        return len(self._requeued)
 
     @contextmanager
     def with_requeued(self, draws: Iterable[tuple[int, int]]) -> Iterator[None]:
