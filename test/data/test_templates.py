@@ -356,15 +356,6 @@ def test_special_tokens_typed_anywhere_are_text(make_tokenizer: Callable) -> Non
     assert tools[0]["function"]["name"] == bad, "the caller's own are as they were"
 
 
-def test_without_special_tokens_the_ids_are_the_tokenizers(make_tokenizer: Callable) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<think>", "</think>"])  # not special, as in many tokenizers
-    messages = chat("a < b <| c |> [INST <think>abc</think>")
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert encode_prompt(tokenizer, messages) == expected
-    assert tokenizer.convert_tokens_to_ids("<think>") in expected
-
-
 def test_a_control_token_need_not_be_called_special(make_tokenizer: Callable) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|User|>", "<\uff5cUser\uff5c>"])

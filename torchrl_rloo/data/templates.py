@@ -4,7 +4,7 @@ Prompts and feedback are encoded here, but sampled text is never encoded again. 
 so no mask is recovered by searching text. The one exception is a conversation that the policy did not sample (SFT,
 evaluation): :func:`encode_conversation` masks its assistant turns.
 
-Only the template may write special tokens, see :mod:`torchrl_rloo.data.special_tokens`.
+Only the template may write control tokens, see :mod:`torchrl_rloo.data.special_tokens`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from torchrl.data.llm import History
 
-from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_specials, make_mark, special_texts
+from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_messages, make_mark, special_texts
 
 Messages = list[dict[str, Any]]
 
@@ -64,19 +64,34 @@ def encode(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _pieces(text: str) -> list[str]:
+class _Piece(NamedTuple):
+    text: str
+    lead: int  # number of first ids that stand for no text of the piece
+    start: int  # characters of ``text`` before the piece
+
+
+def _pieces(tokenizer, text: str) -> list[_Piece]:
     """Split the rendered text of cut messages at the cuts."""
-    return [piece for piece in text.split(MARK) if piece]
+    texts = [piece for piece in text.split(MARK) if piece]
+    lead, ids = _lead(tokenizer) if len(texts) > 1 else ("", [])
+    return [_Piece(lead + piece, len(ids), len(lead)) if k else _Piece(piece, 0, 0) for k, piece in enumerate(texts)]
+
+
+def _lead(tokenizer) -> tuple[str, list[int]]:
+    """Return a text, and its ids, that keeps the tokenizer from adding a space before what follows; often empty."""
+    ids, alone, after = (encode(tokenizer, text) for text in ("\n", "a", "\na"))
+    adds_space = after != ids + alone and after[: len(ids)] == ids and tokenizer.decode(after[len(ids) :]) == "a"
+    return ("\n", ids) if adds_space else ("", [])
 
 
 def _encode_pieces(tokenizer, text: str) -> list[int]:
     """Return the ids of the rendered text of cut messages."""
-    return [i for piece in _pieces(text) for i in encode(tokenizer, piece)]
+    return [i for piece in _pieces(tokenizer, text) for i in encode(tokenizer, piece.text)[piece.lead :]]
 
 
 def _render_cut(tokenizer, messages: Messages, template_kwargs: Mapping[str, Any]) -> str:
     """Render a conversation with its special tokens cut."""
-    messages, arguments = cut_specials(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
+    messages, arguments = cut_messages(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
     return render(tokenizer, messages, **arguments)
 
 
@@ -117,9 +132,12 @@ def encode_prompts(tokenizer, queries: Sequence[Messages | str], **template_kwar
     """Return the ids of many prompts in one call of the tokenizer; see :func:`encode_prompt`."""
     # Encode all texts and all pieces of chats as one batch each, and restore their order
     texts = [query for query in queries if isinstance(query, str)]
-    pieces = [_pieces(_render_prompt(tokenizer, q, template_kwargs)) for q in queries if not isinstance(q, str)]
+    rendered = [_render_prompt(tokenizer, query, template_kwargs) for query in queries if not isinstance(query, str)]
+    pieces = [_pieces(tokenizer, text) for text in rendered]
+    flat = list(chain.from_iterable(pieces))
     text_ids = iter(_encode_batch(tokenizer, texts, add_special_tokens=True))
-    piece_ids = iter(_encode_batch(tokenizer, list(chain.from_iterable(pieces)), add_special_tokens=False))
+    encoded_pieces = _encode_batch(tokenizer, [piece.text for piece in flat], add_special_tokens=False)
+    piece_ids = (ids[piece.lead :] for piece, ids in zip(flat, encoded_pieces, strict=True))
     chat_ids = (list(chain.from_iterable(islice(piece_ids, len(each)))) for each in pieces)
     encoded = [list(next(text_ids)) if isinstance(query, str) else next(chat_ids) for query in queries]
     for query, ids in zip(queries, encoded, strict=True):
@@ -199,9 +217,9 @@ def answer_turn(
         ValueError: if the template refuses the feedback, or does not show the assistant's content exactly once.
     """
     # Cut special tokens, also in the conversation: some templates show the system message with the last message
-    feedback, kwargs = cut_specials(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
+    feedback, kwargs = cut_messages(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
     seen_arguments = kwargs if seen_arguments is None else cut_arguments(tokenizer, seen_arguments)
-    conversation = cut_specials(tokenizer, conversation)
+    conversation = cut_messages(tokenizer, conversation)
 
     # Render the feedback, if necessary with tool calls before the tools' results
     try:
@@ -331,7 +349,7 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
     """
     # Use the template's generation blocks if it has them
     _require_template(tokenizer)
-    messages, template_kwargs = cut_specials(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
+    messages, template_kwargs = cut_messages(tokenizer, messages), cut_arguments(tokenizer, template_kwargs)
     if _GENERATION_TAG.search(tokenizer.chat_template):
         ids, mask = _encode_generation(tokenizer, messages, template_kwargs)
         if not any(mask) and any(m["role"] == "assistant" and m["content"] for m in messages):
@@ -374,12 +392,13 @@ def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str,
     variables = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template, **template_kwargs}
     texts, spans = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
     ids, mask, start = [], [], 0
-    for piece in texts[0].split(MARK):
-        out = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
-        ids += out["input_ids"]
-        for first, last in out["offset_mapping"]:
-            mask.append(any(begin < start + last and start + first < end for begin, end in spans[0]))
-        start += len(piece) + len(MARK)
+    for piece in _pieces(tokenizer, texts[0]):
+        out = tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
+        ids += out["input_ids"][piece.lead :]
+        for first, last in out["offset_mapping"][piece.lead :]:
+            place = start - piece.start
+            mask.append(any(begin < place + last and place + first < end for begin, end in spans[0]))
+        start += len(piece.text) - piece.start + len(MARK)
     return ids, mask
 
 
