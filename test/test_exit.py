@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import atexit, os, sys, threading
+import atexit, os, sys, threading, time
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()], file=sys.stderr))  # the last at exit
 import json
 from torch import nn
@@ -22,7 +22,7 @@ from support.weights import push
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
-from torchrl_rloo.engines import ScriptedEngine
+from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper
@@ -58,7 +58,22 @@ def engine():
         print("failed in time")
 
 
-for case in (collector, collective, engine):
+def pool():
+    class Restarting(ScriptedEngine):
+        def restart(self):
+            print("restarting", flush=True)
+            threading.Event().wait()
+
+    turn = ScriptedTurn([1], latency=1e6)
+    pool = EnginePool([Restarting(lambda request, index: turn) for _ in range(2)])
+    future = pool.submit(Request([1], 1, 0))
+    pool.members[1].target.kill()
+    while not pool.counts["pool/restarts"]:
+        time.sleep(0.01)
+    return pool, future
+
+
+for case in (collector, collective, engine, pool):
     sys.stdout.flush()
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -82,7 +97,8 @@ def exits() -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "printed"), [("collector", "4 24"), ("collective", "waiting"), ("engine", "failed in time")]
+    ("case", "printed"),
+    [("collector", "4 24"), ("collective", "waiting"), ("engine", "failed in time"), ("pool", "restarting")],
 )
 def test_a_script_ends_in_the_middle_of(case: str, printed: str, exits: dict[str, tuple[int, str]]) -> None:
     code, output = exits[case]

@@ -302,6 +302,19 @@ def test_a_member_whose_fill_never_succeeds_is_abandoned(make_pool, wait_until) 
     assert pool.counts["pool/failed_fills"] == 2 and pool.counts["pool/restarts"] == 1
 
 
+def test_waiting_requests_are_shared_with_members_that_are_ready_soon(make_pool) -> None:
+    engines = [ScriptedEngine(seeds(inf)) for _ in range(3)]
+    pool = make_pool(engines)
+    pool.attach(lambda engine: None)
+    futures = [pool.submit(request) for request in REQUESTS]
+    for engine in engines[:2]:
+        update(engine, 1)
+        pool.mark_filled(engine, 1)
+    assert [len(engine.requests) for engine in engines] == [4, 4, 0]
+    pool._check_waiting(inf)  # the third one takes too long
+    assert [len(engine.requests) for engine in engines] == [6, 6, 0] and not any(f.done() for f in futures)
+
+
 # Routers
 
 

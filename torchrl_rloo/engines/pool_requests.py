@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from math import inf
+from math import ceil, inf
 from time import monotonic
 
 from torchrl_rloo.engines.base import (
@@ -24,6 +24,7 @@ from torchrl_rloo.engines.routers import Router
 from torchrl_rloo.engines.supervisor import Supervisor
 
 _LOGGER = logging.getLogger(__name__)
+_SHARE_S = 1.0  # time for which waiting requests wait for further members after one is ready
 _LOG_PERIOD_S = 30.0  # time between two messages about requests that wait for a ready member
 
 
@@ -53,7 +54,7 @@ class PoolRequests(PoolMembers):
             raise ValueError(f"max_attempts={max_attempts} must be at least 1")
         self.router, self.patience, self.max_attempts = router, patience, max_attempts
         self._waiting: OrderedDict[Ticket, None] = OrderedDict()
-        self._logged_at = -inf
+        self._logged_at = self._share_until = -inf
 
     def submit(self, request: Request) -> Future[Sample]:
         self._check(ready=True)
@@ -185,13 +186,19 @@ class PoolRequests(PoolMembers):
         if inner is not None:
             inner.cancel()
 
-    def _route_waiting(self) -> None:
-        while True:
-            with self._lock:
-                if not self._ready or not self._waiting:
-                    return
-                ticket, _ = self._waiting.popitem(last=False)
+    def _route_waiting(self, share: bool = True) -> None:
+        """Send waiting requests to ready members, except, with ``share``, the share of members that start."""
+        with self._lock:
+            if not self._ready:
+                return
+            coming = sum(member.state in ("starting", "empty") for member in self.members)
+            n = ceil(len(self._waiting) / (1 + coming)) if share else len(self._waiting)
+            tickets = [self._waiting.popitem(last=False)[0] for _ in range(n)]
+            self._share_until = monotonic() + _SHARE_S
+        for ticket in tickets:
             self._route(ticket)
+        if self._waiting:
+            self.supervisor.wake()
 
     def _fail_waiting(self, error: EngineError, longer_than: float = 0.0) -> None:
         """Fail the requests that have waited longer than some seconds."""
@@ -210,6 +217,11 @@ class PoolRequests(PoolMembers):
                 return inf
             waited = now - next(iter(self._waiting)).waiting_since
             n = len(self._waiting)
+        if self._ready:
+            if now < self._share_until:
+                return self._share_until - now
+            self._route_waiting(share=False)
+            return self._check_waiting(now)
         if waited >= self.patience:
             error = EngineDeadError(f"no member was ready for patience={self.patience:g} s: {self._states()}")
             self._fail_waiting(error, self.patience)

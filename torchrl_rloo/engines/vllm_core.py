@@ -112,6 +112,7 @@ class Core:
             self.llm = self.loop.call(start(), timeout, "starting vLLM")
         except BaseException as error:
             self._kill_new_processes()
+            self._earlier_processes = None
             if self._closing:
                 raise EngineError(*CLOSED.args) from error
             if isinstance(error, EngineTimeoutError) or not isinstance(error, Exception):
@@ -182,8 +183,7 @@ class Core:
             grace: seconds for the processes to end by themselves; 0 kills them at once.
         """
         self._closing = True
-        if self._earlier_processes is not None:  # a start is in progress, which then fails
-            self._kill_new_processes()
+        self._kill_new_processes()  # a start in progress then fails
         if hasattr(self, "llm"):
             self.loop.end(error, final=True)
             if not grace:
@@ -214,10 +214,11 @@ class Core:
             process.kill()
 
     def _kill_new_processes(self) -> None:
-        for process in set(multiprocessing.active_children()) - self._earlier_processes:
+        if (earlier := self._earlier_processes) is None:  # no start is in progress
+            return
+        for process in set(multiprocessing.active_children()) - earlier:
             if process.name.startswith("EngineCore"):
                 process.kill()
-        self._earlier_processes = None
 
     def _watch(self) -> None:
         connection.wait([process.sentinel for process in self._processes])
