@@ -2,7 +2,7 @@
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
 
-A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to a
+A ``WeightPublisher`` sends the weights of a random float32 model.
 ``VLLMEngine``. The others send them to an ``AsyncVLLMEngine`` in a child process. Each transport and its copy are
 measured in a separate process. After the last push, the engine's log-probs are compared with the model's. Ends with one
 line of JSON.
