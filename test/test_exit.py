@@ -18,7 +18,6 @@ import atexit, os, sys, threading, time
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()], file=sys.stderr))  # the last at exit
 import json
 from torch import nn
-from support.weights import push
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
@@ -42,9 +41,9 @@ def collector():
 
 def collective():
     transport = Collective()
-    transport.open([1], 64, 300.0)  # nobody joins
+    link = transport.connect(1, 300.0)  # nobody joins
     print("waiting")
-    return transport
+    return link
 
 
 def engine():
@@ -53,7 +52,7 @@ def engine():
             threading.Event().wait()
 
     try:
-        push(WeightPublisher(nn.Linear(2, 2), Hung([]), timeout=0.2), 1)
+        WeightPublisher(nn.Linear(2, 2), Hung([]), timeout=0.2).push_weights()
     except WeightSyncError:
         print("failed in time")
 

@@ -526,7 +526,8 @@ def test_an_update_is_recorded_and_reported(play, transport: str, staged: bool) 
     engine = play(0.0)
     steps = update_steps(7, transport=transport, staged=staged)
     report = update(engine, 7, transport=transport, staged=staged)
-    assert report == [{"rank": 0, "version": 7, "checksums": [steps[2][1]["checksum"], steps[3][1]["checksum"]]}]
+    checksums, tensors = [steps[2][1]["checksum"], steps[3][1]["checksum"]], len(steps[0][1]["manifest"])
+    assert report == [{"rank": 0, "version": 7, "checksums": checksums, "tensors": tensors}]
     assert [record.step for record in engine.updates] == ["connect", "start", "bucket", "bucket", "finish"]
     assert [record.info for record in engine.updates] == [
         {k: v for k, v in info.items() if k != "payload"} for _, info in steps

@@ -207,21 +207,17 @@ class Sender:
         tensors = model.state_dict() if names else dict(model.named_parameters())
         tensors = {name: tensors[name].detach() for name in names or tensors}
         manifest = [TensorInfo.of(name, tensor) for name, tensor in tensors.items()]
-        buckets, options = plan_buckets(manifest, bucket_bytes), {}
-        nbytes = max(packed_size(manifest[first:last]) for first, last in buckets)
-        if transport == "shared_memory":
-            paths = [self.folder / f"{next(self.files)}" for _ in range(2)]
-            buffers = [torch.from_file(str(p), shared=True, size=nbytes, dtype=torch.uint8) for p in paths]
-            options = {"paths": [str(p) for p in paths], "nbytes": nbytes}
+        buckets = plan_buckets(manifest, bucket_bytes)
         words = [[i.name, i.dtype, list(i.shape)] for i in manifest]
-        yield "connect", {"transport": transport, "options": options, "manifest": words, "staged": staged}
+        yield "connect", {"transport": transport, "options": {}, "manifest": words, "staged": staged}
         yield "start", {"version": version}
         for number, (first, last) in enumerate(buckets):
             part = list(tensors.values())[first:last]
             payload = {"tensors": part}
             if transport == "shared_memory":
-                pack(part, buffers[number % 2])
-                payload = {"buffer": number % 2}
+                path, size = str(self.folder / f"{next(self.files)}"), packed_size(manifest[first:last])
+                pack(part, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
+                payload = {"path": path, "size": size, "offset": 0, "nbytes": size}
             elif transport == "files":
                 path = self.folder / f"{next(self.files)}"
                 save_file({i.name: t.clone() for i, t in zip(manifest[first:last], part, strict=True)}, path)
@@ -257,7 +253,8 @@ def test_after_any_number_of_updates_the_engine_is_the_source(
         settings = {"transport": transport, "staged": staged, "bucket_bytes": bucket_bytes}
         (report,) = sender.send(engine, source, version, **settings)
         sent = [info["checksum"] for step, info in sender.steps(source, version, **settings) if step == "bucket"]
-        assert report == {"rank": 0, "version": version, "checksums": sent}
+        tensors = len(source.state_dict())
+        assert report == {"rank": 0, "version": version, "checksums": sent, "tensors": tensors}
         assert same(state(engine.model), state(source))
         assert engine.generate(requests()) == [
             sample._replace(versions=[version] * 12) for sample in TransformersEngine(source).generate(requests())

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_rloo.weight_update.checksums import xxh3 as checksum
+from torchrl_rloo.weight_update import checksums
+from torchrl_rloo.weight_update.checksums import CHECKSUMS, device_sum
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets, unpack
 
 DTYPES = [
@@ -51,7 +52,8 @@ def test_packed_tensors_come_out_bit_for_bit(tensors: list[torch.Tensor]):
     for view, tensor in zip(views, tensors, strict=True):
         assert view.dtype == tensor.dtype and view.shape == tensor.shape
         assert torch.equal(bytes_of(view), bytes_of(tensor))
-    assert checksum(views) == checksum(tensors)
+    for checksum in CHECKSUMS.values():
+        assert checksum(views) == checksum(tensors)
 
 
 def test_tensors_that_are_not_contiguous_are_packed_by_value():
@@ -61,7 +63,8 @@ def test_tensors_that_are_not_contiguous_are_packed_by_value():
         buffer = torch.empty(packed_size(infos), dtype=torch.uint8)
         pack([view], buffer)
         assert torch.equal(unpack(buffer, infos)[0], view)
-        assert checksum([view]) == checksum([view.contiguous()])
+        for checksum in CHECKSUMS.values():
+            assert checksum([view]) == checksum([view.contiguous()])
 
 
 INFOS = st.lists(st.builds(TensorInfo, st.text(max_size=3), st.sampled_from(["float32", "bool"]), SHAPES), min_size=1)
@@ -77,9 +80,11 @@ def test_every_tensor_is_in_one_bucket(infos: list[TensorInfo], limit: int):
         assert packed_size(infos[first : last + 1]) > limit, f"bucket {first, last} had room for more, up to {later}"
 
 
+@pytest.mark.parametrize("kind", CHECKSUMS)
 @settings(deadline=None)
 @given(TENSORS, st.data())
-def test_any_flipped_bit_changes_the_checksum(tensors: list[torch.Tensor], data: st.DataObject):
+def test_any_flipped_bit_changes_the_checksum(kind: str, tensors: list[torch.Tensor], data: st.DataObject):
+    checksum = CHECKSUMS[kind]
     filled = [t for t in tensors if t.numel() and t.dtype != torch.bool]
     if filled:
         before, bytes_ = checksum(tensors), bytes_of(data.draw(st.sampled_from(filled)))
@@ -90,9 +95,27 @@ def test_any_flipped_bit_changes_the_checksum(tensors: list[torch.Tensor], data:
         assert checksum(tensors) == before
 
 
-def test_the_order_of_tensors_counts():
-    a, b = torch.zeros(3), torch.ones(3)
-    assert checksum([a, b]) != checksum([b, a])
+@pytest.mark.parametrize("kind", CHECKSUMS)
+def test_the_order_of_tensors_rows_and_values_counts(kind: str):
+    checksum, a = CHECKSUMS[kind], torch.arange(12.0).view(3, 4)
+    found = [checksum(each) for each in ([a, a + 1], [a + 1, a], [a.flip(0), a + 1], [a.flip(1), a + 1], [a])]
+    assert len(set(found)) == 5
+    assert checksum([torch.zeros(4)]) != checksum([torch.zeros(5)])
+
+
+def test_the_device_checksum_does_not_depend_on_alignment_or_chunks(monkeypatch: pytest.MonkeyPatch):
+    tensor = torch.arange(1000).bfloat16()
+    expected = device_sum([tensor])
+    shifted = torch.cat([tensor[:1], tensor])[1:]  # at an offset of two bytes
+    assert device_sum([shifted]) == expected
+    monkeypatch.setattr(checksums, "_CHUNK", 7)
+    assert device_sum([tensor]) == expected == "ecd4b45990898648"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+def test_the_device_checksum_is_the_same_on_a_gpu():
+    tensors = [torch.randn(1000, 77), torch.randn(33).bfloat16(), torch.arange(7)]
+    assert device_sum([t.cuda() for t in tensors]) == device_sum(tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import AdapterReference
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.lora import LoRAPublisher
+from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
@@ -134,13 +135,27 @@ def test_merged_weights_sample_as_the_adapter_does(base_engine: Engine):
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), rtol=0, atol=1e-5)
 
 
-def test_the_same_version_again_brings_the_new_adapter(base_engine: Engine, log_prob_error: Callable[..., float]):
-    model, version = adapted(), base_engine.version
-    updater = LoRAPublisher(model, base_engine)
-    for seed in (1, 2):
-        randomize(model, seed)
-        push(updater, version)
-        assert base_engine.version == version and log_prob_error(base_engine, model) < 1e-5
+def test_no_request_continues_with_an_adapter_that_it_was_not_started_with(
+    async_engine: Engine, log_prob_error: Callable[..., float]
+):
+    engine, model = async_engine, adapted()
+    to_adapter = LoRAPublisher(model, engine, in_flight="continue")
+    to_weights = WeightPublisher(model, engine, in_flight="continue")
+
+    def ends_of(publisher: Publisher) -> set[tuple]:
+        """Push while requests run, and return how they ended and with which versions."""
+        futures = [engine.submit(Request([5, 6, 7, 8 + seed], 1000, seed)) for seed in range(4)]
+        sleep(0.1)
+        publisher.version = engine.version
+        publisher.push_weights()
+        samples = [future.result(300) for future in futures]
+        assert log_prob_error(engine, model) < 1e-5
+        return {(sample.finish, *sorted(set(sample.versions))) for sample in samples}
+
+    assert ends_of(to_adapter) <= {("abort", 0), ("abort",)}, "they have no adapter"
+    assert ends_of(to_adapter) <= {("length", 1, 2), ("length", 2)}, "the adapter is replaced in place"
+    assert ends_of(to_weights) <= {("abort", 2), ("abort",)}, "loading weights drops the adapter"
+    assert ends_of(to_weights) <= {("length", 3, 4), ("length", 4)}
 
 
 def corrupt(info: dict) -> None:
@@ -180,12 +195,11 @@ def test_a_failed_update_leaves_the_old_adapter_and_another_one_succeeds(
     old = copy.deepcopy(model)
     randomize(model, seed=5)
     spoil_next(base_engine, spoil, monkeypatch)
-    with pytest.raises(WeightSyncError, match=rf"engine 0 \(VLLMEngine\).*version {version + 1}.*{reason}"):
-        push(updater, version + 1)
-    assert base_engine.version == version
+    with pytest.raises(WeightSyncError, match=rf"version {version + 1} .*engine 0 \(VLLMEngine\).*{reason}"):
+        updater.push_weights()
+    assert base_engine.version == version and updater.version == version + 1
     assert log_prob_error(base_engine, old) < 1e-5
-    push(updater, version + 1)
-    assert base_engine.version == version + 1 and log_prob_error(base_engine, model) < 1e-5
+    assert updater.push_weights() == version + 2 == base_engine.version and log_prob_error(base_engine, model) < 1e-5
     assert len(list(tmp_path.glob("*/*"))) == 1
 
 
@@ -209,7 +223,7 @@ def test_an_engine_that_hangs_is_given_up_in_time(tmp_path: Path):
     updater = LoRAPublisher(adapted(), Stuck(build_model(TOKENIZER, 0)), directory=tmp_path, timeout=0.2)
     began = monotonic()
     with pytest.raises(WeightSyncError, match=r"engine 0 \(Stuck\).*timeout=0.2"):
-        push(updater, 1)
+        updater.push_weights()
     assert monotonic() - began < 60
     released.set()
 
@@ -227,8 +241,8 @@ def test_files_go_with_the_updater(tmp_path: Path):
             return [{"version": info["version"], "checksums": [info["checksum"]]}]
 
     updater = LoRAPublisher(adapted(), Deaf(build_model(TOKENIZER, 0)), directory=tmp_path)
-    push(updater, 1)
-    push(updater, 2)
+    updater.push_weights()
+    updater.push_weights()
     assert [p.name for p in tmp_path.glob("*/*")] == ["version-2-push-2"]
     del updater
     gc.collect()
@@ -239,7 +253,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     updater = LoRAPublisher(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path / "file")
     with pytest.raises(WeightSyncError, match="version 1 could not be written"):
-        push(updater, 1)
+        updater.push_weights()
 
 
 def with_unfrozen_norm() -> nn.Module:
@@ -287,5 +301,5 @@ def test_arguments_out_of_range_are_refused():
 def test_an_engine_error_is_the_cause(tmp_path: Path):
     updater = LoRAPublisher(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path)
     with pytest.raises(WeightSyncError) as caught:
-        push(updater, 1)
+        updater.push_weights()
     assert isinstance(caught.value.__cause__, EngineError)

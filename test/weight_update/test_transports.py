@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.open_update import RECEIVERS
-from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
-from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
+from torchrl_rloo.weight_update.transport import Direct, Link, Receiver, Storage, Transport
 
 WORKERS = [1, 2]  # of two engines
 TIMEOUT = 60.0
@@ -42,30 +43,46 @@ def infos_of(tensors: list[torch.Tensor]) -> list[TensorInfo]:
     return [TensorInfo.of(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
 
 
-def connect(transport: Transport, workers: list[int] = WORKERS, nbytes: int = 4096) -> list[Receiver]:
-    options = transport.open(workers, nbytes, TIMEOUT)
+def connect(transport: Transport, workers: list[int] = WORKERS) -> tuple[list[Link], list[list[Receiver]]]:
+    """Connect to engines and return their links, and the receivers of their workers."""
+    links = [transport.connect(n, TIMEOUT) for n in workers]
     with ThreadPoolExecutor() as pool:
         made = [
-            pool.submit(RECEIVERS[transport.name], option, CPU, rank)
-            for option, n in zip(options, workers, strict=True)
-            for rank in range(n)
+            [pool.submit(RECEIVERS[transport.name], link.options, CPU, rank) for rank in range(n)]
+            for link, n in zip(links, workers, strict=True)
         ]
-        receivers = [future.result(TIMEOUT) for future in made]
-    transport.connected()
-    return receivers
+        receivers = [[future.result(TIMEOUT) for future in futures] for futures in made]
+    for link in links:
+        link.joined()
+    return links, receivers
 
 
-def deliver(transport: Transport, receivers: list[Receiver], version: int = 1) -> None:
-    """Send all buckets, each while the workers take the previous one, as an updater does."""
-    taking: list[Future] = []
+def store(transport: Transport, version: int = 1, keep: bool = True) -> Storage:
+    sizes = [packed_size(infos_of(tensors)) for tensors in make_buckets(version)]
+    return transport.store(version, sizes, keep)
+
+
+def send(storage: Storage, number: int, links: list[Link], receivers: list[list[Receiver]], version: int) -> None:
+    """Send a stored bucket to all workers, which take it."""
+    tensors = make_buckets(version)[number]
     with ThreadPoolExecutor() as pool:
-        for number, tensors in enumerate(make_buckets(version)):
-            payload = transport.send(version, number, infos_of(tensors), tensors)
-            for future in taking:
-                future.result(TIMEOUT)
-            taking = [pool.submit(take, receiver, tensors, payload) for receiver in receivers]
-        for future in taking:
+        futures = []
+        for link, of_engine in zip(links, receivers, strict=True):
+            payload = link.send(storage.get(number))
+            futures += [pool.submit(take, receiver, tensors, payload) for receiver in of_engine]
+        for future in futures:
             future.result(TIMEOUT)
+
+
+def deliver(
+    transport: Transport, links: list[Link], receivers: list[list[Receiver]], version: int = 1, keep: bool = True
+) -> Storage:
+    """Store and send all buckets, as a publisher does."""
+    storage = store(transport, version, keep)
+    for number, tensors in enumerate(make_buckets(version)):
+        storage.put(number, infos_of(tensors), tensors)
+        send(storage, number, links, receivers, version)
+    return storage
 
 
 def take(receiver: Receiver, tensors: list[torch.Tensor], payload: dict) -> None:
@@ -80,62 +97,91 @@ def make_transport(tmp_path) -> Callable[[str], Transport]:
     return lambda name: makers.get(name, lambda: Files(tmp_path))()
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "sent once"])
 @pytest.mark.parametrize("name", sorted(RECEIVERS))
-def test_all_workers_get_all_buckets_again_and_again(name, make_transport):
+def test_all_workers_get_all_buckets_again_and_again(name, keep, make_transport):
     transport = make_transport(name)
-    for _ in range(2):  # it can be opened again
-        receivers = connect(transport)
-        for version in (1, 2, 2):
-            deliver(transport, receivers, version)
-        for receiver in receivers:
-            receiver.close()
+    for _ in range(2):  # it can be used again after it was closed
+        links, receivers = connect(transport)
+        for version in (1, 2, 3):
+            storage = deliver(transport, links, receivers, version, keep)
+            assert storage.kept or not keep
+            if keep:  # a late engine gets the same from the storage only
+                for number in (0, 1, 2):
+                    send(storage, number, links[:1], receivers[:1], version)
+            transport.release(storage, reusable=version == 1)
+        for link, of_engine in zip(links, receivers, strict=True):
+            for receiver in of_engine:
+                receiver.close()
+            link.close()
         transport.close()
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "collective", "files"])
-def test_what_was_received_stays(name, make_transport):
+def test_what_was_received_stays_when_the_storage_goes(name, make_transport):
     transport = make_transport(name)
-    receivers = connect(transport, [1])
-    buckets = make_buckets()
-    taken = []
+    links, receivers = connect(transport, [1])
+    buckets, taken, storage = make_buckets(), [], store(transport)
     for number, tensors in enumerate(buckets):
-        payload = transport.send(1, number, infos_of(tensors), tensors)
-        taken.append(receivers[0].receive(infos_of(tensors), payload))
+        storage.put(number, infos_of(tensors), tensors)
+        taken.append(receivers[0][0].receive(infos_of(tensors), links[0].send(storage.get(number))))
+    transport.release(storage, reusable=False)
+    deliver(transport, links, receivers, version=2)
     transport.close()
     assert [checksum(tensors) for tensors in taken] == [checksum(tensors) for tensors in buckets]
 
 
-def test_files_in_memory_have_no_name_once_all_have_connected(tmp_path):
+def test_shared_memory_is_mapped_without_copies_and_reused_only_if_no_worker_reads_it(tmp_path):
     transport = SharedMemory(tmp_path)
-    transport.open([1], 4096, TIMEOUT)
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == [4096, 4096]
-    transport.close()
-    assert not list(tmp_path.iterdir())  # a worker was lost before it had connected
-    receivers = connect(transport)
+    links, receivers = connect(transport, [1])
+    first = deliver(transport, links, receivers, version=1)
+    (table, *_) = receivers[0][0].receive(infos_of(make_buckets(1)[0]), first.get(0))
+    first.view(0)[:4] = 255
+    assert table.flatten()[0].isnan(), "the worker reads the trainer's memory"
+    transport.release(first, reusable=True)
+    second = deliver(transport, links, receivers, version=2)
+    assert second.path == first.path and len(list(tmp_path.iterdir())) == 1
+    transport.release(second, reusable=False)
     assert not list(tmp_path.iterdir())
-    deliver(transport, receivers)
+    assert deliver(transport, links, receivers, version=3).path != first.path
+    transport.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_a_killed_trainer_are_removed_by_the_next_one(tmp_path):
+    (tmp_path / "torchrl_rloo-weights-orphan").write_bytes(b"weights")
+    (tmp_path / "notes.txt").write_text("not ours")
+    alive = SharedMemory(tmp_path)
+    storage = store(alive)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", Path(storage.path).name}
+    other = SharedMemory(tmp_path)
+    store(other)
+    assert Path(storage.path).exists(), "its trainer is alive"
+    del storage, alive, other
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_without_shared_memory_the_temporary_directory_serves(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "MEMORY", tmp_path / "missing")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     transport = SharedMemory()
-    (options,) = transport.open([1], 4096, TIMEOUT)
-    assert {Path(path).parent for path in options["paths"]} == {tmp_path}
+    assert Path(store(transport).path).parent == tmp_path
     transport.close()
 
 
 def test_too_little_room_is_an_error_that_leaves_nothing(tmp_path):
     transport = SharedMemory(tmp_path)
-    with pytest.raises(OSError, match=f"no room.*{1 << 60} bytes.*bucket_bytes"):
-        transport.open([1], 1 << 60, TIMEOUT)
+    with pytest.raises(OSError, match=f"no room.*{1 << 60} bytes.*Collective"):
+        transport.store(1, [1 << 60], keep=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_elsewhere_is_told_which_transports_reach_it(tmp_path):
-    options = {"paths": [str(tmp_path / "a"), str(tmp_path / "b")], "nbytes": 64}
+    receiver = RECEIVERS["shared_memory"]({}, CPU, 0)
+    payload = {"path": str(tmp_path / "a"), "size": 64, "offset": 0, "nbytes": 64}
     with pytest.raises(FileNotFoundError, match="not on this machine.*Collective.*Files"):
-        RECEIVERS["shared_memory"](options, CPU, 0)
+        receiver.receive([TensorInfo("x", "float32", (16,))], payload)
     assert not list(tmp_path.iterdir())
 
 
@@ -143,38 +189,41 @@ def test_files_are_whole_and_of_one_version(tmp_path):
     transport = Files(tmp_path / "new")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes.txt").write_text("not ours")
-    receivers = connect(transport)
+    links, receivers = connect(transport)
+    (tmp_path / "new" / "weights-0").mkdir()  # of an earlier run
     for version in (1, 2):
-        deliver(transport, receivers, version)
+        storage = deliver(transport, links, receivers, version)
         names = sorted(str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*.*"))
         assert names == ["notes.txt", *(f"weights-{version}/0000{i}.safetensors" for i in range(3))]
+        transport.release(storage, reusable=True)
     transport.close()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]
 
 
-def test_a_lost_worker_is_an_error_and_a_new_group_works():
+def test_a_lost_engine_is_an_error_and_others_still_receive():
     transport = Collective()
-    (receiver,) = connect(transport, [1])
-    receiver.close()
-    tensors = [torch.ones(256)]
+    links, receivers = connect(transport, [1, 1])
+    receivers[0][0].close()
+    tensors = torch.ones(256).view(torch.uint8)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="peer"):
         while time.monotonic() - began < TIMEOUT / 2:
-            transport.send(1, 0, infos_of(tensors), tensors)
+            links[0].send(tensors)
             time.sleep(0.05)
-    transport.close()
-    deliver(transport, connect(transport))
-    transport.close()
+    deliver(transport, links[1:], receivers[1:])
+    links[0].close()
+    again = connect(transport, [1])
+    deliver(transport, *again, version=2)
 
 
 def test_a_worker_that_does_not_join_is_an_error_in_time():
     transport = Collective()
-    transport.open([1], 64, 1.0)
+    link = transport.connect(1, 1.0)
     began = time.monotonic()
     with pytest.raises((TimeoutError, dist.DistError), match="not joined|imed out|imeout"):
-        transport.connected()
+        link.joined()
     assert time.monotonic() - began < 30
-    transport.close()
+    link.close()
 
 
 def test_a_fixed_port_can_be_opened_again_while_an_earlier_group_still_waits():
@@ -182,9 +231,9 @@ def test_a_fixed_port_can_be_opened_again_while_an_earlier_group_still_waits():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     transport = Collective(port=port)
-    transport.open([1], 64, TIMEOUT)  # no engine joins
-    deliver(transport, connect(transport))
-    transport.close()
+    waiting = transport.connect(1, TIMEOUT)  # no engine joins
+    deliver(transport, *connect(transport))
+    waiting.close()
 
 
 def test_another_backend_is_refused():
@@ -195,10 +244,11 @@ def test_another_backend_is_refused():
 def test_threads_of_closed_groups_end():
     before = set(threading.enumerate())
     transport = Collective()
-    connect(transport)
+    links, _ = connect(transport)
     started = set(threading.enumerate()) - before
     assert started
-    transport.close()
+    for link in links:
+        link.close()
     deadline = time.monotonic() + TIMEOUT
     while started & set(threading.enumerate()):
         assert time.monotonic() < deadline

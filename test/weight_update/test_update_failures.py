@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from support.engines import GROUP
-from support.faults import Flipped, FlippedFile
+from support.faults import Flipped, FlippedFile, Interfering
 from support.weights import push
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import Engine, EngineError, Request
@@ -86,8 +86,8 @@ def test_a_flipped_bit_leaves_the_old_weights(kind, engine, trained, with_weight
     ):
         push(updater, version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
-    push(updater, version + 1)
-    assert engine.version == version + 1 and log_prob_error(engine, trained) < 1e-5
+    assert updater.push_weights() == version + 2 == engine.version
+    assert log_prob_error(engine, trained) < 1e-5
     updater.close()
     assert not list(tmp_path.iterdir())
 
@@ -100,7 +100,7 @@ def test_a_streamed_update_that_fails_tears_the_engine(engine, trained, with_wei
         push(updater, version)
     with pytest.raises(EngineError, match=f"version {version} failed"):
         engine.generate([Request([5], limit=1, seed=0)])
-    push(updater, version)
+    updater.push_weights()
     assert log_prob_error(engine, trained) < 1e-5
 
 
@@ -133,7 +133,7 @@ def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, 
         push(updater, version + 1)
     assert engine.version == version and log_prob_error(engine, old) < 1e-5
     updater.source = WeightSource(trained)
-    push(updater, version + 1)
+    updater.push_weights()
     assert log_prob_error(engine, trained) < 1e-5
 
 
@@ -146,25 +146,32 @@ def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, tr
 
         stops = True
 
-        def send(self, version, bucket, infos, tensors):
-            if bucket == 1 and self.stops:
-                os.kill(child_of(own_process), signal.SIGSTOP)
-            updater.timeout = 2 if self.stops else PATIENT
-            return super().send(version, bucket, infos, tensors)
+        def store(self, version, sizes, keep):
+            storage = super().store(version, sizes, keep)
+            get = storage.get
+
+            def stop_and_get(bucket):
+                if bucket == 1 and self.stops:
+                    os.kill(child_of(own_process), signal.SIGSTOP)
+                    publisher.timeout = 2
+                return get(bucket)
+
+            storage.get = stop_and_get
+            return storage
 
     transport = Stopping()
-    updater = WeightPublisher(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
+    publisher = WeightPublisher(trained, own_process, transport=transport, bucket_bytes=BUCKET, timeout=PATIENT)
     try:
         with fails_within(SOON, "engine 0 (AsyncVLLMEngine)", "bucket ", "timeout=2"):
-            push(updater, version + 1)
+            push(publisher, version + 1)
     finally:
         transport.stops = False
         os.kill(child_of(own_process), signal.SIGCONT)
     assert own_process.version == version and log_prob_error(own_process, old) < 1e-5
-    updater.timeout = PATIENT
-    push(updater, version + 1)
+    publisher.timeout = PATIENT
+    publisher.push_weights()
     assert log_prob_error(own_process, trained) < 1e-5
-    updater.close()
+    publisher.close()
 
 
 class Fallible(ScriptedEngine):
@@ -190,22 +197,15 @@ def pair() -> Iterator[tuple[Fallible, Fallible]]:
         yield one, other
 
 
-def test_an_engine_that_dies_in_a_push_is_restarted_with_the_present_weights(pair, tmp_path):
-    class Killing(SharedMemory):
-        """Transport that kills the second engine before bucket 1, once."""
-
-        def send(self, version, bucket, infos, tensors):
-            if bucket == 1 and not pair[1].start_count:
-                pair[1].kill()
-            return super().send(version, bucket, infos, tensors)
-
-    source = nn.Linear(100, 100)
-    updater = WeightPublisher(source, pair, transport=Killing(tmp_path), bucket_bytes=40_000, timeout=PATIENT)
-    with fails_within(SOON, "engine 1 (Fallible)", "version 1 ", "EngineDeadError", "restart()"):
-        push(updater, 1)
-    assert updater.restart() == 1
-    assert [(engine.start_count, engine.version) for engine in pair] == [(0, 1), (1, 1)]
-    assert [engine.steps()[-1] for engine in pair] == ["finish", "finish"]
+def test_an_engine_that_dies_in_a_push_is_named_and_may_be_restarted(pair, tmp_path):
+    transport = Interfering(tmp_path)
+    transport.function = lambda: pair[1].start_count or pair[1].kill()
+    publisher = WeightPublisher(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
+    with fails_within(SOON, "engine 1 (Fallible)", "version 1 ", "EngineDeadError", "restart()", "EnginePool"):
+        publisher.push_weights()
+    assert pair[0].version == 0, "no engine has weights that another one missed"
+    pair[1].restart()
+    assert publisher.push_weights() == 2 and [engine.version for engine in pair] == [2, 2]
 
 
 @pytest.mark.parametrize("step", ["abort", "connect", "start", "bucket", "finish"])
@@ -215,14 +215,13 @@ def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, 
     transport = SharedMemory(tmp_path)
     updater = WeightPublisher(nn.Linear(100, 100), pair, transport=transport, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "engine 1 (Fallible)", "RuntimeError: out of luck", "Push again"):
-        push(updater, 1)
+        updater.push_weights()
     assert not list(tmp_path.iterdir())
     for engine in pair:
-        assert engine.steps()[-1] == "abort" and engine.resumes == 1
+        assert engine.steps()[-1] == "abort" and not engine._paused
     assert updater.last_push is None
-    push(updater, 1)
-    assert [engine.version for engine in pair] == [1, 1]
-    assert [engine.resumes for engine in pair] == [2, 2]
+    assert updater.push_weights() == 2
+    assert [engine.version for engine in pair] == [2, 2] and not any(engine._paused for engine in pair)
 
 
 def test_no_engine_finishes_before_all_have_all_buckets(pair):
@@ -230,7 +229,7 @@ def test_no_engine_finishes_before_all_have_all_buckets(pair):
     updater = WeightPublisher(nn.Linear(100, 100), pair, bucket_bytes=40_000, timeout=PATIENT)
     other.fail_updates["bucket"] = [None, RuntimeError("out of luck")]
     with fails_within(SOON, "engine 0 (Fallible) has version 0", "engine 1 (Fallible) has version 0"):
-        push(updater, 1)
+        updater.push_weights()
     assert "finish" not in one.steps() + other.steps()
 
 
@@ -238,34 +237,25 @@ def test_an_engine_whose_load_failed_says_so(pair):
     pair[1].fail_updates["finish"] = RuntimeError("out of luck")
     updater = WeightPublisher(nn.Linear(2, 2), pair, timeout=PATIENT)
     with fails_within(SOON, "at loading the new weights", "engine 1 (Fallible) has parts of version 1"):
-        push(updater, 1)
+        updater.push_weights()
     with pytest.raises(EngineError, match="version 1 failed"):
         pair[1].generate([Request([1], limit=1, seed=0)])
 
 
-class Hasty(SharedMemory):
-    """Transport that lowers its updater's time-out to 1 s at the first bucket."""
-
-    def send(self, version, bucket, infos, tensors):
-        self.updater.timeout = 1
-        return super().send(version, bucket, infos, tensors)
-
-
 def hasty(engines) -> WeightPublisher:
-    updater = WeightPublisher(nn.Linear(2, 2), engines, transport=Hasty(), timeout=PATIENT)
-    updater.transport.updater = updater
-    return updater
+    """Return a publisher with a short time-out, for which engines of this process need not be quick elsewhere."""
+    return WeightPublisher(nn.Linear(2, 2), engines, transport=SharedMemory(), timeout=1)
 
 
 def test_a_step_that_hangs_is_an_error_in_time(pair):
     pair[1].update_latency["bucket"] = inf
     updater = hasty(pair)
     with fails_within(SOON, "engine 1 (Fallible)", "bucket 0 (weight to bias)", "timeout=1"):
-        push(updater, 1)
+        updater.push_weights()
     pair[1].update_latency.clear()
-    updater.transport, updater.timeout = SharedMemory(), PATIENT
-    push(updater, 1)
-    assert [engine.version for engine in pair] == [1, 1]
+    updater.timeout = PATIENT
+    assert updater.push_weights() == 2
+    assert [engine.version for engine in pair] == [2, 2]
 
 
 def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_update():
@@ -289,10 +279,10 @@ def test_an_engine_that_heeds_no_time_out_hangs_nobody_and_disturbs_no_later_upd
     with Deaf() as engine:
         updater = hasty(engine)
         with fails_within(SOON, "engine 0 (Deaf)", "EngineTimeoutError", "timeout=1"):
-            push(updater, 1)
-        assert engine.resumes == 1
-        updater.transport, updater.timeout = SharedMemory(), PATIENT
-        push(updater, 2)
+            updater.push_weights()
+        assert engine.resumes == 0, "it was staging"
+        updater.timeout = PATIENT
+        assert updater.push_weights() == 2
         assert engine.left.is_set() and engine.version == 2
 
 
@@ -301,11 +291,10 @@ def test_requests_that_do_not_end_are_an_error_in_time(pair):
         busy.submit(Request([1], limit=1, seed=0))
         updater = WeightPublisher(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
         with fails_within(SOON, "engine 0 (Fallible)", "pausing", "timeout=1"):
-            push(updater, 1)
-        assert [busy.resumes, pair[0].resumes] == [1, 1]
+            updater.push_weights()
+        assert busy.resumes == 1 and not pair[0]._paused and pair[0].version == 0
         updater.in_flight, updater.timeout = "abort", PATIENT
-        push(updater, 1)
-        assert busy.version == 1
+        assert updater.push_weights() == 2 == busy.version
 
 
 @pytest.mark.parametrize("wrong", [{"version": 0}, {"checksums": []}])
@@ -315,8 +304,8 @@ def test_a_worker_that_reports_something_else_is_an_error(wrong):
             reports = super().update_weights(step, info, timeout=timeout)
             return [*reports, reports[0] | wrong] if step == "finish" else reports
 
-    with Mistaken() as engine, fails_within(SOON, "confirming the new weights", "not version 1"):
-        push(WeightPublisher(nn.Linear(2, 2), engine, timeout=PATIENT), 1)
+    with Mistaken() as engine, fails_within(SOON, "loading the new weights", "not version 1"):
+        WeightPublisher(nn.Linear(2, 2), engine, timeout=PATIENT).push_weights()
 
 
 def test_an_error_of_the_source_is_one_too(pair):
@@ -330,18 +319,26 @@ def test_an_error_of_the_source_is_one_too(pair):
 
     updater = WeightPublisher(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "the trainer failed", "out of memory"):
-        push(updater, 1)
-    push(updater, 1)
-    assert pair[0].version == 1
+        updater.push_weights()
+    assert updater.push_weights() == pair[0].version == 2
 
 
-def test_an_interrupt_leaves_no_engine_paused(pair):
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "streamed"])
+def test_an_interrupt_leaves_no_engine_paused(pair, staged):
     class Interrupted(Direct):
-        def send(self, *_) -> dict:
-            raise KeyboardInterrupt
+        def store(self, *_):
+            storage = super().store(*_)
+            storage.put = interrupt
+            return storage
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        push(WeightPublisher(nn.Linear(2, 2), pair, transport=Interrupted()), 1)
+        WeightPublisher(nn.Linear(2, 2), pair, transport=Interrupted(), staged=staged).push_weights()
     for engine in pair:
-        assert engine.steps()[-1] == "abort" and engine.resumes == 1
-        assert engine.generate([Request([1], limit=1, seed=0)])[0].tokens == [7]
+        assert engine.steps()[-1] == "abort" and not engine._paused
+        if staged:
+            assert engine.generate([Request([1], limit=1, seed=0)])[0].tokens == [7]
+    WeightPublisher(nn.Linear(2, 2), pair).push_weights()
+    assert [engine.failed_version for engine in pair] == [None, None]

@@ -323,12 +323,11 @@ class Publisher(WeightUpdater):
 
     def _commit_together(self, publication: Publication) -> None:
         """Pause all engines once all have staged everything, load them, and resume them together."""
-        for part in (None, self._add_pause, self._load, self._add_resume):
+        nothing_more = lambda session: None  # noqa: E731
+        load = lambda session: self._load(session, publication.snapshot)  # noqa: E731
+        for add in (nothing_more, self._add_pause, load, self._add_resume):
             for session in publication.sessions:
-                if part is self._load:
-                    part(session, publication.snapshot)
-                elif part is not None:
-                    part(session)
+                add(session)
             self._wait(publication, lambda: all(s.idle for s in publication.sessions))
             self._sort_out(publication)
         for session in publication.sessions:
