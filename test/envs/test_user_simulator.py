@@ -239,7 +239,7 @@ def test_a_rows_seed_decides(make_engine, tokenizer) -> None:
 
 def test_one_bad_request_does_not_fail_the_batch(make_env, make_engine, one_token, tokenizer) -> None:
     engine = make_engine(refuse="You want help.")
-    settings = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": 2}, "max_replies": 1, "seed": 1}
+    settings = {"tokenizer": tokenizer, "generate_kwargs": {"max_new_tokens": 2}, "max_replies": 1, "seed": 0}
     rows = LLMCollector(make_env(engine, PROMPT, **settings), one_token).collect()
     assert reasons(rows) == ["turns", "failed", "turns", "turns"] and engine.sizes == [4, 1, 1, 1, 1]
 

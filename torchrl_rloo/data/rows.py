@@ -265,7 +265,7 @@ def to_lazy_stack(rows: TensorDictBase) -> LazyStackedTensorDict:
 def make_tensorclass(cls: type, **tensors: torch.Tensor):
     """Make one row's ``Tokens``, ``Masks`` or ``LogProbs`` without checks that cost more than the data."""
     absent = dict.fromkeys(cls.__expected_keys__ - tensors.keys())
-    return _tensorclass(cls, tensors, absent | {"padded": False})
+    return make_unchecked(cls, tensors, absent | {"padded": False})
 
 
 def make_tensorclass_like(entry: TensorDictBase, **tensors: torch.Tensor):
@@ -283,12 +283,13 @@ def rows_to_reset(rows: TensorDictBase) -> list[bool]:
 
 def make_non_tensor(value: Any) -> NonTensorData:
     """Make a non-tensor entry of a row; ``NonTensorData(value)`` takes ten times as long."""
-    made = _tensorclass(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})
+    made = make_unchecked(NonTensorData, {}, _NON_TENSOR_TEMPLATE._non_tensordict | {"data": value})
     made.__dict__["_is_initialized"] = True
     return made
 
 
-def _tensorclass(cls: type, tensors: dict[str, torch.Tensor], values: dict[str, Any]):
+def make_unchecked(cls: type, tensors: dict[str, Any], values: dict[str, Any]):
+    """Make a tensorclass without batch dimensions of its entries and its non-tensor fields, without checks."""
     made = cls.__new__(cls)
     made.__dict__["_tensordict"] = TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
     made.__dict__["_non_tensordict"] = values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt
 from torchrl_rloo.engines.base import AsyncEngine, Engine, EngineError, Request, Sample
 from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
 
@@ -172,13 +174,14 @@ class UserSimulator(TurnTransform):
 
 
 class _EngineSpeaker:
-    """Speaker that samples from an engine; called only on the conversations' loop."""
+    """Speaker that samples from an engine; it may be awaited on several event loops."""
 
     def __init__(self, engine: Engine, tokenizer: Any, config: GenerationConfig):
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.stop_ids = () if config.ignore_eos else (*end_of_sequence_ids(tokenizer), *engine.stop_ids)
         self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
-        self._waiting: list[tuple[Request, Future[Sample]]] = []
+        self._waiting: deque[tuple[Request, Future[Sample]]] = deque()
+        self._one_call = CallLimit(1)
         self._serving: asyncio.Task | None = None
 
     async def __call__(self, messages: Messages, seed: int) -> str:
@@ -200,7 +203,7 @@ class _EngineSpeaker:
     async def _sample(self, request: Request) -> Sample:
         if isinstance(self.engine, AsyncEngine):
             return await asyncio.wrap_future(self.engine.submit(request))
-        # The loop of users' functions is replaced if one blocks it, so results must not be bound to a loop
+        # Results are not bound to a loop: conversations of several loops share batches
         result: Future[Sample] = Future()
         self._waiting.append((request, result))
         serving = self._serving
@@ -211,12 +214,21 @@ class _EngineSpeaker:
     async def _serve(self) -> None:
         """Sample pending requests, one batch per engine call, until none is left; new ones join the next batch."""
         while self._waiting:
-            batch, self._waiting = self._waiting, []
-            await self._settle([(request, result) for request, result in batch if not result.done()])
+            batch = []
+            with suppress(IndexError):  # another loop's thread takes requests too
+                while True:
+                    batch.append(self._waiting.popleft())
+            try:
+                await self._settle([(request, result) for request, result in batch if not result.done()])
+            except BaseException as error:  # such as the end of this loop, while other loops wait for the batch
+                for _, result in batch:
+                    _settle(result, EngineError(f"the simulator's batch was lost: {error!r}"))
+                raise
 
     async def _settle(self, batch: list[tuple[Request, Future[Sample]]]) -> None:
         try:
-            samples = await event_loop.call(self.engine.generate, [request for request, _ in batch])
+            requests = [request for request, _ in batch]
+            samples = await event_loop.call(self.engine.generate, requests, limit=self._one_call)
         except Exception as error:
             if len(batch) == 1:
                 _settle(batch[0][1], error)
