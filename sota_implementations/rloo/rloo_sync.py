@@ -54,7 +54,7 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
 
 import json
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ def main(cfg: Config) -> None:
                 if run.is_due(cfg.sampler.sync_every):
                     collector.update_policy_weights_()
             log_update(run, method, outputs, norms, len(sampled))
-            run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, *source.parts))
+            run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
                 evaluate(run, cfg, evaluation)
     if run.finished:
@@ -276,22 +276,37 @@ def make_policy(
     if cfg.inference.engine is None:
         return TransformersWrapper(sampler, **problem.wrapper), None, sampler, to_sampler
     # Start the engine, then verify that weights arrive and that its log-probs match the trainer's
-    arguments = dict(cfg.inference.engine)
-    if "model" in arguments:
-        arguments["model"] = arguments["model"] or problem.model_name
-    engine = instantiate(arguments)
+    engine = make_engine(cfg.inference, problem.model_name)
     to_engine = instantiate(cfg.inference.updater, sampler, engine)
     policy = vLLMWrapper(engine, **problem.wrapper)
     if cfg.inference.self_test:
         print(diagnostics.self_test(to_engine, sampler, tokenizer, engine), flush=True)
+    else:
+        to_engine.initialize()
+    engine_dtype = cfg.inference.engine.get("dtype")
     diagnostics.check_parity(
         policy,
         trainer,
         problem.eval_set,
-        sampler_dtype=(dtype or cfg.model.dtype) if arguments.get("dtype") == "float32" else arguments.get("dtype"),
+        sampler_dtype=(dtype or cfg.model.dtype) if engine_dtype == "float32" else engine_dtype,
         template_kwargs=cfg.data.template_kwargs,
     )
     return policy, engine, sampler, SequentialWeightUpdater(to_sampler, to_engine)
+
+
+def make_engine(inference: c.InferenceConfig, model_name: str) -> Engine:
+    """Start the engines, in a supervised pool if the settings have one."""
+    arguments = dict(inference.engine)
+    if "model" in arguments:
+        arguments["model"] = arguments["model"] or model_name
+    with ExitStack() as started:  # close the first engines if a later one does not start
+        engines = [
+            started.enter_context(instantiate(arguments | {k: v[i] for k, v in inference.per_replica.items()}))
+            for i in range(inference.replicas)
+        ]
+        engine = engines[0] if inference.pool is None else instantiate(inference.pool, engines)
+        started.pop_all()
+    return engine
 
 
 def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:

@@ -331,16 +331,27 @@ class InferenceConfig:
 
     engine: Any = None  # class (_target_) and arguments of the engine; null: the Hugging Face model samples
     updater: Any = None  # class (_target_) and arguments of the weight updater of the engine
+    replicas: int = 1  # engines that share the requests; more than one requires a pool
+    per_replica: dict[str, Any] = field(default_factory=dict)  # engine arguments with one value per replica
+    pool: Any = None  # class (_target_) and arguments of the pool that supervises the engines; null: one engine alone
     self_test: bool = True  # check before training that the engine follows a change of the weights
     sleep: bool = False  # free the engine's GPU memory while training; requires engine.enable_sleep_mode=true
     parity_every: int = 0  # steps between parity/* metrics, which compare sampler and trainer; 0: never
 
     def __post_init__(self):
-        for name in ("engine", "updater"):
+        for name in ("engine", "updater", "pool"):
             check_settings(f"inference.{name}", getattr(self, name))
+        if self.replicas > 1 and self.pool is None:
+            raise ValueError(f"inference.replicas={self.replicas} requires a pool, as in inference=vllm_process")
+        for name, values in self.per_replica.items():
+            if not isinstance(values, list) or len(values) != self.replicas:
+                raise ValueError(
+                    f"inference.per_replica.{name}={values} must be a list of inference.replicas={self.replicas} values"
+                )
         if self.engine is not None and "_target_" not in self.engine:
             raise ValueError("inference.engine has no _target_: choose one as well, such as inference=vllm")
-        for name, unset in (("updater", None), ("sleep", False), ("self_test", True)):
+        unset_values = {"updater": None, "pool": None, "replicas": 1, "sleep": False, "self_test": True}
+        for name, unset in unset_values.items():
             if self.engine is None and getattr(self, name) != unset:
                 raise ValueError(
                     f"inference.{name} requires an engine, such as inference=vllm; without one the model itself samples"

@@ -45,6 +45,7 @@ AT_LEAST = {
         "eval.bins",
         "generate.max_new_tokens",
         "generate.top_k",
+        "inference.replicas",
         "plan.epochs_per_batch",
         "plan.micro_batch_size",
         "plan.minibatches",

@@ -15,6 +15,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics.statistics.parity import log_prob_gap
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.head import evaluation_mode
+from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 
@@ -81,7 +82,7 @@ def self_test(
         updater: updater that pushes the weights of ``model`` to ``engines``.
         model: training model, unsharded in this process.
         tokenizer: tokenizer of the model.
-        engines: one or several engines. Nothing else may sample from them during the test.
+        engines: one or several engines, or a pool of them. Nothing else may sample from them during the test.
         prompts: prompts to continue; None takes :data:`PROMPTS`.
         tolerance: largest gap in nats. None takes 1e-3, or 3 times the gap before if that is larger, as in bfloat16.
 
@@ -103,6 +104,8 @@ def self_test(
         >>> result.gap_changed < 1e-3 < 0.1 < result.movement
         True
     """
+    if isinstance(engines, EnginePool):
+        engines = [member.target for member in engines.members]
     engines = [engines] if isinstance(engines, Engine) else list(engines)
     if not engines:
         raise ValueError("engines=[] must have at least one engine")
