@@ -83,12 +83,13 @@ DEFINITIONS = {
     "grad_norm": "norm of the gradient before clipping",
     "learning_rate": "learning rate of the next optimizer step",
     "num_tokens": "tokens of all rows so far, including prompts",
-    "count/rewards/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward function "
-    "failed this way; it abstains on them",
+    "count/rewards/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward "
+    "function failed this way; it abstains on them",
     "count/rewards/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
-    "count/rewards/<function>/repeated": "samples so far that were scored separately because a call with several had failed",
-    "count/shaping/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
-    "or that it clipped",
+    "count/rewards/<function>/repeated": "samples so far that were scored separately because a call with several had "
+    "failed",
+    "count/shaping/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of "
+    "statistics, or that it clipped",
     "count/shaping/truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",
     "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far with a signal (kept), or by why "
@@ -105,7 +106,8 @@ DEFINITIONS = {
     "pool/<difficulty>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
     "count/advantage/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
     "count/advantage/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
-    "count/turn_reward/failed_turns": "turns so far whose reward function raised or returned no finite number; their rows abstain",
+    "count/turn_reward/failed_turns": "turns so far whose reward function raised or returned no finite number; their "
+    "rows abstain",
     "count/<tools|feedback|user|thinking|text_env>/failed": "conversations so far that ended because this transform "
     "failed; they abstain",
     "count/env/rewritten_turns": "turns so far at which the chat template rewrote earlier tokens of the conversation",
@@ -115,8 +117,8 @@ DEFINITIONS = {
     "arguments or timed out; the policy sees each failure",
     "count/tools/<malformed|unknown|refused>": "tool calls so far that could not be parsed, named an unknown tool, or "
     "exceeded a limit",
-    "count/text_env/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which ends the "
-    "conversation as failed, or to close",
+    "count/text_env/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which "
+    "ends the conversation as failed, or to close",
     "count/collector/<failed_turns|timed_out|cancelled_groups>": "turns so far on which the policy failed, "
     "conversations that the time limit ended while they waited, and groups that cancel() dropped",
     "count/thinking/asked_again": "completions so far to which AddThinkingPrompt added its prompt",

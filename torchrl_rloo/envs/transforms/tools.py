@@ -49,7 +49,8 @@ class ToolTransform(TurnTransform):
         max_output_chars: maximum characters of a result that the policy sees.
         result_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a
             ``tool_call_id`` of nine characters. ``"user"``, for templates without tools, answers with one user message
-            that has each result between ``<tool_response>`` tags, as plain text even if the tokenizer has such tokens.
+            that has each result between ``<tool_response>`` tags. These are plain text even if the tokenizer has such
+            tokens.
         show_schemas: whether to pass the tools' schemas to the chat template; use False if prompts describe the tools.
         tools_column: dataset column with a row's tool names (a list, one name, or None for all tools); None gives every
             row all tools.

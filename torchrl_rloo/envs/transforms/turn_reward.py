@@ -38,8 +38,8 @@ class TurnRewardTransform(Transform):
             conversations. None adds nothing to the environment's rewards.
 
     Attributes:
-        counts: ``"turn_reward/failed_turns"``, for which the function raised or returned no finite number; their conversations
-            abstain.
+        counts: ``"turn_reward/failed_turns"``, for which the function raised or returned no finite number; their
+            conversations abstain.
 
     Raises:
         ValueError: if ``function`` is not a sync function. At a step, if it would score an answer to plain text, which
