@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -23,6 +24,16 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     spelled = {known.lower(): known for known in names}
     matches = get_close_matches(name, names, n=3) or [spelled[m] for m in get_close_matches(name.lower(), spelled)]
     return f" (did you mean {' or '.join(map(repr, matches))}?)" if matches else ""
+
+
+def snake_case(name: str) -> str:
+    """Return the name of a class in lower case, with underscores between its words.
+
+    Example:
+        >>> snake_case("WebSearch")
+        'web_search'
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def import_object(path: str, what: str) -> Any:

@@ -85,13 +85,13 @@ def test_a_run_with_bad_rewards_loses_exactly_the_bad_samples_scores(tokenizer, 
         bad = {ids.index(functions[k].ids)}
         assert {i for i, score in enumerate(scores[:, k].tolist()) if math.isnan(score)} == bad
         assert {score for score in scores[:, k].tolist() if not math.isnan(score)} == {SCORES[name]}
-        assert rewards.counts[f"{name}/{kind}"] == len(bad)
+        assert rewards.counts[f"rewards/{name}/{kind}"] == len(bad)
         quarantined = [line for line in kept if line["function"] == name]
         assert {line["kind"] for line in quarantined} == {kind}
         assert {tuple(line["completion_ids"]) for line in quarantined} == {tuple(ids[i]) for i in bad}
         assert f"reward {name}: {kind} on" in caplog.text
     assert not scores[:, 4].isnan().any()
-    assert {name.partition("/")[2] for name in rewards.counts} <= {*KINDS.values(), "duplicates"}
+    assert {name.split("/")[2] for name in rewards.counts} <= {*KINDS.values(), "duplicates"}
     assert rewards.latency["hangs/call"].longest >= 1.0 and rewards.latency["raises/call"].n >= 0.9 * len(rows)
     assert "in __call__" in next(line["traceback"] for line in kept if line["kind"] == "worker_died")
     assert "in __call__" in next(line["traceback"] for line in kept if line["kind"] == "timed_out")

@@ -113,12 +113,12 @@ def test_the_turn_limit_truncates_who_would_go_on(make_env: Callable, one_token:
     rows = LLMCollector(env, one_token).collect()
     assert rows[keys.NUM_TURNS].tolist() == [2] * 4
     assert rows[keys.TRUNCATED].all() and not rows[keys.TERMINATED].any()
-    assert feedback_of(env).counts["turn_limit"] == 4
+    assert feedback_of(env).counts["feedback/turn_limit"] == 4
     env = make_env(lambda conversation, row: REPLY if len(conversation) < 4 else None, max_turns=2)
     rows = LLMCollector(env, one_token).collect()
     assert rows[keys.NUM_TURNS].tolist() == [2] * 4
     assert rows[keys.TERMINATED].all() and not rows[keys.TRUNCATED].any()
-    assert feedback_of(env).counts["turn_limit"] == 0
+    assert feedback_of(env).counts["feedback/turn_limit"] == 0
 
 
 def test_rows_with_unequal_numbers_of_turns(make_env: Callable, one_token: TransformersWrapper, prompts) -> None:
@@ -142,7 +142,7 @@ def test_a_respond_that_raises_costs_its_row_only(make_env: Callable, one_token,
         out = env.step(one_token(env.reset()))
     assert [row["answer"] for row in out.unbind(0)] == ["a", "c", "b", "?"]
     assert states(out) == [(False, False, False), (True, False, True), (False, False, False), (False, False, False)]
-    assert feedback_of(env).counts["failed"] == 1 and "the tool is down" in caplog.text
+    assert feedback_of(env).counts["feedback/failed"] == 1 and "the tool is down" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [[{"role": "tool", "content": 7}], [{"role": "user"}], "again", 3], ids=repr)
@@ -151,7 +151,7 @@ def test_feedback_that_cannot_be_rendered_costs_its_row_only(bad, make_env: Call
     env = make_env(lambda conversation, row: bad if row["answer"] == "c" else REPLY)
     out = env.step(one_token(env.reset()))
     assert states(out)[1] == (True, False, True) and states(out)[0] == (False, False, False)
-    assert feedback_of(env).counts["failed"] == 1
+    assert feedback_of(env).counts["feedback/failed"] == 1
 
 
 def test_feedback_on_plain_text_prompts_is_refused(one_token: TransformersWrapper, make_env: Callable) -> None:
@@ -168,7 +168,7 @@ def test_counts_survive_a_restart(make_env: Callable, one_token: TransformersWra
     torch.save(env.state_dict(), tmp_path / "state.pt")
     resumed = make_env(always, max_turns=1)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert feedback_of(resumed).counts == {"turn_limit": 4}
+    assert feedback_of(resumed).counts == {"feedback/turn_limit": 4}
 
 
 def test_where_it_belongs(make_env: Callable) -> None:

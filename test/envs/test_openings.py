@@ -113,6 +113,23 @@ def test_the_context_of_the_engine_is_a_limit_of_the_conversation(
         assert max(len(tokens) for _, tokens, _ in expected) <= limit
 
 
+def test_a_conversation_that_outgrows_vllms_context(vllm_engines, tokenizer) -> None:
+    """Without ``max_tokens``, the engine's context ends conversations and long prompts, and no request is refused."""
+    queries = [[{"role": "user", "content": "1" * n}] for n in (1, 30, 300)]
+    settings = {"prompts_per_batch": 3, "shuffle": False, "transforms": [FeedbackTransform(again)]}
+    env = DatasetChatEnv(load_prompts([{"query": q} for q in queries]), tokenizer, **settings)
+    policy = vLLMWrapper(
+        vllm_engines.get(max_model_len=128), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 20, "seed": 0}
+    )
+    collector = AsyncLLMCollector(env, policy)
+    rows = collector.collect()
+    collector.shutdown()
+    assert set(reasons(rows)) <= {"total_tokens", "turn_tokens", "answered"} and collector.counts.total() == 0
+    lengths = [len(row[keys.TOKENS]) for row in rows.unbind(0)]
+    long = rows[keys.NUM_TURNS].tolist().index(0)
+    assert max(lengths) <= 128 and lengths[long] == 128 and stop_reason(rows[long]) == "total_tokens"
+
+
 def test_policies_keep_to_their_context(make_policy: Callable, random_model, bpe) -> None:
     prompt = torch.tensor([[40] * 10])
     policy = make_policy(13)

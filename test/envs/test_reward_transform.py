@@ -171,7 +171,7 @@ def test_weights_abstentions_and_clip(tokenizer):
     torch.testing.assert_close(rows[keys.REWARD].flatten(), expected, equal_nan=True)
     each = torch.tensor([[1.0, 2.0], [NAN, 3.0], [NAN, NAN], [5.0, NAN]])
     torch.testing.assert_close(rows[keys.REWARDS], each, equal_nan=True)
-    assert transform.counts["b/not_finite"] == 1 and transform.counts["a/not_finite"] == 0
+    assert transform.counts["rewards/b/not_finite"] == 1 and transform.counts["rewards/a/not_finite"] == 0
     assert transform.counts.total() == 1
 
 
@@ -199,7 +199,7 @@ def test_a_function_that_is_down_abstains_is_counted_and_stops_the_run_in_the_en
         for flaky.down in (False, True, True, False, True, True):
             got.append(rewards_of(outcome(env, policy)))
     assert got == [[1.5] * 4, [0.5] * 4, [0.5] * 4, [1.5] * 4, [0.5] * 4, [0.5] * 4]
-    assert transform.counts == {"Flaky/raised": 16, "Flaky/repeated": 16}
+    assert transform.counts == {"rewards/Flaky/raised": 16, "rewards/Flaky/repeated": 16}
     assert "judge is down" in caplog.text and "Flaky" in caplog.text and len(caplog.records) == 4
     with pytest.raises(RewardFailureError, match=r"Flaky failed on 12 samples in a row.*OSError: judge is down"):
         outcome(env, policy)
@@ -212,14 +212,14 @@ def test_one_bad_row_costs_no_other_and_never_stops_the_run(tokenizer):
         rows = outcome(env, Says(tokenizer, "abcd"))
         assert rows[keys.REWARD].flatten().isnan().tolist() == [False, False, True, False]
         assert rows[keys.REWARD].flatten()[[0, 1, 3]].tolist() == [1.0] * 3 and rows[keys.DONE].all()
-    assert transform.counts == {"Flaky/raised": 3, "Flaky/repeated": 12}
+    assert transform.counts == {"rewards/Flaky/raised": 3, "rewards/Flaky/repeated": 12}
 
 
 @pytest.mark.parametrize("scores", [[], [1.0] * 5, None, "abcd", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}], ids=str)
 def test_a_malformed_answer_is_a_failure_of_its_rows(tokenizer, scores):
     transform = RewardTransform(constant("odd", scores))
     rows = outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
-    assert rows[keys.REWARD].isnan().all() and transform.counts["odd/malformed"] == 4
+    assert rows[keys.REWARD].isnan().all() and transform.counts["rewards/odd/malformed"] == 4
 
 
 def test_what_functions_log_comes_with_the_rows(tokenizer):
@@ -279,7 +279,7 @@ def test_counters_survive_a_restart(tokenizer):
     outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))
     resumed = RewardTransform(flaky, max_consecutive_failures=8)
     resumed.load_state_dict(transform.state_dict())
-    assert resumed.counts["Flaky/raised"] == 4
+    assert resumed.counts["rewards/Flaky/raised"] == 4
     with pytest.raises(RewardFailureError, match="8 samples in a row"):
         outcome(make_env(tokenizer, resumed), Says(tokenizer, "abcd"))
 

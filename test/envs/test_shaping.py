@@ -75,7 +75,7 @@ def test_chosen_functions_and_finished_rows_only() -> None:
     clip = ClipRewards(NAMES, 0.0, 1.0, functions=["b"])
     rows = step(clip, [[3.0, 4.0], [3.0, 4.0]], done=[True, False])
     assert rows["rewards"].tolist() == [[3.0, 1.0], [3.0, 4.0]] and returns(rows) == [3.5, 0.0]
-    assert dict(clip.counts) == {"b/clipped": 1}
+    assert dict(clip.counts) == {"shaping/b/clipped": 1}
 
 
 def test_the_first_shaping_saves_what_the_functions_gave() -> None:
@@ -114,7 +114,7 @@ def test_truncation(mode: str, value: float | None, expected: list[float]) -> No
     rows = step(policy, [[1.0, 2.0], [1.0, 2.0]], truncated=[True, False])
     assert returns(rows) == pytest.approx(expected, nan_ok=True)
     assert rows["raw_rewards"].tolist() == [[1.0, 2.0], [1.0, 2.0]]
-    assert policy.counts["shaped_truncated_rows"] == (mode != "keep")
+    assert policy.counts["shaping/truncated_rows"] == (mode != "keep")
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ def test_scores_are_judged_by_what_came_before_the_last_reset() -> None:
     first = step(norm, [[0.0, 10.0], [2.0, NAN]])
     assert first["rewards"].nan_to_num(-9).tolist() == [[0.0, 10.0], [2.0, -9]], "nothing is known yet"
     assert step(norm, [[4.0, 0.0]])["rewards"].tolist() == [[4.0, 0.0]], "nor before a reset"
-    assert dict(norm.counts) == {"a/unnormalized": 3, "b/unnormalized": 2}
+    assert dict(norm.counts) == {"shaping/a/unnormalized": 3, "shaping/b/unnormalized": 2}
     norm._reset(None, None)
     rows = step(norm, [[3.0, 5.0], [NAN, 20.0]])
     spread = [torch.tensor([0.0, 2.0, 4.0]).std(correction=0).item(), 5.0]
     expected = [[3 / spread[0], 1.0], [NAN, 4.0]]
     torch.testing.assert_close(rows["rewards"], torch.tensor(expected), equal_nan=True)
-    assert dict(norm.counts) == {"a/unnormalized": 3, "b/unnormalized": 2}
+    assert dict(norm.counts) == {"shaping/a/unnormalized": 3, "shaping/b/unnormalized": 2}
 
 
 def test_the_order_in_which_rows_end_changes_nothing() -> None:

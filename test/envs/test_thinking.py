@@ -41,7 +41,7 @@ def test_an_answer_is_questioned_so_many_times(times: int, collect: Callable) ->
     assert [asked(row) for row in rows.unbind(0)] == [times] * 4
     assert rows[keys.NUM_TURNS].tolist() == [times + 1] * 4
     assert all(stop_reason(row) == "answered" for row in rows.unbind(0))
-    assert transform.counts["asked_again"] == 4 * times
+    assert transform.counts["thinking/asked_again"] == 4 * times
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -83,7 +83,7 @@ def test_limits_hold(collect: Callable) -> None:
     transform = AddThinkingPrompt(AGAIN)
     rows = collect(transform, max_turns=1)
     assert [stop_reason(row) for row in rows.unbind(0)] == ["turns"] * 4
-    assert transform.counts["asked_again"] == 0
+    assert transform.counts["thinking/asked_again"] == 0
     assert all(len(ids) for ids in ragged(rows, keys.TOKENS))
 
 

@@ -99,11 +99,11 @@ def test_a_turn_without_a_reward_costs_its_conversation_alone(collect):
     fails_once.calls = 0
     rows, env, _ = collect(fails_once)
     transform = next(t for t in env.transform if isinstance(t, TurnRewardTransform))
-    assert transform.counts == {"failed_turns": 1}
+    assert transform.counts == {"turn_reward/failed_turns": 1}
     assert sum(bool(row[keys.REWARD].isnan()) for row in rows.unbind(0)) == 1
     fresh = TurnRewardTransform(length)
     fresh.load_state_dict(transform.state_dict())
-    assert fresh.counts == {"failed_turns": 1}
+    assert fresh.counts == {"turn_reward/failed_turns": 1}
 
 
 def test_each_step_has_the_reward_of_its_turn_and_a_return_counts_each_once(collect, monkeypatch):

@@ -117,7 +117,7 @@ def test_it_answers_until_it_stops(make_env, one_token, tokenizer) -> None:
     assert reasons(rows) == ["turns", "ended", "ended", "turns"]
     assert rows[keys.NUM_TURNS].tolist() == [3, 1, 1, 3]
     assert rows[keys.TERMINATED].flatten().tolist() == [False, True, True, False]
-    assert env.simulator.counts == {"user_replies": 4, "user_ended": 2, "user_limit": 2}
+    assert env.simulator.counts == {"user/replies": 4, "user/ended": 2, "user/limit": 2}
     assert len({seed for _, seed in seen}) == len(seen) == 6 and all(0 <= seed < 2**63 for _, seed in seen)
     assert [m["role"] for m in seen[-1][0]] == ["system", "user", "assistant", "user", "assistant", "user"]
     for row in rows.unbind(0):
@@ -160,7 +160,7 @@ def test_the_environments_limit_holds_too(make_env, one_token) -> None:
     env = make_env(lambda messages, seed: "What?", "Ask.")
     rows = LLMCollector(env, one_token).collect()
     assert reasons(rows) == ["turns"] * 4 and rows[keys.NUM_TURNS].tolist() == [6] * 4
-    assert env.simulator.counts == {"user_replies": 20}
+    assert env.simulator.counts == {"user/replies": 20}
 
 
 def test_a_speaker_that_fails_or_blocks_costs_its_own_conversation(make_env, one_token) -> None:
@@ -180,7 +180,7 @@ def test_a_speaker_that_fails_or_blocks_costs_its_own_conversation(make_env, one
     rows = LLMCollector(env, one_token).collect()
     stuck.set()
     assert reasons(rows) == ["failed", "failed", "failed", "ended"]
-    assert env.simulator.counts == {"failed": 3, "user_ended": 1}
+    assert env.simulator.counts == {"user/failed": 3, "user/ended": 1}
 
 
 class CountingEngine(TransformersEngine):
@@ -338,7 +338,7 @@ def test_conversations_do_not_wait_for_each_other(goals, tokenizer) -> None:
         await asyncio.wait_for(asyncio.gather(*map(step, ["help", "a", "b", "c"])), 60)
 
     event_loop.run(all_of_them())
-    assert order[-1] == "help" and simulator.counts == {"user_ended": 4}
+    assert order[-1] == "help" and simulator.counts == {"user/ended": 4}
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_order_and_batch_split_change_no_advantage(history):
     expected = leave_one_out(rewards, torch.tensor([group for group, *_ in rows]))
     assert contents(buffer) == pytest.approx(dict(enumerate(expected.tolist())), abs=1e-5)
     assert transform.pending_rows == 0
-    assert transform.counts["rows"] == len(rows) and transform.counts["groups"] == rows[-1][0] + 1
-    assert transform.counts["late_rows"] == transform.counts["expired_rows"] == 0
+    assert transform.counts["advantage/rows"] == len(rows) and transform.counts["advantage/groups"] == rows[-1][0] + 1
+    assert transform.counts["advantage/late_rows"] == transform.counts["advantage/expired_rows"] == 0
 
 
 @settings(deadline=None, max_examples=25)
@@ -122,7 +122,7 @@ def test_the_buffers_own_checkpoint_holds_the_pending_groups():
     for target in (buffer, resumed):
         target.extend(stack_rows([make_row(1, 4.0, 3), make_row(0, 9.0, 4)]))
     assert contents(resumed) == contents(buffer) == {0: 1.0, 1: -1.0, 2: -3.0, 3: 3.0}
-    assert transform.counts["late_rows"] == 1
+    assert transform.counts["advantage/late_rows"] == 1
 
 
 def test_a_restored_row_is_the_row_that_was_saved():
@@ -190,7 +190,7 @@ def test_a_sampled_batch_keeps_its_advantages():
     buffer.extend(stack_rows([make_row(i // 2, float(i % 2), i) for i in range(4)]))
     sampled = buffer.sample()
     assert {identity(row): float(row[keys.ADVANTAGE]) for row in sampled.unbind(0)} == {0: -1, 1: 1, 2: -1, 3: 1}
-    assert transform.counts["rows"] == 4
+    assert transform.counts["advantage/rows"] == 4
 
 
 def test_single_rows_without_a_batch_dimension():
@@ -255,10 +255,10 @@ def test_a_row_after_its_group_has_left_is_dropped_and_counted(caplog):
     with caplog.at_level(logging.WARNING):
         buffer.extend(stack_rows([make_row(3, 9.0, 2), make_row(5, 0.0, 3)]))
     assert contents(buffer) == {0: 1.0, 1: -1.0}
-    assert transform.counts["late_rows"] == 1 and transform.pending_rows == 1
-    assert "1 rows dropped (late_rows): group 3" in caplog.text
+    assert transform.counts["advantage/late_rows"] == 1 and transform.pending_rows == 1
+    assert "1 rows dropped (advantage/late_rows): group 3" in caplog.text
     buffer.extend(stack_rows([make_row(3, 9.0, 4)]))
-    assert transform.counts["late_rows"] == 2 and caplog.text.count("late_rows") == 1
+    assert transform.counts["advantage/late_rows"] == 2 and caplog.text.count("late_rows") == 1
 
 
 def test_a_number_other_than_the_rows_group_size_is_refused():
@@ -280,11 +280,11 @@ def test_the_oldest_group_beyond_the_limit_is_dropped(caplog):
     with caplog.at_level(logging.WARNING):
         buffer.extend(stack_rows([make_row(7, 1.0, 0), make_row(5, 0.0, 1)]))
         buffer.extend(stack_rows([make_row(7, 0.0, 2), make_row(6, 0.0, 3), make_row(4, 2.0, 4)]))
-    assert contents(buffer) == {} and caplog.text.count("dropped (expired_rows)") == 1
-    assert (transform.counts["expired_groups"], transform.counts["expired_rows"]) == (2, 3)
+    assert contents(buffer) == {} and caplog.text.count("dropped (advantage/expired_rows)") == 1
+    assert (transform.counts["advantage/expired_groups"], transform.counts["advantage/expired_rows"]) == (2, 3)
     assert transform.pending_rows == 2
     buffer.extend(stack_rows([make_row(6, 0.0, 5), make_row(6, 3.0, 6), make_row(7, 9.0, 7)]))
-    assert contents(buffer) == {3: -1.5, 5: -1.5, 6: 3.0} and transform.counts["late_rows"] == 1
+    assert contents(buffer) == {3: -1.5, 5: -1.5, 6: 3.0} and transform.counts["advantage/late_rows"] == 1
 
 
 def test_every_row_is_accounted_for():
@@ -296,8 +296,18 @@ def test_every_row_is_accounted_for():
         buffer.extend(stack_rows([make_row(g, 1.0, fed + i) for i, g in enumerate(groups)]))
         fed += 4
     counts = transform.counts
-    assert counts["rows"] + counts["expired_rows"] + counts["late_rows"] + transform.pending_rows == fed
-    assert counts["rows"] == len(buffer) > 0 and counts["expired_rows"] > 0 and counts["late_rows"] > 0
+    assert (
+        counts["advantage/rows"]
+        + counts["advantage/expired_rows"]
+        + counts["advantage/late_rows"]
+        + transform.pending_rows
+        == fed
+    )
+    assert (
+        counts["advantage/rows"] == len(buffer) > 0
+        and counts["advantage/expired_rows"] > 0
+        and counts["advantage/late_rows"] > 0
+    )
 
 
 def test_an_estimator_of_ones_own():

@@ -307,7 +307,7 @@ def test_arrival_changes_no_whitened_advantage(settings):
             buffer, transform = make_buffer(2, **settings)
             for start in range(0, 12, step):
                 buffer.extend(stack_rows([rows[i].clone() for i in order[start : start + step]]))
-            assert transform.pending_rows == transform.waiting_groups == 0 and transform.counts["groups"] == 6
+            assert transform.pending_rows == transform.waiting_groups == 0 and transform.counts["advantage/groups"] == 6
             results.append(contents(buffer))
     for result in results[1:]:
         close(result, results[0])
@@ -319,7 +319,7 @@ def test_complete_groups_wait_until_there_are_enough():
     assert (len(buffer), transform.pending_rows, transform.waiting_groups) == (0, 1, 1)
     buffer.extend(stack_rows([make_row(0, ident=9), make_row(1, ident=3), make_row(2, ident=4), make_row(2, ident=5)]))
     assert set(contents(buffer)) == {0, 1, 2, 3} and transform.waiting_groups == 1
-    assert transform.counts == {"groups": 2, "rows": 4, "late_rows": 1}
+    assert transform.counts == {"advantage/groups": 2, "advantage/rows": 4, "advantage/late_rows": 1}
 
 
 # several reward functions

@@ -148,7 +148,7 @@ def test_an_exception_leaves_the_step_unwritten(tmp_path):
     assert resumed.finished and other.state["n"] == 4
 
 
-def test_meters_gather_metrics_and_sum_counts():
+def test_meters_gather_metrics_and_keep_the_counts_of_parts_apart():
     class Meter:
         def __init__(self, **counts):
             self.counts = counts
@@ -156,4 +156,19 @@ def test_meters_gather_metrics_and_sum_counts():
         def metrics(self):
             return {"share": 0.5}
 
-    assert meters(Meter(a=1), None, Meter(a=2, b=1)) == {"share": 0.5, "count/a": 3, "count/b": 1}
+    class Tools(Meter):
+        part = "tools"
+
+    class Other(Meter): ...
+
+    first, second, tools = Meter(a=1), Meter(b=1), Tools(**{"tools/f/failed": 3})
+    assert meters(first, None, second, tools, first) == {
+        "share": 0.5,
+        "count/meter/a": 1,
+        "count/meter_2/b": 1,
+        "count/tools/f/failed": 3,
+    }
+    first.counts["b"] = 5
+    assert meters(first, second)["count/meter_2/b"] == 1, "names do not change once another part counts"
+    with pytest.raises(ValueError, match="Other and a part before it both count 'count/tools/f/failed'"):
+        meters(tools, Other(**{"tools/f/failed": 1}))

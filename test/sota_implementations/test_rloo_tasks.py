@@ -180,7 +180,7 @@ def test_short_batches_surplus_and_cached_groups_train(tiny, tmp_path, importabl
     records = read_jsonl(tmp_path / "metrics.jsonl")[1:]
     last, trained = records[-1], [r for r in records if "loss" in r]
     assert last["count/refill/short_batches"] > 0 and last["count/cache/used"] > 0
-    assert last["count/groups"] == last["count/refill/groups"] + last["count/cache/used"]
+    assert last["count/advantage/groups"] == last["count/refill/groups"] + last["count/cache/used"]
     assert len(trained) >= 6 and all(r["grad_norm"] > 0 for r in trained)
     assert any(r["staleness"] > 0 for r in trained)  # of the cached rows
     check_metric_names(tmp_path)
@@ -299,9 +299,9 @@ def test_bad_samples_cost_their_scores_and_nothing_else(tiny, tmp_path, importab
     for name, (bad, kind) in BAD.items():
         hit = [row for row in samples if int(row["answer"]) % 8 == bad]
         assert 0 < len(hit) < len(samples) / 2, name
-        assert records[-1][f"count/{name}/{kind}"] == len(hit)
-        counted = {k for k in records[-1] if k.startswith(f"count/{name}/")}
-        assert counted <= {f"count/{name}/{kind}", f"count/{name}/duplicates"}
+        assert records[-1][f"count/rewards/{name}/{kind}"] == len(hit)
+        counted = {k for k in records[-1] if k.startswith(f"count/rewards/{name}/")}
+        assert counted <= {f"count/rewards/{name}/{kind}", f"count/rewards/{name}/duplicates"}
         expected = Counter((row["step"] - 1, row["prompt"], tuple(row["ids"])) for row in hit)
         mine = [r for r in kept if r["function"] == name]
         found = Counter((r["step"], _text(r["prompt"]), tuple(r["completion_ids"])) for r in mine)
@@ -312,7 +312,7 @@ def test_bad_samples_cost_their_scores_and_nothing_else(tiny, tmp_path, importab
         failed = sum(int(row["answer"]) % 8 == bad for bad, _ in BAD.values())
         assert row["reward"] == 4 - failed + float(number(row["ids"]) % 8 == 0)
     report = (tmp_path / "report.html").read_text()
-    assert "timed_out" in report and records[-1]["count/coin/duplicates"] > 0
+    assert "timed_out" in report and records[-1]["count/rewards/coin/duplicates"] > 0
     check_metric_names(tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
     logged = run([*tiny, *more], tmp_path)
     assert [r["step"] for r in logged] == [0, 1, 2, 3] and (tmp_path / "report.html").is_file()
     assert all(0 < r["num_tool_calls"] < 2 and 1 < r["num_turns"] <= 2 for r in logged[1:])
-    assert logged[-1]["count/tools/calculator/calls"] > 0 and logged[-1]["count/groups"] == 12
+    assert logged[-1]["count/tools/calculator/calls"] > 0 and logged[-1]["count/advantage/groups"] == 12
     ends = [sum(v for k, v in r.items() if k.startswith("stop/")) for r in logged[1:]]
     assert ends == pytest.approx([1, 1, 1])
     pages = sorted((tmp_path / "transcripts").iterdir())
@@ -82,7 +82,7 @@ def test_a_killed_run_resumes(tiny, start, finish, tmp_path) -> None:
     start(overrides, tmp_path, hold="train:3", recipe="rloo_tools").kill()
     assert "resumed after step 2" in finish(overrides, tmp_path, recipe="rloo_tools")
     logged = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in logged] == [0, 1, 2, 3] and logged[-1]["count/groups"] == 12
+    assert [r["step"] for r in logged] == [0, 1, 2, 3] and logged[-1]["count/advantage/groups"] == 12
 
 
 def test_a_stopped_run_resumes(tiny, start, finish, tmp_path) -> None:
@@ -92,7 +92,7 @@ def test_a_stopped_run_resumes(tiny, start, finish, tmp_path) -> None:
     process.send_signal(signal.SIGCONT)
     assert process.wait(120) == 0 and "stopped after step 2" in process.stdout, process.stderr
     assert "resumed after step 2" in finish(overrides, tmp_path, recipe="rloo_tools")
-    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["count/groups"] == 12
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["count/advantage/groups"] == 12
 
 
 def test_a_game(tiny, warm_model, tmp_path) -> None:

@@ -1,6 +1,6 @@
 """Protection against control tokens in the text of a conversation.
 
-Only the chat template may open and close turns, tool results and the like with a token of its own. Other texts may
+Only the chat template may open and close turns, tool results and the like with such a token. Other texts may
 contain the text of such a token, which is then split by a mark after its first character. After rendering, the text is
 encoded in pieces between the marks, and no piece contains the token. Together the pieces decode to the original text.
 Text without such tokens is one piece and is encoded as usual.

@@ -24,10 +24,11 @@ DEFINITIONS = {
     "the mean return if only the environment gives rewards",
     "reward_std": "unbiased standard deviation of that reward over all rows of the batch",
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal, so without training signal",
-    "frac_abstained": "share of the rows on which every reward function abstained, so without training signal",
+    "frac_abstained": "share of the rows without a return, so without training signal: every reward function "
+    "abstained, or the trajectory failed",
     "rewards/<function>/<mean|std>": "mean or standard deviation of one reward function over the rows that it scored",
-    "rewards/<function>/abstained": "share of the rows on which the function abstained, which counts as 0 in the "
-    "weighted sum if another function scored the row",
+    "rewards/<function>/abstained": "share of the rows without a score of the function, as it abstained or the "
+    "trajectory failed; it counts as 0 in the weighted sum if another function scored the row",
     "rewards/<chosen|rejected>": "mean reward model score of the better (worse) completions of a step",
     "rewards/<chosen|rejected>_std": "unbiased standard deviation of these scores",
     "rewards/margin": "mean difference of chosen and rejected score over the pairs",
@@ -50,7 +51,8 @@ DEFINITIONS = {
     "eval/sampled": "mean score of completions of the held-out prompts, sampled as in training",
     "eval/<greedy|sampled>_<low|high>": "bounds of the 95 % confidence interval over the held-out prompts",
     "eval/failed": "scores of held-out completions that a scorer failed to return in this evaluation; they count as 0",
-    "eval/abstained": "scores of held-out completions that a scorer abstained from in this evaluation; they count as 0",
+    "eval/abstained": "scores of held-out completions that a scorer abstained from, or whose conversation failed, in "
+    "this evaluation; they count as 0",
     "eval/<scorer>/greedy": "eval/greedy of a scorer other than the first",
     "eval/<scorer>/greedy_<low|high>": "bounds of its 95 % confidence interval",
     "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples (avg), expected best score of k samples (pass) or "
@@ -81,13 +83,14 @@ DEFINITIONS = {
     "grad_norm": "norm of the gradient before clipping",
     "learning_rate": "learning rate of the next optimizer step",
     "num_tokens": "tokens of all rows so far, including prompts",
-    "count/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward function "
-    "failed this way; it abstains on them",
-    "count/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
-    "count/<function>/repeated": "samples so far that were scored separately because a call with several had failed",
-    "count/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of statistics, "
-    "or that it clipped",
-    "count/shaped_truncated_rows": "truncated rows so far whose return was changed for truncation",
+    "count/rewards/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward "
+    "function failed this way; it abstains on them",
+    "count/rewards/<function>/duplicates": "samples so far that reused the score of an identical sample in their batch",
+    "count/rewards/<function>/repeated": "samples so far that were scored separately because a call with several had "
+    "failed",
+    "count/shaping/<function>/<unnormalized|clipped>": "scores so far that shaping did not normalize for lack of "
+    "statistics, or that it clipped",
+    "count/shaping/truncated_rows": "truncated rows so far whose return was changed for truncation",
     "count/draws/<task>": "prompts so far that a mixture drew from a task",
     "count/zero_signal/<kept|all_wrong|all_right|flat|unanswered>": "groups so far with a signal (kept), or by why "
     "they have none: all rewards 0, all 1, all equal, or fewer than two rows with a reward",
@@ -101,26 +104,29 @@ DEFINITIONS = {
     "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "
     "a later try, or dropped after the last try",
     "pool/<difficulty>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
-    "count/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
-    "count/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
-    "count/failed_turns": "turns so far whose reward function raised or returned no finite number; their rows abstain",
-    "count/failed": "conversations so far that ended because a transform (tools, feedback, text environment) failed",
-    "count/rewritten_turns": "turns so far at which the chat template rewrote earlier tokens of the conversation",
-    "count/<turn|token|time>_limit": "conversations so far that this limit ended before further feedback",
+    "count/advantage/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
+    "count/advantage/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
+    "count/turn_reward/failed_turns": "turns so far whose reward function raised or returned no finite number; their "
+    "rows abstain",
+    "count/<tools|feedback|user|thinking|text_env>/failed": "conversations so far that ended because this transform "
+    "failed; they abstain",
+    "count/env/rewritten_turns": "turns so far at which the chat template rewrote earlier tokens of the conversation",
+    "count/env/long_prompts": "prompts so far that left the policy no token; their rows abstain",
+    "count/feedback/<turn|token|time>_limit": "conversations so far that this limit ended before further feedback",
     "count/tools/<tool>/<calls|failed|invalid|timed_out>": "calls so far of a tool, and those that raised, had invalid "
     "arguments or timed out; the policy sees each failure",
     "count/tools/<malformed|unknown|refused>": "tool calls so far that could not be parsed, named an unknown tool, or "
     "exceeded a limit",
-    "count/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which ends the "
-    "conversation as failed, or to close",
+    "count/text_env/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which "
+    "ends the conversation as failed, or to close",
     "count/collector/<failed_turns|timed_out|cancelled_groups>": "turns so far on which the policy failed, "
     "conversations that the time limit ended while they waited, and groups that cancel() dropped",
-    "count/asked_again": "completions so far to which AddThinkingPrompt added its prompt",
-    "count/<user_replies|user_ended|user_limit>": "replies so far of a simulated user, conversations that it ended, "
+    "count/thinking/asked_again": "completions so far to which AddThinkingPrompt added its prompt",
+    "count/user/<replies|ended|limit>": "replies so far of a simulated user, conversations that it ended, "
     "and conversations ended by its limit of replies",
     "count/top_k/<kept|left_out|expired_groups|expired_rows|late_rows>": "rows so far that the selection within a "
     "group kept and left out; the others as in MCAdvantage",
-    "count/late_rows": "rows so far that arrived after their group had left MCAdvantage; they are dropped",
+    "count/advantage/late_rows": "rows so far that arrived after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
     "time/reward/<function>/<p50|p99|max>": "quantiles of a reward function's seconds per sample, over all samples of "
     "this process so far (in timings.jsonl)",

@@ -17,6 +17,7 @@ from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.lookup import snake_case
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -33,7 +34,9 @@ class TurnTransform(Transform):
     is logged.
 
     Attributes:
-        counts: event counters: ``"failed"`` conversations, and those of the subclass.
+        part: first word of all counters; by default the name of the direct subclass, in lower case
+            and without "Transform".
+        counts: event counters: ``"<part>/failed"`` conversations, and those of the subclass.
 
     Example::
 
@@ -42,6 +45,13 @@ class TurnTransform(Transform):
                 if next_row["terminated"].any():
                     self.chat_env.continue_row(next_row, [{"role": "user", "content": "Go on."}])
     """
+
+    part = "turn"
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if TurnTransform in cls.__bases__ and "part" not in vars(cls):
+            cls.part = snake_case(cls.__name__.removesuffix("Transform"))
 
     def __init__(self):
         super().__init__()
@@ -103,7 +113,7 @@ class TurnTransform(Transform):
             yield
         except Exception:
             _LOGGER.exception("%s failed; its conversation ends as truncated", type(self).__name__)
-            self.counts["failed"] += 1
+            self.counts[f"{self.part}/failed"] += 1
             end_row(next_row, "failed")
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

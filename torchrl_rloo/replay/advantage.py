@@ -82,9 +82,9 @@ class MCAdvantage(Transform):
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
 
     Attributes:
-        counts: ``"groups"`` and ``"rows"`` that left; ``"expired_groups"`` and ``"expired_rows"``, dropped while
-            incomplete; ``"late_rows"``, dropped because their group had left. The first drop of each kind is logged as
-            a warning.
+        counts: ``"advantage/groups"`` and ``"advantage/rows"`` that left; ``"advantage/expired_groups"`` and
+            ``"advantage/expired_rows"``, dropped while incomplete; ``"advantage/late_rows"``, dropped because their
+            group had left. The first drop of each kind is logged as a warning.
 
     Raises:
         ValueError: for a setting that is unknown, out of range or without effect; for rows that disagree with each

@@ -26,10 +26,12 @@ class PendingGroups:
         num_generations: members of a group. None reads each row's ``"group_size"``.
         groups_per_batch: number of complete groups that leave together. None lets each leave at once.
         max_pending_groups: limit of incomplete groups; beyond it the oldest is dropped. None disables it.
+        part: first word of the counters.
 
     Attributes:
-        counts: ``"groups"`` and ``"rows"`` that left; ``"expired_groups"`` and ``"expired_rows"``, dropped while
-            incomplete; ``"late_rows"``, dropped because their group was complete or dropped before they arrived.
+        counts: ``"<part>/groups"`` and ``"<part>/rows"`` that left; ``"<part>/expired_groups"`` and
+            ``"<part>/expired_rows"``, dropped while incomplete; ``"<part>/late_rows"``, dropped because their group was
+            complete or dropped before they arrived.
 
     Raises:
         ValueError: if a number is out of range.
@@ -43,6 +45,7 @@ class PendingGroups:
         *,
         groups_per_batch: int | None = None,
         max_pending_groups: int | None = None,
+        part: str = "advantage",
     ):
         for name, value in (("num_generations", num_generations), ("max_pending_groups", max_pending_groups)):
             if value is not None and value < 1:
@@ -52,6 +55,7 @@ class PendingGroups:
             groups_per_batch,
             max_pending_groups,
         )
+        self.part = part
         self.counts: Counter[str] = Counter()
         self._pending: OrderedDict[int, Group] = OrderedDict()  # oldest group first
         self._waiting: list[Group] = []  # complete groups, in the order in which they became complete
@@ -125,10 +129,11 @@ class PendingGroups:
         for group_id in list(self._pending)[:excess]:
             rows = self._release(group_id)
             self._count_dropped("expired_rows", len(rows), f"more than max_pending_groups={self.max_pending_groups}")
-            self.counts["expired_groups"] += 1
+            self.counts[f"{self.part}/expired_groups"] += 1
 
     def _count_dropped(self, kind: str, number: int, reason: str) -> None:
         """Count dropped rows, and log the first drop of each kind."""
+        kind = f"{self.part}/{kind}"
         if not self.counts[kind]:
             _LOGGER.warning("%d rows dropped (%s): %s. Later drops are only counted", number, kind, reason)
         self.counts[kind] += number
@@ -138,8 +143,8 @@ class PendingGroups:
         size = self.groups_per_batch or max(len(self._waiting), 1)
         full = len(self._waiting) // size * size
         leaving, self._waiting = self._waiting[:full], self._waiting[full:]
-        self.counts["groups"] += len(leaving)
-        self.counts["rows"] += sum(map(len, leaving))
+        self.counts[f"{self.part}/groups"] += len(leaving)
+        self.counts[f"{self.part}/rows"] += sum(map(len, leaving))
         return [leaving[i : i + size] for i in range(0, full, size)]
 
     def state_dict(self) -> dict[str, Any]:

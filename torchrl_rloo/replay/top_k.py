@@ -164,7 +164,9 @@ class TopKSelector(Transform):
             raise ValueError(f"max_pending_groups={max_pending_groups} has no effect without num_generations: set both")
         self.k, self.by, self.returns = k, by, returns
         self._groups = (
-            None if num_generations is None else PendingGroups(num_generations, max_pending_groups=max_pending_groups)
+            None
+            if num_generations is None
+            else PendingGroups(num_generations, max_pending_groups=max_pending_groups, part="top_k")
         )
         self._row_counts: Counter[str] = Counter()
 
@@ -172,7 +174,7 @@ class TopKSelector(Transform):
     def counts(self) -> Counter[str]:
         """Counters of rows and groups, see the class."""
         pending = {} if self._groups is None else self._groups.counts
-        return self._row_counts + Counter({f"top_k/{k}": n for k, n in pending.items() if k not in ("groups", "rows")})
+        return self._row_counts + Counter({k: n for k, n in pending.items() if k not in ("top_k/groups", "top_k/rows")})
 
     @property
     def pending_rows(self) -> int:

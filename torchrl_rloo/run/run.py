@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.lookup import snake_case
 from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
 from torchrl_rloo.run.interrupt import StopSignal
 from torchrl_rloo.run.logging import RunLogger
@@ -211,20 +213,37 @@ class Run:
 
 
 def meters(*parts: Any) -> dict[str, float]:
-    """Gather the metrics of parts: ``part.metrics()``, and ``part.counts`` as ``count/<name>``.
+    """Gather the metrics of parts: ``part.metrics()``, and ``part.counts`` as ``count/<part>/<name>``.
 
-    Parts without either are ignored. Counts of the same name are summed.
+    Parts without either are ignored. Names of counters start with the name of their part, such as
+    ``"tools/python/failed"``; the class's name is added to a name of one word. Two parts are never counted together:
+    the names of a second one of the same kind get a number, such as ``feedback_2``.
+
+    Raises:
+        ValueError: if parts of different kinds have a counter of the same name.
 
     Example:
-        >>> class Part:
+        >>> class Search:
         ...     counts = {"calls": 2}
-        >>> meters(Part(), Part(), object())
-        {'count/calls': 4}
+        >>> meters(Search(), Search(), object())
+        {'count/search/calls': 2, 'count/search_2/calls': 2}
     """
     found: dict[str, float] = {}
-    for part in parts:
+    kinds: Counter[str] = Counter()
+    for part in {id(part): part for part in parts}.values():
         metrics: Callable[[], Mapping[str, float]] | None = getattr(part, "metrics", None)
         found.update(metrics() if callable(metrics) else {})
-        for name, number in dict(getattr(part, "counts", {})).items():  # a copy, because other threads keep counting
-            found[f"count/{name}"] = found.get(f"count/{name}", 0) + number
+        if not hasattr(part, "counts"):
+            continue
+        # Number the parts of a kind in their order, whether or not they have counted anything yet
+        kind = getattr(part, "part", type(part).__name__)
+        kinds[kind] += 1
+        number = "" if kinds[kind] == 1 else f"_{kinds[kind]}"
+        for name, count in dict(part.counts).items():  # a copy, because other threads keep counting
+            owner, _, rest = (name if "/" in name else f"{snake_case(kind)}/{name}").partition("/")
+            if (key := f"count/{owner}{number}/{rest}") in found:
+                raise ValueError(
+                    f"{type(part).__name__} and a part before it both count {key!r}; rename one of the two"
+                )
+            found[key] = count
     return found

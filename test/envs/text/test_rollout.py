@@ -78,7 +78,7 @@ def test_who_changes_what_was_said_fails(second, reason, swallows, play_one: Cal
 
     with caplog.at_level(logging.ERROR):
         row, counts = play_one(rollout)
-    assert stop_reason(row) == "failed" and row[keys.REWARD].isnan().all() and counts["failed"] == 1
+    assert stop_reason(row) == "failed" and row[keys.REWARD].isnan().all() and counts["text_env/failed"] == 1
     assert reason in caplog.text
 
 
@@ -126,5 +126,9 @@ def test_a_function_that_ends_by_no_error_fails_at_once(raised, play_one: Callab
         raise raised
 
     row, counts = play_one(rollout, timeout=None)
-    assert stop_reason(row) == "failed" and counts["failed"] == 1 and float(row[keys.REWARD]) != float(row[keys.REWARD])
+    assert (
+        stop_reason(row) == "failed"
+        and counts["text_env/failed"] == 1
+        and float(row[keys.REWARD]) != float(row[keys.REWARD])
+    )
     assert f"the rollout function raised {raised!r}" in caplog.text

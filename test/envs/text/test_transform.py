@@ -172,7 +172,7 @@ def test_what_fails_costs_its_own_row_and_is_counted(play: Callable, tokenizer, 
         assert bool(row[keys.TRUNCATED]) != fine
         assert float(row[keys.REWARD]) == 3.0 if fine else row[keys.REWARD].isnan().all()
         assert int(row[keys.NUM_TURNS]) == (3 if fine else 1 if how.startswith("open") else 2)
-    assert transform_of(env).counts == {"failed": 4, "failed_opens": 2, "failed_closes": 1}
+    assert transform_of(env).counts == {"text_env/failed": 4, "text_env/failed_opens": 2, "text_env/failed_closes": 1}
     assert sorted(Fails.closed) == sorted(HOW)
     assert "the game is down" in caplog.text and "took longer than 1 s" in caplog.text
     assert not transform_of(env)._held
@@ -350,10 +350,10 @@ def test_conversations_alone_are_what_they_are_together(make_policy: Callable, t
 
 def test_counts_survive_a_restart(tokenizer):
     first = text_env(GuessNumber, tokenizer, prompts_per_batch=1)
-    transform_of(first).counts["failed_opens"] = 3
+    transform_of(first).counts["text_env/failed_opens"] = 3
     second = text_env(GuessNumber, tokenizer, prompts_per_batch=1)
     second.load_state_dict(first.state_dict())
-    assert transform_of(second).counts == {"failed_opens": 3}
+    assert transform_of(second).counts == {"text_env/failed_opens": 3}
 
 
 def test_seeds_of_a_dataset_of_seeds():
@@ -388,7 +388,7 @@ def test_an_opening_that_the_template_refuses_costs_its_row(play: Callable, toke
     env = text_env(Talks, tokenizer, prompts_per_batch=2, num_seeds=2, shuffle=False)
     rows = play(env, lambda turn, prompt: "y")
     assert [stop_reason(row) for row in rows] == ["ended", "failed"]
-    assert transform_of(env).counts["failed_opens"] == 1 and [made.closed for made in Talks.made] == [1, 1]
+    assert transform_of(env).counts["text_env/failed_opens"] == 1 and [made.closed for made in Talks.made] == [1, 1]
 
 
 def test_what_stands_for_a_prompt_takes_little_room(play: Callable, tokenizer):

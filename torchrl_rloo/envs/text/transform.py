@@ -60,7 +60,8 @@ class TextEnvTransform(TurnTransform):
             would learn nothing; None disables it.
 
     Attributes:
-        counts: ``"failed"`` conversations, at a turn, and sessions with ``"failed_opens"`` and ``"failed_closes"``.
+        counts: ``"text_env/failed"`` conversations, at a turn, and sessions with ``"text_env/failed_opens"`` and
+            ``"text_env/failed_closes"``.
 
     Raises:
         ValueError: at a reset, if the members of a group are opened differently.
@@ -68,9 +69,11 @@ class TextEnvTransform(TurnTransform):
 
     Example:
         >>> from torchrl_rloo.envs.text import GuessNumber, wrap
-        >>> TextEnvTransform(wrap(GuessNumber), timeout=5.0).counts["failed"]
+        >>> TextEnvTransform(wrap(GuessNumber), timeout=5.0).counts["text_env/failed"]
         0
     """
+
+    part = "text_env"
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class TextEnvTransform(TurnTransform):
     async def _fail(self, row: TensorDictBase) -> None:
         """Mark a conversation whose environment did not open as failed; to be called in an exception handler."""
         _LOGGER.exception("an environment could not be opened; its conversation ends after one turn")
-        self.counts["failed_opens"] += 1
+        self.counts["text_env/failed_opens"] += 1
         self._failures += 1
         await self._close(row, "failed")
 
@@ -238,7 +241,7 @@ class TextEnvTransform(TurnTransform):
             await event_loop.call(held.session.close, timeout=self.timeout)
         except Exception:
             _LOGGER.exception("an environment could not be closed")
-            self.counts["failed_closes"] += 1
+            self.counts["text_env/failed_closes"] += 1
 
     async def _release(self, rows: Sequence[TensorDictBase]) -> None:
         await asyncio.gather(*(self.release(int(row[keys.TRAJECTORY_ID])) for row in rows))

@@ -29,9 +29,9 @@ class FeedbackTransform(TurnTransform):
             truncated. None leaves it to the environment.
 
     Attributes:
-        counts: truncated conversations: ``"turn_limit"`` at a limit on turns, ``"token_limit"`` at the environment's
-            ``max_tokens``, ``"time_limit"`` at its ``max_seconds``. ``"failed"`` counts those for which ``respond``
-            raised or its messages could not be rendered; the traceback is logged.
+        counts: truncated conversations: ``"feedback/turn_limit"`` at a limit on turns, ``"feedback/token_limit"`` at
+            the environment's limit of tokens, ``"feedback/time_limit"`` at its ``max_seconds``. ``"feedback/failed"``
+            counts those for which ``respond`` raised or its messages could not be rendered; the traceback is logged.
 
     Example:
         >>> def ask_again(conversation, row):
@@ -39,6 +39,8 @@ class FeedbackTransform(TurnTransform):
         >>> FeedbackTransform(ask_again, max_turns=2).max_turns
         2
     """
+
+    part = "feedback"
 
     def __init__(
         self,
@@ -79,4 +81,4 @@ class FeedbackTransform(TurnTransform):
         return next_tensordict
 
 
-_LIMITS = {"turns": "turn_limit", "total_tokens": "token_limit", "time": "time_limit"}
+_LIMITS = {"turns": "feedback/turn_limit", "total_tokens": "feedback/token_limit", "time": "feedback/time_limit"}

@@ -61,7 +61,7 @@ class RewardTransform(Transform):
 
     Attributes:
         names: names of the functions.
-        counts: see :class:`~torchrl_rloo.rewards.runner.RewardRunner`.
+        counts: those of :class:`~torchrl_rloo.rewards.runner.RewardRunner`, with ``"rewards/"`` before each name.
         trainer_state: progress of the run that functions see; :meth:`report_progress` sets it.
 
     Raises:
@@ -123,7 +123,7 @@ class RewardTransform(Transform):
     @property
     def counts(self) -> Counter[str]:
         """Counters of failed, duplicate and retried samples so far."""
-        return self.runner.counts
+        return Counter({f"rewards/{name}": number for name, number in list(self.runner.counts.items())})
 
     @property
     def latency(self) -> dict[str, Histogram]:

@@ -177,7 +177,7 @@ class NormalizeRewards(ShapingTransform):
 
     Attributes:
         moments: moments of the chosen functions' scores up to the last reset.
-        counts: ``"<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
+        counts: ``"shaping/<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
 
     Example:
         >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
@@ -211,7 +211,7 @@ class NormalizeRewards(ShapingTransform):
         self._since_reset = merge_moments(self._since_reset, new)
         for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
             if known < self.min_count:
-                self.counts[f"{name}/unnormalized"] += int(count)
+                self.counts[f"shaping/{name}/unnormalized"] += int(count)
         return normalize_scores(
             scores, self.moments, center=self.center, min_count=self.min_count, epsilon=self.epsilon
         )
@@ -252,7 +252,7 @@ class ClipRewards(ShapingTransform):
         functions: see :class:`ShapingTransform`.
 
     Attributes:
-        counts: ``"<function>/clipped"``, the number of scores outside of the bounds.
+        counts: ``"shaping/<function>/clipped"``, the number of scores outside of the bounds.
 
     Example:
         >>> clip = ClipRewards(ScoreNames(["reward_model"], [1.0]), -5.0, 5.0)
@@ -269,7 +269,7 @@ class ClipRewards(ShapingTransform):
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
         """Return scores clipped to the bounds; see :class:`ShapingTransform`."""
         for name, outside in zip(self.names, ((scores < self.low) | (scores > self.high)).sum(0).tolist(), strict=True):
-            self.counts[f"{name}/clipped"] += outside
+            self.counts[f"shaping/{name}/clipped"] += outside
         return scores.clamp(self.low, self.high)
 
 
@@ -344,7 +344,7 @@ class TruncationPolicy(ShapingTransform):
         functions: see :class:`ShapingTransform`.
 
     Attributes:
-        counts: ``"shaped_truncated_rows"``, the number of rows whose return was changed.
+        counts: ``"shaping/truncated_rows"``, the number of rows whose return was changed.
 
     Example:
         >>> policy = TruncationPolicy(ScoreNames(["accuracy"], [1.0]), "replace", -1.0)
@@ -386,6 +386,6 @@ class TruncationPolicy(ShapingTransform):
     def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
         """Return scores that give truncated rows the return of the mode; see :class:`ShapingTransform`."""
         if self.mode != "keep":
-            self.counts["shaped_truncated_rows"] += int((truncated & ~scores.isnan().all(1)).sum())
+            self.counts["shaping/truncated_rows"] += int((truncated & ~scores.isnan().all(1)).sum())
         weights = torch.tensor([float(self.rewards.weights[k]) for k in self.columns])
         return shape_truncated_scores(scores, truncated, weights, self.mode, self.value)

@@ -26,7 +26,7 @@ class AddThinkingPrompt(TurnTransform):
         max_times: maximum number of requests in one conversation.
 
     Attributes:
-        counts: ``"asked_again"``, the number of requests made.
+        counts: ``"thinking/asked_again"``, the number of requests made.
 
     Raises:
         ValueError: if ``prompt`` is empty or ``max_times`` is below 1.
@@ -37,6 +37,8 @@ class AddThinkingPrompt(TurnTransform):
         >>> AddThinkingPrompt("Think again, and put your answer in a box.", has_no_box).max_times
         1
     """
+
+    part = "thinking"
 
     def __init__(
         self,
@@ -61,4 +63,4 @@ class AddThinkingPrompt(TurnTransform):
             if not await event_loop.call(self.condition, self.conversation(row, next_row), row):
                 return
         if self.chat_env.continue_row(next_row, [self.message]):
-            self.counts["asked_again"] += 1
+            self.counts["thinking/asked_again"] += 1

@@ -55,7 +55,8 @@ class ToolTransform(TurnTransform):
         max_output_chars: maximum characters of a result that the policy sees.
         result_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a
             ``tool_call_id`` of nine characters. ``"user"``, for templates without tools, answers with one user message
-            that has each result between ``<tool_response>`` tags.
+            that has each result between ``<tool_response>`` tags. These are plain text even if the tokenizer has such
+            tokens.
         show_schemas: whether to pass the tools' schemas to the chat template; use False if prompts describe the tools.
         tools_column: dataset column with a row's tool names (a list, one name, or None for all tools); None gives every
             row all tools.
@@ -65,6 +66,7 @@ class ToolTransform(TurnTransform):
         counts: per tool ``"tools/NAME/calls"``, and of those ``"tools/NAME/failed"`` (raised), ``"tools/NAME/invalid"``
             (arguments did not fit) and ``"tools/NAME/timed_out"``. Over all tools ``"tools/unknown"`` (tool does not
             exist), ``"tools/malformed"`` (could not be parsed) and ``"tools/refused"`` (beyond a limit).
+            ``"tools/failed"`` counts conversations that this transform failed, e.g. by a parser that raised.
 
     Raises:
         ValueError: for an unknown parser, role or tool, a limit of 0 or less, or conflicting tools; at ``reset``, if
@@ -78,6 +80,8 @@ class ToolTransform(TurnTransform):
         >>> ToolTransform([calculator], parser, show_schemas=False, max_calls=1).tools["calculator"].name
         'calculator'
     """
+
+    part = "tools"
 
     def __init__(
         self,

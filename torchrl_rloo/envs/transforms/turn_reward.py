@@ -38,8 +38,8 @@ class TurnRewardTransform(Transform):
             conversations. None adds nothing to the environment's rewards.
 
     Attributes:
-        counts: ``"failed_turns"``, for which the function raised or returned no finite number; their conversations
-            abstain.
+        counts: ``"turn_reward/failed_turns"``, for which the function raised or returned no finite number; their
+            conversations abstain.
 
     Raises:
         ValueError: if ``function`` is not a sync function. At a step, if it would score an answer to plain text, which
@@ -48,7 +48,7 @@ class TurnRewardTransform(Transform):
     Example:
         >>> def brief(conversation, row):
         ...     return -0.1 if len(conversation[-1]["content"]) > 100 else 0.0
-        >>> TurnRewardTransform(brief).counts["failed_turns"]
+        >>> TurnRewardTransform(brief).counts["turn_reward/failed_turns"]
         0
     """
 
@@ -98,7 +98,7 @@ class TurnRewardTransform(Transform):
             _LOGGER.exception("the reward of a turn failed; its conversation abstains")
             value = float("nan")
         if value != value or value in (float("inf"), float("-inf")):
-            self.counts["failed_turns"] += 1
+            self.counts["turn_reward/failed_turns"] += 1
             return float("nan")
         return value
 

@@ -55,8 +55,8 @@ class UserSimulator(TurnTransform):
             row's ``"seed"``, or its group and trajectory if it has none.
 
     Attributes:
-        counts: ``"user_replies"``; ``"user_ended"`` conversations, which the simulator ended; ``"user_limit"``
-            conversations, which reached ``max_replies``; and ``"failed"`` ones, where it raised or timed out.
+        counts: ``"user/replies"``; ``"user/ended"`` conversations, which the simulator ended; ``"user/limit"``
+            conversations, which reached ``max_replies``; and ``"user/failed"`` ones, where it raised or timed out.
 
     Raises:
         ValueError: for a number out of range, an empty ``stop_text``, an engine without a tokenizer, or a tokenizer
@@ -70,6 +70,8 @@ class UserSimulator(TurnTransform):
         >>> user.columns
         ['item']
     """
+
+    part = "user"
 
     def __init__(
         self,
@@ -119,18 +121,18 @@ class UserSimulator(TurnTransform):
             return
         own = self._own_messages.setdefault(int(next_row[keys.TRAJECTORY_ID]), [])
         if self.max_replies is not None and len(own) >= self.max_replies:
-            self.counts["user_limit"] += 1
+            self.counts["user/limit"] += 1
             end_row(next_row, "turns")
             return
         # Sample a reply, and end the conversation or pass the reply to the policy
         index = len(next_row[keys.COMPLETION])
         reply = without_thinking(await self._reply(self.messages(row, next_row), self._seed(row, next_row)))
         if not reply.strip() or self.stop_text in reply:
-            self.counts["user_ended"] += 1
+            self.counts["user/ended"] += 1
             end_row(next_row, "ended")
         elif self.chat_env.continue_row(next_row, [{"role": "user", "content": reply.strip()}]):
             own.append(index)
-            self.counts["user_replies"] += 1
+            self.counts["user/replies"] += 1
 
     async def release(self, trajectory_id: int) -> None:
         """Forget which messages were the simulator's."""
