@@ -195,9 +195,13 @@ def test_requests_wait_for_a_ready_member_only_so_long(make_pool, caplog: pytest
 
 
 def test_futures_resolve_once_whatever_happens(make_pool, wait_until) -> None:
-    """Kills, hangs, cancels and restarts at random moments: every request is answered with its own seed."""
+    """Kills, hangs and cancels at random moments: all requests are answered once, with their seeds and new weights."""
     engines = [ScriptedEngine(seeds(0.004), max_concurrency=8) for _ in range(4)]
     pool = make_pool(engines, max_attempts=100, max_restarts=1000, backoff=0.0)
+    pool.attach(lambda engine: update(engine, 7))
+    for engine in engines:
+        update(engine, 7)
+        pool.mark_filled(engine, 7)
     generator = torch.Generator().manual_seed(0)
     callbacks: Counter[int] = Counter()
     futures, cancelled = [], set()
@@ -218,7 +222,8 @@ def test_futures_resolve_once_whatever_happens(make_pool, wait_until) -> None:
             with pytest.raises(CancelledError):
                 future.result(PATIENCE)
         else:
-            assert future.result(PATIENCE).tokens == [seed] * 4
+            sample = future.result(PATIENCE)
+            assert sample.tokens == [seed] * 4 and sample.versions == [7] * 4
     wait_until(lambda: sum(callbacks.values()) == 600)
     assert set(callbacks.values()) == {1} and pool.counts["pool/deaths"] > 5 and cancelled
     wait_until(lambda: states(pool) == ["ready"] * 4)

@@ -51,7 +51,7 @@ class EnginePool(PoolRequests):
         ValueError: if there are no engines, one appears twice, or an argument is out of range.
 
     Example:
-        >>> from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+        >>> from torchrl_rloo.engines import Request, ScriptedEngine, ScriptedTurn
         >>> engines = [ScriptedEngine(lambda request, index, n=n: ScriptedTurn([n])) for n in range(2)]
         >>> with EnginePool(engines) as pool:
         ...     engines[0].kill()
@@ -137,7 +137,7 @@ class EnginePool(PoolRequests):
         self._check()
         self.paused = True
         failures = self._call_living(lambda engine: engine.pause(in_flight, timeout=timeout))
-        alive = [error for member, error in failures if not is_dead(member.engine)]
+        alive = [error for member, error in failures if not is_dead(member.engine, self.supervisor.probe_timeout)]
         if alive:
             self.resume()
             raise alive[0]
@@ -157,7 +157,7 @@ class EnginePool(PoolRequests):
         self._check()
         self.asleep = True
         failures = self._call_living(lambda engine: engine.sleep())
-        alive = [error for member, error in failures if not is_dead(member.engine)]
+        alive = [error for member, error in failures if not is_dead(member.engine, self.supervisor.probe_timeout)]
         if alive:
             self.wake()
             raise alive[0]

@@ -83,6 +83,8 @@ class Core:
                 require_vllm()
                 with self._child_logs():
                     self._start(self._model, self._arguments, self._timeout)
+            if self._closing:  # close() was called at the last moment
+                raise EngineError(*CLOSED.args)
         except BaseException:
             self.close(CLOSED)
             raise

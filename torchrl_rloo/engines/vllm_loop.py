@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock, current_thread
 from typing import Any, TypeVar
@@ -152,7 +153,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         self._open = _gate(True)  # closed during a pause
         self._sampling_clock = SamplingClock()
         self._in_engine = 0  # number of requests passed to the engine
-        self._updating = 0  # number of steps of updates in progress
+        self._long_calls = 0  # number of calls in progress for which the engine may answer no others
 
     @abstractmethod
     async def _sample(self, request: Request) -> Sample:
@@ -191,9 +192,9 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         return self._loop.start(self._sample_in_time(request))
 
     def check_health(self, timeout: float = 10.0) -> None:
-        """Call all workers. During a step of an update, the step's own time limit applies instead."""
+        """Call all workers. During a step of an update, sleep() or wake(), that call's time limit applies instead."""
         self._check()
-        if self._updating:
+        if self._long_calls:
             return
         try:
             self._rpc("weight_report", timeout=timeout)
@@ -208,11 +209,13 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         self._loop.call(self._resume(), self.request_timeout, "resume()")
 
     def sleep(self) -> None:
-        self._loop.call(self._sleep_engine(), self.request_timeout, "sleep()")
+        with self._long_call():
+            self._loop.call(self._sleep_engine(), self.request_timeout, "sleep()")
         self.asleep = True
 
     def wake(self) -> None:
-        self._loop.call(self._wake_engine(), self.request_timeout, "wake()")
+        with self._long_call():
+            self._loop.call(self._wake_engine(), self.request_timeout, "wake()")
         self.asleep = False
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
@@ -220,11 +223,16 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
         loads = step in ("finish", "adapter") or (step == "start" and not self._staged)
         if loads and self._open.is_set():
             raise EngineError(f"{step!r} loads weights; pause the engine before")
-        self._updating += 1
-        try:
+        with self._long_call():
             return super().update_weights(step, info, timeout=timeout)
+
+    @contextmanager
+    def _long_call(self) -> Iterator[None]:
+        self._long_calls += 1
+        try:
+            yield
         finally:
-            self._updating -= 1
+            self._long_calls -= 1
 
     def _rpc(self, method: str, *args: Any, timeout: float) -> list:
         return self._loop.call(self._collective(method, args, timeout), timeout, method)

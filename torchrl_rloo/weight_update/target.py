@@ -165,10 +165,10 @@ def check_in_flight(in_flight: str) -> None:
         raise ValueError(f"in_flight={in_flight!r} must be one of {IN_FLIGHT}")
 
 
-def is_dead(engine: Lifecycle) -> bool:
-    """Return whether an engine died or hangs, so that a restart may help."""
+def is_dead(engine: Lifecycle, timeout: float = 10.0) -> bool:
+    """Return whether an engine died or does not answer within ``timeout`` seconds, so that a restart may help."""
     try:
-        engine.check_health()
+        engine.check_health(timeout)
     except EngineDeadError:
         return True
     except EngineError:  # for example, a closed engine
