@@ -206,7 +206,7 @@ def test_a_member_that_fails_is_reported_and_the_others_go_on(step, commit, make
 
 @pytest.mark.parametrize("step", ["bucket", "finish"])
 def test_a_member_that_hangs_does_not_delay_the_commit_of_others(step, make_engine, monkeypatch):
-    monkeypatch.setattr("torchrl_rloo.weight_update.publisher.STRAGGLER_SECONDS", 0.2)
+    monkeypatch.setattr("torchrl_rloo.weight_update.publication.STRAGGLER_SECONDS", 0.2)
     hung, alive = make_engine(), make_engine()
     group = Group(hung, alive)
     publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=PATIENT, **TWO_BUCKETS)
