@@ -51,7 +51,7 @@ class WeightUpdater(ABC):
     def initialize(self) -> None:  # noqa: B027
         """Give samplers that were never filled the current weights under the current version.
 
-        Call it before training. A sampler that shares the model's memory needs nothing.
+        Call it before training. A sampler in this process needs nothing, since a checkpoint has its weights.
 
         Raises:
             RuntimeError: if the weights did not arrive.
@@ -91,7 +91,7 @@ class InProcessWeightUpdater(WeightUpdater):
     """
 
     def __init__(self, source: nn.Module, target: nn.Module):
-        self.source, self.target, self._filled = source, target, True
+        self.source, self.target = source, target
         have, want = source.state_dict(), target.state_dict()
         if missing := sorted(have.keys() ^ want.keys()):
             raise ValueError(f"source and target must have the same tensors, but differ in {missing[:5]}")
@@ -107,17 +107,6 @@ class InProcessWeightUpdater(WeightUpdater):
         if self.source is not self.target:
             source, target = self.source.state_dict(), self.target.state_dict()
             torch._foreach_copy_(list(target.values()), [source[k] for k in target])
-        self._filled = True
-
-    def initialize(self) -> None:
-        """Copy the weights if the updater was resumed. A new updater leaves the target as it is."""
-        if not self._filled:
-            self._send(self.version)
-
-    def resume_from(self, version: int) -> None:
-        """Continue the numbering of a checkpoint. The next :meth:`initialize` copies its weights."""
-        super().resume_from(version)
-        self._filled = False
 
 
 class SequentialWeightUpdater(WeightUpdater):

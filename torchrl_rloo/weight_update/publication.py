@@ -10,7 +10,7 @@ from time import monotonic
 from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
 from torchrl_rloo.weight_update.target import InFlight
 
-STRAGGLER_SECONDS = 5.0  # a rolling commit goes on to the next engine if one takes longer
+STRAGGLER_SECONDS = 5.0  # a rolling commit takes the next engine if one takes longer
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Publication:
         self._drop_failed()
 
     def commit_in_turn(self) -> None:
-        """Commit one engine after the other, first those that have staged everything.
+        """Load one engine after the other, first those that have staged everything.
 
         Raises:
             PeerError: at a failure that ends the push.

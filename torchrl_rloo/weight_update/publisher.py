@@ -108,9 +108,12 @@ class Publisher(WeightUpdater):
         """Record measurements of a successful push."""
 
     def publish(self) -> int:
-        """Stage the current weights under a new version in all engines, which sample on, and return the version.
+        """Send the current weights under a new version to all engines, which stage them and sample on.
 
-        A version that was published before and not committed is dropped. Training may go on after the return.
+        A version that was published before and not committed is dropped. Training may continue after the return.
+
+        Returns:
+            The version, which waits for :meth:`commit`.
 
         Raises:
             WeightSyncError: if an engine failed, or all members of a group. The version is spent.
@@ -249,7 +252,7 @@ class Publisher(WeightUpdater):
         self._current_version, self._filled = max(self._current_version, publication.version), True
 
     def _fill(self, peer: Peer, snapshot: Snapshot) -> None:
-        """Stage and load in one go, since no other engine waits."""
+        """Send a snapshot to one engine and load it."""
         publication = self._make_publication(snapshot.version, [peer])
         publication.snapshot = snapshot
         (session,) = publication.sessions

@@ -51,7 +51,7 @@ class Session:
         Args:
             purpose: purpose of the step, for errors.
             call: function of the engine.
-            always: whether to run the step after a failure too.
+            always: whether to run the step also after a failure.
         """
         with self.changed:
             if self.completed == self.added:
@@ -120,12 +120,12 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether all steps have ended, or the engine hangs."""
+        """True if all steps have ended, or if the engine hangs."""
         return self._abandoned or self.completed == self.added
 
     @property
     def abandoned(self) -> bool:
-        """Whether the engine did not answer in time."""
+        """True if the engine did not answer in time."""
         return self._abandoned
 
     def expire(self) -> None:

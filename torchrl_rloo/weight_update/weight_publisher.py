@@ -72,8 +72,8 @@ class WeightPublisher(Publisher):
         transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process, and
             otherwise :class:`SharedMemory`.
         bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
-        staged: if True, workers keep all buckets until they load them at once, so that engines sample in the first
-            phase, and a failure in it leaves them with their old weights. If False, engines pause first and load each
+        staged: if True, workers keep all buckets until they load them at once. Engines sample in the first phase, and
+            a failure in it leaves them with their old weights. If False, engines pause first and load each
             bucket as it arrives, which needs no memory in the workers. An engine that fails halfway then refuses to
             sample until a push succeeds.
         in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
