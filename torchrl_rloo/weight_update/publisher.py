@@ -376,6 +376,8 @@ class Publisher(WeightUpdater):
         )
 
     def _remedy(self, cause: BaseException | None) -> str:
+        if self.group is not None:
+            return f"The {type(self.group).__name__} restarts or refills its members; the next push sends everything"
         if isinstance(cause, EngineDeadError):
             return "Call the engine's restart() and push again, or use an EnginePool, which restarts its members"
         if isinstance(cause, EngineTimeoutError):
