@@ -1,17 +1,24 @@
-"""Time that new weights take to reach an engine, compared to a plain copy of the same bytes.
+"""Time that new weights take to reach engines, and that engines stand still for them.
 
     python benchmarks/bench_weight_sync.py [--transports direct shared_memory collective files] [--layers 12]
+    python benchmarks/bench_weight_sync.py --transports shared_memory --engines 2 --orders rolling barrier pause_first
 
 A ``WeightPublisher`` sends the weights of a random float32 model. The transport ``direct`` passes them by reference to
-a ``VLLMEngine``. The others send them to an ``AsyncVLLMEngine`` in a child process. Each transport and its copy are
-measured in a separate process. After the last push, the engine's log-probs are compared with the model's. Ends with one
-line of JSON.
+a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in child processes. Orders of a push:
+
+- rolling: stage while engines sample, then pause and load one engine after the other
+- barrier: stage while engines sample, then pause and load all engines together
+- pause_first: pause all engines, then gather, send and load
+
+Each transport and its copy are measured in a separate process. After the last push, the engines' log-probs are compared
+with the model's. Ends with one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import ExitStack
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,37 +26,68 @@ from typing import Any
 from common import print_result, print_table, qwen2, run_python, word_tokenizer
 
 TRANSPORTS = ("direct", "shared_memory", "collective", "files")
+ORDERS = ("rolling", "barrier", "pause_first")
 PROMPT = tuple(range(10, 74))
 
 
-def measure(transport: str, directory: str, pushes: int, bucket_mib: int, staged: bool) -> dict[str, Any]:
-    """Push the model in ``directory`` to an engine started from it, and return the figures."""
+def measure(directory: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Push the model in ``directory`` to engines started from it in each order, and return the figures."""
     from transformers import AutoModelForCausalLM
 
-    from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
-
+    (transport,) = args.transports
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
-    with tempfile.TemporaryDirectory() as folder, make_engine(transport, directory) as engine:
-        sender = make_transport(transport, folder)
-        updater = WeightPublisher(model, engine, transport=sender, bucket_bytes=bucket_mib << 20, staged=staged)
-        seconds = []
-        for version in range(1, pushes + 2):
-            scale_weights(model, 1 + 0.01 * version)
-            updater.push_weights(version)
-            seconds.append(updater.last_push.seconds)
-        error = log_prob_error(engine, model)
-        updater.close()
-    if error > 1e-3:
-        raise RuntimeError(f"log-probs after transport={transport!r} are {error} nats off: the weights did not arrive")
-    return {
-        "transport": transport,
-        "engine": type(engine).__name__,
-        "MB": updater.last_push.bytes / 1e6,
-        "first s": seconds[0],
-        "s": median(seconds[1:]),
-        "copy s": copy_seconds(model),
-        "error (nats)": error,
-    }
+    copied, rows, version = copy_seconds(model), [], 0
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        count = 1 if transport == "direct" else args.engines
+        engines = [stack.enter_context(make_engine(transport, directory)) for _ in range(count)]
+        for order in args.orders:
+            publisher = make_publisher(model, engines, order, make_transport(transport, folder), args)
+            publisher.resume_from(version)
+            pushes = []
+            for _ in range(args.pushes + 1):
+                scale_weights(model, 1.01)
+                version = publisher.push_weights()
+                pushes.append(publisher.last_push)
+            error = max(log_prob_error(engine, model) for engine in engines)
+            publisher.close()
+            if error > 1e-3:
+                raise RuntimeError(f"log-probs after {transport}, {order} are {error} nats off: weights did not arrive")
+            rows.append(
+                {
+                    "transport": transport,
+                    "engines": f"{count} {type(engines[0]).__name__}",
+                    "order": order,
+                    "MB": pushes[-1].bytes / 1e6,
+                    "first s": pushes[0].seconds,
+                    "s": median(push.seconds for push in pushes[1:]),
+                    "still s": median(max(push.still_seconds) for push in pushes[1:]),
+                    "copy s": copied,
+                    "error (nats)": error,
+                }
+            )
+    return rows
+
+
+def make_publisher(model: Any, engines: list[Any], order: str, transport: Any, args: argparse.Namespace) -> Any:
+    from torchrl_rloo.weight_update import WeightPublisher
+
+    class PauseFirst(WeightPublisher):
+        """Publisher that pauses engines before it gathers the weights."""
+
+        def _add_connect(self, session: Any, snapshot: Any) -> None:
+            session.add_pause(self.in_flight)
+            super()._add_connect(session, snapshot)
+
+    return (PauseFirst if order == "pause_first" else WeightPublisher)(
+        model,
+        engines,
+        transport=transport,
+        bucket_bytes=args.bucket_mib << 20,
+        staged=not args.streamed,
+        commit="rolling" if order == "rolling" else "barrier",
+        checksum=args.checksum,
+        verify_every=args.verify_every,
+    )
 
 
 def make_engine(transport: str, directory: str) -> Any:
@@ -118,6 +156,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes after the first, which connects")
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--engines", type=int, default=1, help="number of engines in child processes")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=["rolling"])
+    parser.add_argument("--checksum", choices=("xxh3", "device"), default="xxh3")
+    parser.add_argument("--verify-every", type=int, default=1, help="number of pushes of which one carries checksums")
     parser.add_argument("--streamed", action="store_true", help="load each bucket as it arrives, not all at the end")
     parser.add_argument("--measure", metavar="DIRECTORY", help=argparse.SUPPRESS)  # used in the separate process
     return parser.parse_args()
@@ -126,7 +168,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.measure:
-        print_result(measure(args.transports[0], args.measure, args.pushes, args.bucket_mib, not args.streamed))
+        print_result({"rows": measure(args.measure, args)})
         return
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = word_tokenizer(args.vocabulary)
@@ -135,8 +177,10 @@ def main() -> None:
         qwen2(tokenizer, num_hidden_layers=args.layers, **sizes, **heads).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         options = ["--pushes", str(args.pushes), "--bucket-mib", str(args.bucket_mib), "--measure", directory]
-        options += ["--streamed"] if args.streamed else []
-        rows = [run_python(__file__, "--transports", transport, *options) for transport in args.transports]
+        options += ["--engines", str(args.engines), "--orders", *args.orders, "--checksum", args.checksum]
+        options += ["--verify-every", str(args.verify_every), *(["--streamed"] if args.streamed else [])]
+        found = [run_python(__file__, "--transports", transport, *options) for transport in args.transports]
+        rows = [row for each in found for row in each["rows"]]
     for row in rows:
         row["GB/s"] = row["MB"] / 1e3 / row["s"]
         row["of a copy's speed"] = f"{row['copy s'] / row['s']:.0%}"

@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from support.engines import GROUP
-from support.weights import push
 from torchrl_rloo.collectors import AsyncLLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
@@ -54,7 +53,7 @@ def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., 
             transforms=[FeedbackTransform(respond)],
         )
         settings = {"max_new_tokens": LIMIT, "ignore_eos": True, "stop_token_ids": list(range(40, 56))}
-        policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=settings, recover=updater.restart)
+        policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=settings)
         made.append(AsyncLLMCollector(env, policy, weight_updater=updater, **kwargs))
         return made[-1]
 
@@ -84,7 +83,7 @@ def test_weights_change_under_conversations(
     """Turns in flight continue with the new weights, and each token has the version that sampled it."""
     trained = copy.deepcopy(model)
     updater = WeightPublisher(trained, engine, in_flight=in_flight)
-    push(updater, 0)
+    updater.initialize()
     held = set(range(4, 12))
     collector, weights = make(updater, held, ahead=8), {0: copy.deepcopy(trained)}
     seen: list[TensorDictBase] = []

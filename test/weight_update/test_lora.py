@@ -252,7 +252,7 @@ def test_files_go_with_the_updater(tmp_path: Path):
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     updater = LoRAPublisher(adapted(), TransformersEngine(build_model(TOKENIZER, 0)), directory=tmp_path / "file")
-    with pytest.raises(WeightSyncError, match="version 1 could not be written"):
+    with pytest.raises(WeightSyncError, match="version 1 .*could not be written"):
         updater.push_weights()
 
 

@@ -194,7 +194,7 @@ def test_files_are_whole_and_of_one_version(tmp_path):
     for version in (1, 2):
         storage = deliver(transport, links, receivers, version)
         names = sorted(str(path.relative_to(tmp_path / "new")) for path in (tmp_path / "new").rglob("*.*"))
-        assert names == ["notes.txt", *(f"weights-{version}/0000{i}.safetensors" for i in range(3))]
+        assert names == ["notes.txt", *(f"weights-{version}-{version}/0000{i}.safetensors" for i in range(3))]
         transport.release(storage, reusable=True)
     transport.close()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["notes.txt"]

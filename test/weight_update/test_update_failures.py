@@ -138,7 +138,10 @@ def test_tensors_that_do_not_fit_change_nothing(convert, words, staged, engine, 
 
 
 @pytest.mark.parametrize("make_transport", [SharedMemory, Collective])
-def test_a_worker_that_hangs_is_an_error_in_time(make_transport, own_process, trained, with_weights, log_prob_error):
+def test_a_worker_that_hangs_is_an_error_in_time(
+    make_transport, own_process, trained, with_weights, log_prob_error, monkeypatch
+):
+    monkeypatch.setattr("torchrl_rloo.weight_update.session.ABORT_SECONDS", 1.0)
     old, version = with_weights(own_process), own_process.version
 
     class Stopping(make_transport):

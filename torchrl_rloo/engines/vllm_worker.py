@@ -61,8 +61,8 @@ class Bucket(WeightTransferUpdateInfo):
 class RLOOWeightTransfer(WeightTransferEngine[Connection, Bucket]):
     """Weight transfer backend of vLLM that loads only tensors that match the manifest and their checksum.
 
-    With ``staged``, it keeps all buckets in host memory and loads them after the last one, so that the engine samples
-    until then, and an update that fails before changes nothing. Otherwise it loads each bucket as it arrives.
+    With ``staged``, it keeps all buckets in host memory and loads them after the last one. The engine samples until
+    then, and an update that fails before changes nothing. Otherwise it loads each bucket as it arrives.
     """
 
     init_info_cls = Connection

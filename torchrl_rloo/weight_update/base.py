@@ -51,7 +51,7 @@ class WeightUpdater(ABC):
     def initialize(self) -> None:  # noqa: B027
         """Give samplers that were never filled the current weights under the current version.
 
-        Call it before training. A sampler that shares the model's memory needs nothing.
+        Call it before training. A sampler in this process needs nothing, since a checkpoint has its weights.
 
         Raises:
             RuntimeError: if the weights did not arrive.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,12 @@ class Files(Transport):
     def __init__(self, directory: str | PathLike):
         self.directory = Path(directory).absolute()
         self._stored: FilesStorage | None = None
+        self._numbers = count(1)  # distinguish folders of one version, such as the initial one
 
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> FilesStorage:
         if self._stored is None:
             self.close()  # an earlier run may have left folders
-        folder = self.directory / f"weights-{version}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a failed attempt with the initial weights
-        self._stored = FilesStorage(folder)
+        self._stored = FilesStorage(self.directory / f"weights-{version}-{next(self._numbers)}")
         return self._stored
 
     def release(self, storage: FilesStorage, reusable: bool) -> None:

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.checksums import xxh3
-from torchrl_rloo.weight_update.peers import Session
 from torchrl_rloo.weight_update.protocol import ADAPTER_FILE
-from torchrl_rloo.weight_update.publisher import Commit, Publisher, Snapshot
+from torchrl_rloo.weight_update.publication import Snapshot
+from torchrl_rloo.weight_update.publisher import Commit, Publisher
+from torchrl_rloo.weight_update.session import Session
 from torchrl_rloo.weight_update.shared_memory import MEMORY
 from torchrl_rloo.weight_update.source import gather, is_sender, is_sharded, reshard
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
@@ -120,7 +120,7 @@ class LoRAPublisher(Publisher):
         try:
             folder = self._write(tensors, version)
         except OSError as error:
-            raise WeightSyncError(
+            raise OSError(
                 f"the adapter could not be written ({error}); set another directory of LoRAPublisher"
             ) from error
         return AdapterSnapshot(version, True, False, folder, xxh3([tensors[name] for name in sorted(tensors)]))

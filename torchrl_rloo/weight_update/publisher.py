@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Literal
 
@@ -14,7 +13,9 @@ import torch
 from torch import nn
 
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
-from torchrl_rloo.weight_update.peers import Peer, PeerError, Session, wait_until
+from torchrl_rloo.weight_update.peers import Peer, PeerError
+from torchrl_rloo.weight_update.publication import Publication, Snapshot
+from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
 from torchrl_rloo.weight_update.target import (
     EngineDeadError,
     EngineError,
@@ -27,35 +28,7 @@ from torchrl_rloo.weight_update.target import (
 
 Commit = Literal["rolling", "barrier"]
 
-ABORT_SECONDS = 10.0  # limit for engines to cancel a failed update
-STRAGGLER_SECONDS = 5.0  # a rolling commit goes on to the next engine if one takes longer
-_POLL_SECONDS = 0.1  # between looks at a group without members, or at the clock
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """One version as it is sent to engines, which a subclass extends.
-
-    Attributes:
-        version: policy version of the weights.
-        kept: whether the snapshot stays valid while the training model changes.
-        tainted: whether an engine failed with this version, so that a late worker may still read its memory.
-    """
-
-    version: int
-    kept: bool
-    tainted: bool
-
-
-@dataclass(eq=False)
-class Publication:
-    """Version that is staged and not yet committed everywhere."""
-
-    version: int
-    sessions: list[Session]
-    began: float
-    snapshot: Snapshot | None = None
-    failed: list[Session] = field(default_factory=list)
+_POLL_SECONDS = 0.1  # between looks at a group without members
 
 
 class Publisher(WeightUpdater):
@@ -135,9 +108,12 @@ class Publisher(WeightUpdater):
         """Record measurements of a successful push."""
 
     def publish(self) -> int:
-        """Stage the current weights under a new version in all engines, which sample on, and return the version.
+        """Send the current weights under a new version to all engines, which stage them and sample on.
 
-        A version that was published before and not committed is dropped. Training may go on after the return.
+        A version that was published before and not committed is dropped. Training may continue after the return.
+
+        Returns:
+            The version, which waits for :meth:`commit`.
 
         Raises:
             WeightSyncError: if an engine failed, or all members of a group. The version is spent.
@@ -208,7 +184,6 @@ class Publisher(WeightUpdater):
         """
         with self._lock:
             peer = self._peer(engine)
-            session = Session(peer, self.timeout, self._changed)
             if self._snapshot is None:
                 self._snapshot = self._initial_snapshot()
             snapshot = self._snapshot
@@ -219,15 +194,8 @@ class Publisher(WeightUpdater):
                 )
             has_it = peer.filled == (snapshot.version, engine.start_count) and engine.version == snapshot.version
             if not has_it or engine.failed_version is not None:
-                # Stage and load in one go, since no other engine waits
-                self._stage(session, snapshot)
-                self._add_commit(session, snapshot)
-                wait_until([session], lambda: session.idle, self._changed)
-                if session.error is not None:
-                    snapshot.tainted = True
-                    self._clean_up([session], wait=False)
-                    raise self._explained(snapshot.version, session.error) from session.error.__cause__
-            self._note_filled(session, snapshot)
+                self._fill(peer, snapshot)
+            self._note_filled(peer, snapshot)
 
     def close(self) -> None:
         """Release the snapshot and the connections. The engines stay open, and a push connects again."""
@@ -237,186 +205,99 @@ class Publisher(WeightUpdater):
                 peer.disconnect()
 
     def _publish(self, version: int, keep: bool) -> None:
-        """Begin to stage a version."""
+        """Begin to stage a version. All ranks of a sharded model gather, also if the sending one has failed."""
         self._discard_open()
-        began, failure, publication = monotonic(), None, None
+        failure = None
         try:
-            engines = self._wait_for_targets() if self.sends else []
-            sessions = [Session(self._peer(engine), self.timeout, self._changed) for engine in engines]
-            publication = self._open = Publication(version, sessions, began)
+            peers = [self._peer(engine) for engine in self._wait_for_targets()] if self.sends else []
+        except WeightSyncError as error:
+            failure, peers = error, []
+        publication = self._open = self._make_publication(version, peers)
+        try:
+            with self._cancelling():
+                publication.snapshot = self._take_snapshot(version, publication.sessions, keep)
+                if failure is not None:
+                    raise failure
         except WeightSyncError as error:
             failure = error
-        try:
-            snapshot = self._take_snapshot(version, publication.sessions if publication else (), keep)
-            if publication is not None:
-                publication.snapshot = snapshot
-            elif snapshot is not None:
-                self._release(snapshot)
-        except BaseException as error:
-            if publication is not None:
-                self._cancel(publication, "the push", error)
-            if not isinstance(error, Exception):
-                raise
-            if failure is None:
-                failure = self._explained(version, error)
-                failure.__cause__ = error.__cause__ if isinstance(error, PeerError) else error
-        try:
-            self._agree(failure)
-        except BaseException:
-            self._open = None
-            raise
+        self._agree(failure)
 
     def _finish_staging(self) -> None:
         """Wait until every engine has staged the open version or has failed."""
         failure = None
-        if (publication := self._open) is not None:
-            try:
-                self._wait(publication, lambda: all(s.idle for s in publication.sessions))
-                self._sort_out(publication)
-            except WeightSyncError as error:
-                failure = error
+        try:
+            with self._cancelling():
+                self._open.settle()
+        except WeightSyncError as error:
+            failure = error
         self._agree(failure)
 
     def _commit(self) -> None:
         """Activate the open version and make its snapshot the current one."""
         publication, failure = self._open, None
-        if self.sends:
-            try:
-                if self.commit_policy == "barrier":
-                    self._commit_together(publication)
-                else:
-                    self._commit_in_turn(publication)
-            except WeightSyncError as error:
-                failure = error
-            if failure is None:
-                self._replace_snapshot(publication.snapshot)
-                self._note_push(publication)
-            self._open = None
-        self._agree(failure)
-        self._current_version = max(self._current_version, self.version if publication is None else publication.version)
-        self._filled = True
-
-    def _commit_in_turn(self, publication: Publication) -> None:
-        """Commit one engine after the other, first those that have staged everything."""
-        if self.group is None:  # no engine activates a version that another one could not stage
-            self._wait(publication, lambda: all(s.idle for s in publication.sessions))
-            self._sort_out(publication)
-        waiting, active = list(publication.sessions), []
-        while waiting or active:
-            # Begin with the next engine once the previous one has resumed, failed, or takes long
-            is_free = all(monotonic() - s.commit_began > STRAGGLER_SECONDS for s in active)
-            ready = next((s for s in waiting if s.idle), None)
-            if ready is not None and is_free:
-                waiting.remove(ready)
-                if ready.error is None:
-                    self._add_commit(ready, publication.snapshot)
-                    active.append(ready)
-            else:
-                watched = active if ready is not None else [*waiting, *active]
-                limit = monotonic() + _POLL_SECONDS
-                self._wait(publication, lambda w=watched, t=limit: any(s.idle for s in w) or monotonic() > t)
-            for session in [s for s in active if s.idle]:
-                active.remove(session)
-                if session.error is None:
-                    self._note_filled(session, publication.snapshot)
-            self._sort_out(publication)
-
-    def _commit_together(self, publication: Publication) -> None:
-        """Pause all engines once all have staged everything, load them, and resume them together."""
-        nothing_more = lambda session: None  # noqa: E731
-        load = lambda session: self._load(session, publication.snapshot)  # noqa: E731
-        for add in (nothing_more, self._add_pause, load, self._add_resume):
-            for session in publication.sessions:
-                add(session)
-            self._wait(publication, lambda: all(s.idle for s in publication.sessions))
-            self._sort_out(publication)
-        for session in publication.sessions:
-            self._note_filled(session, publication.snapshot)
-
-    def _add_commit(self, session: Session, snapshot: Snapshot) -> None:
-        self._add_pause(session)
-        self._load(session, snapshot)
-        self._add_resume(session)
-
-    def _add_pause(self, session: Session) -> None:
-        if session.commit_began:  # the weights are streamed into a paused engine
-            return
-
-        def pause(engine: WeightTarget) -> None:
-            if engine.start_count != session.start_count:
-                raise EngineError("it was restarted during the push")
-            session.paused, session.paused_at = True, monotonic()
-            engine.pause(self.in_flight, timeout=self.timeout)
-
-        session.commit_began = monotonic()
-        session.add("pausing", pause)
-
-    def _add_resume(self, session: Session) -> None:
-        def resume(engine: WeightTarget) -> None:
-            if session.error is not None:
-                with suppress(Exception):  # report the first failure; the next push aborts again
-                    engine.update_weights("abort", timeout=min(self.timeout, ABORT_SECONDS))
-            if session.paused:
-                engine.resume()
-                session.paused = False
-            session.still_seconds = monotonic() - session.paused_at
-
-        session.add("resuming", resume, always=True)
-
-    def _wait(self, publication: Publication, predicate: Callable[[], bool]) -> None:
-        """Wait for sessions; an interrupt cancels the push."""
         try:
-            wait_until(publication.sessions, predicate, self._changed)
-        except BaseException as error:
-            self._cancel(publication, "the push", error)
-            self._open = None
-            raise
-
-    def _sort_out(self, publication: Publication) -> None:
-        """Report failed members to the group, or cancel the push of plain engines."""
-        failed = [s for s in publication.sessions if s.error is not None and s.idle]
-        if not failed:
-            return
-        publication.sessions = [s for s in publication.sessions if s not in failed]
-        publication.failed += failed
-        publication.snapshot.tainted = True
-        if self.group is not None:
-            self._clean_up(failed, wait=False)
-            for session in failed:
-                session.peer.filled = None
-                self.group.mark_failed(session.peer.engine, session.error.__cause__)
-        if self.group is None or not publication.sessions:
-            error = failed[0].error
-            self._cancel(publication, error.purpose, error.__cause__)
-            raise self._explained(publication.version, error) from error.__cause__
-
-    def _cancel(self, publication: Publication, purpose: str, cause: BaseException) -> None:
-        """End all sessions of a failed push, and free its snapshot."""
-        for session in publication.sessions:
-            session.cancel(purpose, cause)
-        self._clean_up([*publication.sessions, *publication.failed], wait=True)
-        if publication.snapshot is not None:
-            publication.snapshot.tainted = True
-            self._release(publication.snapshot)
+            with self._cancelling():
+                if self.commit_policy == "barrier":
+                    publication.commit_together()
+                else:
+                    publication.commit_in_turn()
+        except WeightSyncError as error:
+            failure = error
         self._open = None
+        if failure is None and self.sends:
+            self._release_current()
+            self._snapshot = publication.snapshot
+            self._note_push(publication)
+        self._agree(failure)
+        self._current_version, self._filled = max(self._current_version, publication.version), True
 
-    def _clean_up(self, sessions: Sequence[Session], wait: bool) -> None:
-        """Cancel the update in engines that failed, and resume those that are still paused."""
-        cleaners = []
-        for session in sessions:
-            session.peer.disconnect()
-            # A new session, because a hung engine's calls run on a new thread
-            cleaner = Session(session.peer, min(self.timeout, ABORT_SECONDS), self._changed)
-            cleaner.add("aborting the update", lambda e, s=cleaner: e.update_weights("abort", timeout=s.timeout))
-            cleaner.add("resuming", lambda e, s=session: e.resume() if s.paused else None, always=True)
-            cleaners.append(cleaner)
-        if wait:
-            wait_until(cleaners, lambda: all(c.idle for c in cleaners), self._changed)
+    def _fill(self, peer: Peer, snapshot: Snapshot) -> None:
+        """Send a snapshot to one engine and load it."""
+        publication = self._make_publication(snapshot.version, [peer])
+        publication.snapshot = snapshot
+        (session,) = publication.sessions
+        self._stage(session, snapshot)
+        publication.add_commit(session)
+        wait_until([session], lambda: session.idle, self._changed)
+        if session.error is not None:
+            snapshot.tainted = True
+            clean_up([session], self._changed, wait=False)
+            raise self._explained(snapshot.version, session.error) from session.error.__cause__
+
+    def _make_publication(self, version: int, peers: Sequence[Peer]) -> Publication:
+        return Publication(
+            version,
+            [Session(peer, self.timeout, self._changed) for peer in peers],
+            self._changed,
+            in_flight=self.in_flight,
+            load=self._load,
+            on_filled=lambda session, snapshot: self._note_filled(session.peer, snapshot),
+            on_failed=None if self.group is None else self._note_failed,
+        )
+
+    @contextmanager
+    def _cancelling(self) -> Iterator[None]:
+        """Cancel the open publication at an error, and explain it in a WeightSyncError."""
+        publication = self._open
+        try:
+            yield
+        except BaseException as error:
+            cause = error.__cause__ if isinstance(error, PeerError) else error
+            publication.cancel(error.purpose if isinstance(error, PeerError) else "the push", cause)
+            if publication.snapshot is not None:
+                self._release(publication.snapshot)
+            self._open = None
+            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+                raise
+            raise self._explained(publication.version, error) from cause
 
     def _discard_open(self) -> None:
         """Drop a version that was published and never committed."""
         if self._open is not None:
-            self._cancel(self._open, "a newer push", EngineError("a newer version replaced it"))
+            self._open.cancel("waiting for the commit", EngineError("a newer version replaced it"))
+            if self._open.snapshot is not None:
+                self._release(self._open.snapshot)
+            self._open = None
 
     def _wait_for_targets(self) -> list[WeightTarget]:
         """Return the engines to push to. A group without any may be restarting its members."""
@@ -444,24 +325,27 @@ class Publisher(WeightUpdater):
             raise WeightSyncError("training changed the model during its first fill; call initialize() before training")
         return snapshot
 
-    def _replace_snapshot(self, snapshot: Snapshot) -> None:
+    def _release_current(self) -> None:
+        """Free the snapshot of the version that engines had until now."""
         if self._snapshot is not None:
             self._release(self._snapshot)
-        self._snapshot = snapshot
+            self._snapshot = None
 
     def _drop_snapshots(self) -> None:
         self._discard_open()
         if self._snapshot is not None:
             self._snapshot.tainted = True
-            self._release(self._snapshot)
-            self._snapshot = None
+            self._release_current()
 
-    def _note_filled(self, session: Session, snapshot: Snapshot) -> None:
-        engine = session.peer.engine
-        session.peer.filled = (snapshot.version, engine.start_count)
+    def _note_filled(self, peer: Peer, snapshot: Snapshot) -> None:
+        peer.filled = (snapshot.version, peer.engine.start_count)
         self._current_version = max(self._current_version, snapshot.version)
         if self.group is not None:
-            self.group.mark_filled(engine, snapshot.version)
+            self.group.mark_filled(peer.engine, snapshot.version)
+
+    def _note_failed(self, session: Session) -> None:
+        session.peer.filled = None
+        self.group.mark_failed(session.peer.engine, session.error.__cause__)
 
     def _peer(self, engine: WeightTarget) -> Peer:
         return self._peers.setdefault(id(engine), Peer(engine, len(self._peers)))
@@ -492,6 +376,8 @@ class Publisher(WeightUpdater):
         )
 
     def _remedy(self, cause: BaseException | None) -> str:
+        if self.group is not None:
+            return f"The {type(self.group).__name__} restarts or refills its members; the next push sends everything"
         if isinstance(cause, EngineDeadError):
             return "Call the engine's restart() and push again, or use an EnginePool, which restarts its members"
         if isinstance(cause, EngineTimeoutError):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
-from torchrl_rloo.weight_update.peers import Session, wait_until
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
-from torchrl_rloo.weight_update.publisher import Commit, Publication, Publisher, Snapshot
+from torchrl_rloo.weight_update.publication import Publication, Snapshot
+from torchrl_rloo.weight_update.publisher import Commit, Publisher
+from torchrl_rloo.weight_update.session import Session, wait_until
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource, is_sharded
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
@@ -71,8 +72,8 @@ class WeightPublisher(Publisher):
         transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process, and
             otherwise :class:`SharedMemory`.
         bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
-        staged: if True, workers keep all buckets until they load them at once, so that engines sample in the first
-            phase, and a failure in it leaves them with their old weights. If False, engines pause first and load each
+        staged: if True, workers keep all buckets until they load them at once. Engines sample in the first phase, and
+            a failure in it leaves them with their old weights. If False, engines pause first and load each
             bucket as it arrives, which needs no memory in the workers. An engine that fails halfway then refuses to
             sample until a push succeeds.
         in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
@@ -177,9 +178,8 @@ class WeightPublisher(Publisher):
         keep: bool,
     ) -> WeightSnapshot:
         """Store all buckets, and stage each as soon as it is stored."""
-        if self.group is None and self._snapshot is not None:  # reuse its memory for the new one
-            self._release(self._snapshot)
-            self._snapshot = None
+        if self.group is None:
+            self._release_current()  # the new snapshot reuses its memory
         verify = self._pushes % self.verify_every == 0
         self._pushes += 1
         storage = self.transport.store(version, [packed_size(manifest[a:b]) for a, b in buckets], keep)
@@ -192,7 +192,7 @@ class WeightPublisher(Publisher):
                 self._add_connect(session, snapshot)
                 if sends_now:
                     if not self.staged:
-                        self._add_pause(session)
+                        session.add_pause(self.in_flight)
                     self._add_start(session, snapshot)
             reached: list[list[int]] = [[] for _ in sessions]  # steps at which each engine has each bucket
             for number, tensors in enumerate(gathered):
