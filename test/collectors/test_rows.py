@@ -113,7 +113,7 @@ class Seeds(Transform):
 
 @pytest.mark.parametrize("kind", ["engine", "batches"])
 def test_rows_do_not_depend_on_how_they_are_sampled(kind: str, scripted: Callable, make_env, random_model, bpe) -> None:
-    """Settings change which rows share a batch, and thus only the rounding of log-probs."""
+    """Settings change which rows share a batch, and so only the rounding of log-probs."""
 
     def reply(conversation, row):
         return [{"role": "user", "content": f"again {row['answer']}"}] if len(conversation) < 2 * row["turns"] else None

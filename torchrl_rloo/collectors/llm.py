@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import logging
+import queue
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -27,6 +27,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
 from torchrl_rloo.collectors.conversation import ON_FAILURE, GroupRunner, OnFailure
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
+from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, choose_groups, limit_staleness, oldest_version
 from torchrl_rloo.collectors.turn_source import make_turn_source
 from torchrl_rloo.data import keys
@@ -35,8 +36,6 @@ from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
-
-T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
@@ -407,14 +406,12 @@ class LLMCollector(BaseCollector):
 
     def _wait_for_batch(self, rows_before: int, turns_before: int) -> _Batch:
         """Wait for the next batch, and report its progress."""
-        waiting = asyncio.run_coroutine_threadsafe(self._next_batch(), self._loop.loop)
+        waiting = LoopCall(self._loop, self._next_batch())
         reported = None
         try:
             while True:
-                with suppress(concurrent.futures.TimeoutError):
+                with suppress(queue.Empty):
                     return waiting.result(None if self.progress is None else _PROGRESS_PERIOD_S)
-                if waiting.done():  # the batch raised a TimeoutError
-                    return waiting.result()
                 if (current := self._progress(rows_before, turns_before)) != reported:
                     reported = current
                     self.progress(current)
@@ -437,7 +434,7 @@ class LLMCollector(BaseCollector):
         async def call() -> Any:
             return function(*args)
 
-        return self._loop.run(call())
+        return LoopCall(self._loop, call()).result()
 
     def _begin_batch(self) -> None:
         """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
@@ -492,6 +489,7 @@ class LLMCollector(BaseCollector):
         free = self._free_places(self.groups_per_batch * (self.max_staleness or 0))
         if free > 0 and self._totals.batches and not self.closed:
             self._start(self.ledger.lease(free))
+        self._news.set()
 
     def _free_places(self, places: int) -> int:
         """Return the number of groups to begin, so that ``places`` are undelivered.
@@ -587,7 +585,7 @@ class LLMCollector(BaseCollector):
             Number of groups that were cancelled.
         """
         chosen = None if group_ids is None else set(map(int, group_ids))
-        return 0 if self.closed else self._loop.run(_shield(self._cancel(chosen)))
+        return 0 if self.closed else LoopCall(self._loop, self._cancel(chosen)).result()
 
     async def _cancel(self, group_ids: set[int] | None) -> int:
         chosen = [g.group_id for g in self.ledger.of(GroupState.LEASED) if group_ids is None or g.group_id in group_ids]
@@ -632,7 +630,7 @@ class LLMCollector(BaseCollector):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, which does not contain the policy's weights, after cancelling all groups."""
-        self._loop.run(_shield(self._load(state_dict)))
+        LoopCall(self._loop, self._load(state_dict)).result()
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])
         if self._weight_updater is not None:
@@ -648,6 +646,7 @@ class LLMCollector(BaseCollector):
         for counter, saved in ((self._counts, state["counts"]), (self.runner.counts, state["runner_counts"])):
             counter.clear()
             counter.update(saved)
+        self._news.set()
 
     def __len__(self) -> int:
         """Raise a ``TypeError``, since trajectories differ in their number of turns."""
@@ -666,7 +665,7 @@ class LLMCollector(BaseCollector):
             raise_on_error: whether to raise an error if the environment is already closed.
         """
         if not self.closed:
-            self._loop.run(_shield(self._shut_down()))
+            LoopCall(self._loop, self._shut_down()).result()
             self._close_loop()
             if close_env:
                 self.env.close(raise_if_closed=raise_on_error)
@@ -683,11 +682,6 @@ def _shut_down_all() -> None:
     """Shut down at exit: a thread killed inside torch aborts the process."""
     for collector in list(_OPEN_COLLECTORS):
         collector.shutdown(close_env=False)
-
-
-async def _shield(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, even if the thread that waits for it is interrupted."""
-    return await asyncio.shield(work)
 
 
 def _find_primer(env: EnvBase) -> DataLoadingPrimer:
