@@ -54,7 +54,6 @@ def command(args: argparse.Namespace, directory: Path, faults: int) -> list[str]
     engine = ["inference.engine.request_timeout=60"]
     if args.engine == "scripted":
         engine = ["inference.engine._target_=chaos.CalculatorScript", "inference.engine.request_timeout=5"]
-        engine += [f"~inference.engine.{name}" for name in ("model", "dtype", "max_model_len", "threads")]
         engine += ["inference.self_test=false"]
     resets, stalls = (args.resets, args.stalls) if faults else (0, 0)
     transforms = (

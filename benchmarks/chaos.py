@@ -192,9 +192,11 @@ class CalculatorScript(ScriptedEngine):
 
     Args:
         latency: mean seconds of a turn.
+        request_timeout: seconds of sampling that a request may take.
+        **vllm: arguments of the engine that it replaces, which are ignored.
     """
 
-    def __init__(self, *, latency: float = 0.02, request_timeout: float = 20.0):
+    def __init__(self, *, latency: float = 0.02, request_timeout: float = 20.0, **vllm: Any):
         tokenizer = build_tokenizer()
 
         def script(request: Request, index: int) -> ScriptedTurn:
