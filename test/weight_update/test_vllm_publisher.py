@@ -290,6 +290,7 @@ def run_rank(rank: int, folder: Path) -> None:
     total = torch.ones(())
     torch.distributed.all_reduce(total)  # the ranks are still in step
     assert total == 2
+    updater.close()  # os._exit would leave its file
     torch.distributed.destroy_process_group()
 
 
