@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 from math import inf
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from support.waiting import PATIENCE, in_thread
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
@@ -98,6 +98,21 @@ def test_a_hung_member_is_restarted_and_its_late_answer_ignored(make_pool, wait_
     wait_until(lambda: states(pool) == ["ready"] * 2 and hung.start_count == 1)
     assert [e.to_state for e in pool.events] == ["suspect", "dead", "starting", "ready"]
     assert pool.counts["pool/suspected"] == 1 and other.start_count == 0
+
+
+def test_the_late_answer_of_a_dead_member_is_ignored(make_pool, wait_until) -> None:
+    late: Future = Future()
+    late.set_running_or_notify_cancel()  # it cannot be cancelled
+    dead, other = ScriptedEngine(seeds()), ScriptedEngine(seeds(inf))
+    dead.submit = lambda request: late
+    pool = make_pool([dead, other], router=LeastLoaded())
+    future = pool.submit(REQUESTS[5])
+    dead.kill()
+    wait_until(lambda: len(other.requests) == 1)
+    late.set_result(Sample([9], [0.0], "stop", [0]))
+    assert not future.done() and pool.counts["pool/late_answers"] == 1
+    other.pause("abort")
+    assert future.result(PATIENCE).finish == "abort" and future.result().tokens == []
 
 
 def test_a_suspect_that_answers_is_trusted_again_and_keeps_its_requests(make_pool, wait_until) -> None:
@@ -272,6 +287,11 @@ def test_no_member_samples_before_it_was_filled(make_pool, wait_until) -> None:
     samples = pool.generate(REQUESTS)
     assert {v for s in samples for v in s.versions} == {7}
     wait_until(lambda: first.version == 7)
+    # Weights that came before a restart do not count
+    second.permits.release()
+    second.restart()
+    pool.mark_filled(second, 0)
+    wait_until(lambda: second.version == 7 and states(pool) == ["ready"] * 2)
 
 
 def test_a_member_that_missed_a_push_is_refilled_or_restarted(make_pool, wait_until) -> None:

@@ -92,13 +92,25 @@ class PoolMembers(AsyncEngine, TargetGroup):
         """Let an engine sample, unless it died or was restarted since it got the weights of ``version``."""
         member = self._member_of(engine)
         with self._lock:
-            restarted = engine.start_count != member.start_count
-            if restarted or engine.version != version or member.state not in ("empty", "ready", "suspect"):
+            if member.state not in ("empty", "ready", "suspect") or self._noticed_restart(member):
+                return
+            if engine.version != version:
                 return
             member.filled, member.needs_fill, member.misses = True, False, 0
             if member.state != "ready":
                 self._set_state(member, "ready")
         self._route_waiting()
+
+    def _noticed_restart(self, member: Member) -> bool:
+        """Return whether a caller restarted an engine, which lost its weights. Call it with the lock."""
+        if member.target.start_count == member.start_count:
+            return False
+        member.start_count = member.target.start_count
+        if self._fill_function is not None:
+            member.filled, member.needs_fill = False, True
+            self._set_state(member, "empty", EngineError("a caller restarted the engine"))
+            self.supervisor.wake()
+        return True
 
     def mark_failed(self, engine: WeightTarget, error: Exception) -> None:
         member = self._member_of(engine)

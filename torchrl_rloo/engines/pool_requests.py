@@ -108,14 +108,8 @@ class PoolRequests(PoolMembers):
             if ticket.avoid is not None and len(ready) > 1:
                 ready = [member for member in ready if member is not ticket.avoid]
             member = self.router.choose(ticket.request, ready, self.members)
-            if member.target.start_count == member.start_count:
+            if not self._noticed_restart(member):
                 return member
-            # A caller restarted the engine, which lost its weights
-            member.start_count = member.target.start_count
-            if self._fill_function is not None:
-                member.filled, member.needs_fill = False, True
-                self._set_state(member, "empty", EngineError("a caller restarted the engine"))
-                self.supervisor.wake()
         return None
 
     def _answer(self, ticket: Ticket, attempt: int, inner: Future[Sample]) -> None:
