@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.engines.base import Engine, Request, Sample
+from torchrl_rloo.engines.base import Engine, EngineError, Request, Sample
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
@@ -198,6 +199,10 @@ def _derive_seed(seed: int, position: int) -> int:
 
 
 def _to_generated(sample: Sample) -> Generated:
+    if not all(map(isfinite, sample.log_probs)):
+        raise EngineError(
+            "the engine returned a log-prob that is not finite for a sampled token; its weights or its cache may be broken"
+        )
     return Generated(
         tokens=torch.tensor(sample.tokens, dtype=torch.long),
         log_probs=torch.tensor(sample.log_probs, dtype=torch.float32),
