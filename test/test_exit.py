@@ -18,7 +18,7 @@ import atexit, os, sys, threading, time
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()], file=sys.stderr))  # the last at exit
 import json
 from torch import nn
-from torchrl_rloo.collectors import AsyncLLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.engines import EnginePool, Request, ScriptedEngine, ScriptedTurn
@@ -34,8 +34,8 @@ def collector():
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=1, num_generations=4, transforms=transforms)
     kwargs = {"max_new_tokens": 2, "ignore_eos": True, "stop_token_ids": list(range(320))}
     policy = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs=kwargs)
-    collector = AsyncLLMCollector(env, policy, ahead=24)
-    print(len(collector.collect()), len(collector._undelivered))
+    collector = LLMCollector(env, policy, ahead=24)
+    print(len(collector.collect()), len(collector.ledger.groups))
     return collector  # alive at the exit
 
 

@@ -20,7 +20,7 @@ from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.engines.vllm_api import complete_arguments, sample_from_reply
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.engines.vllm_server import server_command
-from torchrl_rloo.weight_update import EngineUpdater
+from torchrl_rloo.weight_update import WeightPublisher
 
 pytestmark = pytest.mark.xdist_group(GROUP)
 
@@ -82,31 +82,26 @@ def test_a_pool_replaces_a_stopped_core(
 ):
     with AsyncVLLMEngine(engine_checkpoint, max_model_len=CONTEXT, **SETTINGS) as other:
         pool = EnginePool([async_engine, other], supervisor=Supervisor(probe_every=0.2, probe_timeout=2.0))
-
-        def fill(engine: AsyncVLLMEngine) -> None:
-            EngineUpdater(models[1], engine).push_weights(3)
-            pool.mark_filled(engine, 3)
-
+        publisher = WeightPublisher(models[1], pool)
         try:
-            pool.attach(fill)
             futures = [pool.submit(request) for request in LONG]
-            for engine in pool.targets():
-                fill(engine)
+            assert publisher.push_weights() == 1
             wait_until(lambda: other.load().tokens > 0)
             pid, began = other._core._processes[0].pid, monotonic()
             os.kill(pid, signal.SIGSTOP)
             samples = [future.result(PATIENT) for future in futures]
             assert deviation(models[1], LONG, samples) < EXACT
-            assert all(sample.versions == [3] * 600 for sample in samples)
+            assert all(sample.versions == [1] * 600 for sample in samples)
             wait_until(lambda: is_gone(pid))
             assert monotonic() - began < 60.0
             wait_until(lambda: pool.members[1].state == "ready" and other.start_count == 1, PATIENT)
             changes = [event.to_state for event in pool.events if event.member == 1][1:]
             assert changes == ["ready", "suspect", "dead", "starting", "empty", "ready"]
             (sample,) = other.generate(LONG[:1])
-            assert sample.versions == [3] * 600 and deviation(models[1], LONG[:1], [sample]) < EXACT
+            assert sample.versions == [1] * 600 and deviation(models[1], LONG[:1], [sample]) < EXACT
         finally:
             pool.supervisor.stop()
+            publisher.close()
 
 
 @pytest.mark.parametrize("arguments", [{"data_parallel_size": 2}, {"data_parallel_rpc_port": 1}])

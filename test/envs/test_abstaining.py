@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from torchrl_rloo.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, abstains, stop_reason
 from torchrl_rloo.diagnostics import completion_metrics
@@ -122,7 +122,7 @@ def test_a_failed_request_is_no_part_of_its_groups_baseline(world: Callable, ran
     scorer = TransformersWrapper(random_model, tokenizer=bpe, generate=False)
     reference = Reference(scorer)
     env, policy, reward = world(fails=1, after=(KLRewardTransform(reference, 0.0),))
-    collector = AsyncLLMCollector(env, policy)
+    collector = LLMCollector(env, policy)
     rows = collector.collect()
     collector.shutdown()
     assert sorted(stop_reason(row) for row in rows.unbind(0)) == ["answered"] * 3 + ["failed"]
@@ -131,11 +131,10 @@ def test_a_failed_request_is_no_part_of_its_groups_baseline(world: Callable, ran
     check_group(rows, scorer)
 
 
-@pytest.mark.parametrize("cls", [LLMCollector, AsyncLLMCollector])
-def test_a_tool_that_fails_at_the_second_turn(cls: type, world: Callable, random_model, bpe) -> None:
+def test_a_tool_that_fails_at_the_second_turn(world: Callable, random_model, bpe) -> None:
     scorer = TransformersWrapper(random_model, tokenizer=bpe, generate=False)
     env, policy, reward = world(BreaksAtTurn(), after=(TurnRewardTransform(lambda c, row: 0.25),))
-    collector = cls(env, policy)
+    collector = LLMCollector(env, policy)
     rows = collector.collect()
     collector.shutdown()
     assert reward.seen == [3] and rows[keys.NUM_TURNS].tolist() == [2] * G

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_rloo.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
@@ -63,7 +63,7 @@ def make_policy(bpe) -> Callable[..., vLLMWrapper]:
 
 def test_a_prompt_without_room_ends_its_row_and_no_other(make_env: Callable, make_policy: Callable) -> None:
     env, policy = make_env(max_tokens=64), make_policy()
-    collector = AsyncLLMCollector(env, policy, total_dialog_turns=-1)
+    collector = LLMCollector(env, policy, total_dialog_turns=-1)
     for _ in range(2):  # the group is not drawn again
         rows = collector.collect()
         long = [row for row in rows.unbind(0) if not int(row[keys.NUM_TURNS])]
@@ -94,13 +94,10 @@ def test_rows_that_are_done_at_their_reset_can_be_finished(make_env: Callable) -
     assert all(row[keys.REWARD].isnan() and row[keys.REWARDS].isnan().all() for row in ended)
 
 
-@pytest.mark.parametrize("collects", [LLMCollector, AsyncLLMCollector])
-def test_the_context_of_the_engine_is_a_limit_of_the_conversation(
-    collects: type, make_env: Callable, make_policy: Callable
-) -> None:
+def test_the_context_of_the_engine_is_a_limit_of_the_conversation(make_env: Callable, make_policy: Callable) -> None:
     def play(context: int | None, **settings) -> list[tuple]:
         env = make_env(num_generations=2, prompts_per_batch=1, **settings)
-        collector = collects(env, make_policy(context))
+        collector = LLMCollector(env, make_policy(context))
         rows = collector.collect().unbind(0)
         collector.shutdown()
         kept = [(stop_reason(r), r[keys.TOKENS].tolist(), r[keys.ACTION_MASK].tolist()) for r in rows]
@@ -121,7 +118,7 @@ def test_a_conversation_that_outgrows_vllms_context(vllm_engines, tokenizer) -> 
     policy = vLLMWrapper(
         vllm_engines.get(max_model_len=128), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 20, "seed": 0}
     )
-    collector = AsyncLLMCollector(env, policy)
+    collector = LLMCollector(env, policy)
     rows = collector.collect()
     collector.shutdown()
     assert set(reasons(rows)) <= {"total_tokens", "turn_tokens", "answered"} and collector.counts.total() == 0
@@ -161,7 +158,7 @@ def test_sessions_that_do_not_open_take_no_turn(bpe, make_policy: Callable) -> N
     Game.steps = 0
     env = text_env(Game, bpe, prompts_per_batch=3, num_seeds=3, max_tokens=100, shuffle=False)
     policy = make_policy()
-    collector = AsyncLLMCollector(env, policy)
+    collector = LLMCollector(env, policy)
     rows = collector.collect()
     assert sorted(reasons(rows)) == ["ended", "failed", "total_tokens"] and Game.steps == 1
     for row in rows.unbind(0):

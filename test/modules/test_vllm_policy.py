@@ -51,11 +51,9 @@ class CuttingEngine(TransformersEngine):
 
 @pytest.fixture
 def make_policy(tokenizer) -> Callable[..., vLLMWrapper]:
-    def make(engine: Engine, *, num_samples: int | None = None, recover=None, **kwargs) -> vLLMWrapper:
+    def make(engine: Engine, *, num_samples: int | None = None, **kwargs) -> vLLMWrapper:
         kwargs = {"max_new_tokens": LIMIT, "seed": 0, **kwargs}
-        return vLLMWrapper(
-            engine, tokenizer=tokenizer, generate_kwargs=kwargs, num_samples=num_samples, recover=recover
-        )
+        return vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=kwargs, num_samples=num_samples)
 
     return make
 
@@ -189,42 +187,11 @@ def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows:
 # engines that die
 
 
-def test_a_dead_engine_is_brought_back_once(make_policy: Callable, prompt_rows: Callable, caplog) -> None:
-    """The same requests are sampled again, with a warning. A second death or a missing ``recover`` raises."""
-    deaths, calls = {2}, []
-
-    def script(request: Request, index: int) -> ScriptedTurn:
-        if index in deaths:
-            engine.kill(RuntimeError("out of memory"))
-        return ScriptedTurn([request.seed % 300])
-
-    def recover() -> None:
-        calls.append(len(engine.requests))
-        engine.restart()
-
-    with ScriptedEngine(script) as engine:
-        out = make_policy(engine, recover=recover)(prompt_rows(*IDS))
-        assert calls == [3] and "out of memory" in caplog.text
-        before, after = engine.requests[:3], engine.requests[3:]
-        assert after[:3] == before and [r.prompt for r in after] == IDS
-        assert responses(out) == [[request.seed % 300] for request in after]
-        deaths |= {8, 9}
-        with pytest.raises(EngineDeadError, match="out of memory"):
-            make_policy(engine, recover=recover)(prompt_rows(*IDS))
-        assert calls == [3, 9] and len(engine.requests) == 10
-        engine.restart()
-        deaths.add(11)
-        with pytest.raises(EngineDeadError, match="out of memory"):
-            make_policy(engine)(prompt_rows(*IDS))
-        assert len(calls) == 2
-
-
-def test_what_an_engine_refuses_is_no_death(make_policy: Callable, prompt_rows: Callable) -> None:
-    calls = []
-    with ScriptedEngine([ScriptedTurn([3], error=EngineError("no such id"))]) as engine:
-        with pytest.raises(EngineError, match="no such id"):
-            make_policy(engine, recover=lambda: calls.append(1))(prompt_rows(IDS[0]))
-    assert calls == []
+def test_a_log_prob_that_is_not_finite_fails_the_turn(make_policy: Callable, prompt_rows: Callable) -> None:
+    for log_prob in (float("nan"), float("-inf")):
+        with ScriptedEngine([ScriptedTurn([3, 4], [-1.0, log_prob])]) as engine:
+            with pytest.raises(EngineError, match="log-prob that is not finite"):
+                make_policy(engine)(prompt_rows(IDS[0]))
 
 
 # versions of rows
@@ -286,7 +253,7 @@ def test_versions_that_do_not_fit_a_row_are_refused(
 
 
 def test_a_new_version_keeps_the_settings(make_policy: Callable, model, tokenizer) -> None:
-    engine, recover = TransformersEngine(model, tokenizer), lambda: None
+    engine = TransformersEngine(model, tokenizer)
     kwargs = {"max_new_tokens": 7, "seed": 3, "temperature": 0.5, "top_k": 9}
     policy = vLLMWrapper(
         engine,
@@ -294,15 +261,14 @@ def test_a_new_version_keeps_the_settings(make_policy: Callable, model, tokenize
         input_mode="history",
         generate_kwargs=kwargs,
         num_samples=3,
-        recover=recover,
     )
     new = policy.get_new_version()
-    assert type(new) is vLLMWrapper and new.engine is engine and new.tokenizer is tokenizer and new.recover is recover
+    assert type(new) is vLLMWrapper and new.engine is engine and new.tokenizer is tokenizer
     assert (new.input_mode, new.num_samples, new.config) == ("history", 3, policy.config)
     other = TransformersEngine(model, tokenizer)
     changed = policy.get_new_version(engine=other, num_samples=None, generate_kwargs={"temperature": 0}, generate=True)
     assert changed.engine is other and changed.num_samples is None and changed.distribution.temperature == 0
-    assert changed.recover is recover and changed.input_mode == "history"
+    assert changed.input_mode == "history"
     scorer = policy.get_new_version(generate=False, model=model)
     assert type(scorer) is TransformersWrapper and not scorer.generate and scorer.model is model
     assert scorer.distribution == policy.distribution and scorer.input_mode == "history"

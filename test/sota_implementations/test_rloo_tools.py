@@ -33,6 +33,7 @@ OWN_TRANSFORM = """{
              tool: slow_calculator},
     timeout: 0.5, show_schemas: false, max_calls: 2}"""
 AHEAD = ["collector.ahead=4", "sampler.share_weights=false"]
+BOUNDED = ["collector.max_staleness=1", "sampler.share_weights=false"]
 SIGNAL = "reward.functions=[own_rewards.distinct]"  # every step has a gradient
 
 
@@ -58,8 +59,8 @@ def run(overrides: list[str], output: Path) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("more", "stale"),
-    [([], False), (AHEAD, True), (["collector.asynchronous=false"], False)],
-    ids=["default", "ahead", "lock_step"],
+    [([], False), (AHEAD, True), (BOUNDED, True)],
+    ids=["default", "ahead", "max_staleness"],
 )
 def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
     logged = run([*tiny, *more], tmp_path)

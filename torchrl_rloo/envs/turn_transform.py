@@ -26,7 +26,7 @@ class TurnTransform(Transform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
     A subclass implements :meth:`step_row`. In lock-step it runs on all rows of a step concurrently. With an
-    :class:`~torchrl_rloo.collectors.AsyncLLMCollector`, each conversation continues as soon as its own call returns. In
+    :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
     both cases it runs on the loop of :mod:`torchrl_rloo.envs.event_loop` and must not block: make blocking calls
     through :func:`~torchrl_rloo.envs.event_loop.call`.
 

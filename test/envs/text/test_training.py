@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from torchrl_rloo.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
@@ -187,23 +187,6 @@ def bisect(turn: int, prompt: str) -> str:
 
 def game() -> GuessNumber:
     return GuessNumber(1, 16, max_turns=5)
-
-
-def test_the_asynchronous_collector_plays_the_same_games(make_policy: Callable, tokenizer):
-    def rows_of(kind) -> list:
-        env = text_env(game, tokenizer, prompts_per_batch=4, num_generations=2, num_seeds=8)
-        collector = kind(env, make_policy(bisect))
-        rows = list(collector.collect().unbind(0)) + list(collector.collect().unbind(0))
-        collector.shutdown()
-        assert not next(t for t in env.transform if isinstance(t, TextEnvTransform))._held
-        return rows
-
-    together, alone = rows_of(LLMCollector), rows_of(AsyncLLMCollector)
-    assert len({int(row[keys.NUM_TURNS]) for row in together}) > 2
-    for a, b in zip(together, alone, strict=True):
-        assert a["env_seed"] == b["env_seed"] and stop_reason(a) == stop_reason(b) == "ended"
-        assert torch.equal(a[keys.TOKENS], b[keys.TOKENS]) and float(a[keys.REWARD]) == float(b[keys.REWARD])
-        assert float(a[keys.REWARD]) == pytest.approx(1 - 0.05 * (int(a[keys.NUM_TURNS]) - 1))
 
 
 def test_a_task_gives_games_that_training_has_not_seen(make_policy: Callable, tokenizer):
