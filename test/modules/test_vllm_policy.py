@@ -13,7 +13,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines.base import Engine, EngineDeadError, EngineError, Request, Sample
+from torchrl_rloo.engines.base import Engine, EngineError, Request, Sample
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.envs import DatasetChatEnv
