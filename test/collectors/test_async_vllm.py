@@ -1,4 +1,4 @@
-"""Tests of AsyncLLMCollector over real vLLM in a child process, updated while it samples."""
+"""Tests of LLMCollector over real vLLM in a child process, updated while it samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from support.engines import GROUP
-from torchrl_rloo.collectors import AsyncLLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 from torchrl_rloo.envs import DatasetChatEnv
@@ -33,10 +33,10 @@ def engine(async_engine: AsyncVLLMEngine) -> AsyncVLLMEngine:
 
 
 @pytest.fixture
-def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., AsyncLLMCollector]]:
-    made: list[AsyncLLMCollector] = []
+def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., LLMCollector]]:
+    made: list[LLMCollector] = []
 
-    def build(updater: WeightPublisher, held: set[int] = frozenset(), **kwargs) -> AsyncLLMCollector:
+    def build(updater: WeightPublisher, held: set[int] = frozenset(), **kwargs) -> LLMCollector:
         """Build a collector whose environment does not reply to groups in ``held``."""
 
         async def respond(conversation, row):
@@ -54,7 +54,7 @@ def make(engine: AsyncVLLMEngine, tokenizer, prompts) -> Iterator[Callable[..., 
         )
         settings = {"max_new_tokens": LIMIT, "ignore_eos": True, "stop_token_ids": list(range(40, 56))}
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=settings)
-        made.append(AsyncLLMCollector(env, policy, weight_updater=updater, **kwargs))
+        made.append(LLMCollector(env, policy, weight_updater=updater, **kwargs))
         return made[-1]
 
     yield build

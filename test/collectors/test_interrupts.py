@@ -28,7 +28,10 @@ from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn
 
 # An interrupt may hit between the creation of a coroutine and its start
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 MODES = [{}, {"ahead": 4}, {"max_staleness": 1}]
 

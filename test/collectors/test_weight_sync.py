@@ -1,139 +1,123 @@
-"""Tests of weight updates by a collector over an engine, and of the version that counts them."""
+"""Tests of weight updates by a collector, and of the versions of its rows."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
+from tensordict import TensorDictBase
 
+from support.collecting import Bump, Gate, groups_of, in_state
+from support.waiting import wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
-from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines import EngineError, ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.weight_update import SequentialWeightUpdater, WeightPublisher, WeightSyncError, WeightUpdater
+from torchrl_rloo.data.rows import ragged
+from torchrl_rloo.engines import EngineError
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.weight_update import InProcessWeightUpdater, WeightSyncError
 
 
-@pytest.fixture
-def make_collector(tokenizer, prompts) -> Callable:
-    def make(fail: list | None = None, **kwargs) -> tuple[LLMCollector, ScriptedEngine]:
-        turn = ScriptedTurn([7, tokenizer.eos_token_id])
-        engine = ScriptedEngine(lambda request, index: turn, fail_updates={"finish": list(fail or [])})
-        env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
-        updater = WeightPublisher(build_model(tokenizer, seed=0), engine)
-        policy = vLLMWrapper(engine, tokenizer=tokenizer)
-        return LLMCollector(env, policy, weight_updater=updater, **kwargs), engine
-
-    return make
-
-
-def zero(prompts, completions, **_) -> list[float]:
-    return [0.0] * len(prompts)
-
-
-def test_a_version_counts_once_it_is_confirmed(make_collector) -> None:
-    collector, engine = make_collector(fail=[None, EngineError("lost"), None])
-    collector.update_policy_weights_()
-    assert collector.policy_version == engine.version == 1
-    with pytest.raises(WeightSyncError, match="version 2 .*lost"):
+def test_a_version_counts_once_it_is_confirmed(scripted: Callable) -> None:
+    """Failed updates are counted, and the third in a row raises. Their versions are never used again."""
+    lost = EngineError("lost")
+    collector = scripted(updater=partial(Bump, failures=[None, lost, None, lost, lost, lost, lost, None]))
+    versions = []
+    for _ in range(5):
         collector.update_policy_weights_()
-    assert collector.policy_version == 1
+        rows = collector.collect()
+        versions.append(collector.policy_version)
+        assert rows[keys.POLICY_VERSION].tolist() == [collector.policy_version] * 4
+    assert versions == [1, 1, 3, 3, 3]
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="lost"):
+            collector.update_policy_weights_()
     collector.update_policy_weights_()
-    assert collector.policy_version == engine.version == 3, "version 2 is spent"
-    rows = collector.collect()
-    assert rows[keys.POLICY_VERSION].tolist() == [3] * 4
-    assert rows[0][keys.ACTION_VERSIONS].tolist() == [3, 3]
+    assert collector.policy_version == 8 and collector.counts["weights/failed_pushes"] == 5
+    with pytest.raises(RuntimeError, match="weight_updater=None"):
+        scripted().update_policy_weights_()
 
 
-def test_a_dead_engine_is_an_error_and_its_version_is_spent(make_collector) -> None:
-    collector, engine = make_collector()
+def test_a_resumed_run_continues_the_versions(scripted: Callable) -> None:
+    """A version that was spent on a failed update is not used again, and the weights are sent before sampling."""
+    lost = EngineError("lost")
+    collector = scripted(updater=partial(Bump, failures=[None, lost]))
     collector.update_policy_weights_()
-    engine.kill(RuntimeError("out of memory"))
-    with pytest.raises(WeightSyncError, match="out of memory"):
-        collector.update_policy_weights_()
-    assert collector.policy_version == 1
-    engine.restart()
     collector.update_policy_weights_()
-    assert collector.policy_version == engine.version == 3
-    assert collector.collect()[keys.POLICY_VERSION].tolist() == [3] * 4
-
-
-def test_engines_that_get_different_weights_never_share_a_version(tokenizer, prompts) -> None:
-    turn = ScriptedTurn([7, tokenizer.eos_token_id])
-    engines = [
-        ScriptedEngine(lambda r, i: turn, fail_updates={"finish": failures})
-        for failures in ([], [EngineError("boom"), None])
-    ]
-    env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
-    publisher = WeightPublisher(build_model(tokenizer, seed=0), engines)
-    collector = LLMCollector(env, vLLMWrapper(engines[0], tokenizer=tokenizer), weight_updater=publisher)
-    with pytest.raises(WeightSyncError, match="boom"):
-        collector.update_policy_weights_()
-    assert publisher.version == collector.policy_version == engines[0].version == 1, "one engine samples with it"
-    collector.update_policy_weights_()
-    assert collector.policy_version == 2 and [engine.version for engine in engines] == [2, 2]
-
-
-def test_a_schedule_updates_before_every_nth_batch(make_collector) -> None:
-    collector, engine = make_collector(sync_every=2)
-    versions = [collector.collect()[keys.POLICY_VERSION].tolist()[0] for _ in range(5)]
-    assert versions == [0, 0, 1, 1, 2]
-    state = collector.state_dict()
-    resumed, _ = make_collector(sync_every=2)
-    resumed.load_state_dict(state)
+    resumed = scripted(updater=Bump)
+    resumed.load_state_dict(copy.deepcopy(collector.state_dict()))
     resumed.collect()
-    assert resumed.policy_version == 2
+    assert resumed.weight_updater.initialized == 1 and resumed.engine.version == 2
+    resumed.update_policy_weights_()
+    assert resumed.policy_version == resumed.engine.version == 3
     resumed.collect()
-    assert resumed.policy_version == 3 and engine.version == 2
+    assert resumed.weight_updater.initialized == 1, "once"
 
 
-def test_without_a_schedule_nothing_is_sent(make_collector) -> None:
-    collector, engine = make_collector()
+def test_a_schedule_updates_before_every_nth_batch(scripted: Callable) -> None:
+    collector = scripted(sync_every=2, updater=Bump)
+    assert [int(collector.collect()[keys.POLICY_VERSION][0]) for _ in range(5)] == [0, 0, 1, 1, 2]
+    resumed = scripted(sync_every=2, updater=Bump)
+    resumed.load_state_dict(collector.state_dict())
+    assert [int(resumed.collect()[keys.POLICY_VERSION][0]) for _ in range(2)] == [2, 3]
+    plain = scripted(updater=Bump)
     for _ in range(3):
-        collector.collect()
-    assert not engine.updates and collector.policy_version == 0
+        plain.collect()
+    assert plain.policy_version == plain.weight_updater.version == 0, "nothing is sent without a schedule"
 
 
-@pytest.mark.parametrize("sync_every", [0, -1])
-def test_a_schedule_is_at_least_every_batch(make_collector, sync_every: int) -> None:
-    with pytest.raises(ValueError, match=f"sync_every={sync_every} must be None or at least 1"):
-        make_collector(sync_every=sync_every)
+def test_a_row_has_the_oldest_version_that_sampled_it(scripted: Callable) -> None:
+    """The staleness of a group that lasts over updates is that of its oldest turn."""
+    gate = Gate(closed={0})
+    collector = scripted(gate, ahead=1, groups_per_batch=1, updater=Bump)
+    for version in range(3):
+        rows = collector.collect()
+        assert groups_of(rows) == [version + 1] * 2 and rows[keys.POLICY_VERSION].tolist() == [version] * 2
+        collector.update_policy_weights_()
+    gate.closed.clear()
+    wait_until(lambda: 0 in in_state(collector, "complete"))
+    rows = collector.collect()
+    assert groups_of(rows) == [0, 0] and rows[keys.POLICY_VERSION].tolist() == [0, 0]
+    assert set(torch.cat(ragged(rows, keys.ACTION_VERSIONS)).tolist()) == {0, 3}
 
 
-def test_a_schedule_needs_an_updater(tokenizer, prompts) -> None:
-    env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=2, num_generations=2, rewards=zero)
-    engine = ScriptedEngine([])
-    with pytest.raises(ValueError, match="requires a weight_updater"):
-        LLMCollector(env, vLLMWrapper(engine, tokenizer=tokenizer), sync_every=1)
+def test_in_process_weights_change_between_batches(random_model, bpe, make_env) -> None:
+    """Rows are on-policy under the weights of their version, except for turns after an update."""
+    trained, sampler = copy.deepcopy(random_model), copy.deepcopy(random_model)
+    policy = TransformersWrapper(sampler, tokenizer=bpe, generate_kwargs={"max_new_tokens": 6})
+    updater = InProcessWeightUpdater(trained, sampler)
+    collector = LLMCollector(make_env(Gate(turns=1)), policy, ahead=4, weight_updater=updater, sync_every=1)
+    weights = {0: copy.deepcopy(trained)}
+    for version in range(4):
+        for row in (rows := collector.collect()).unbind(0):
+            scorer = policy.get_new_version(model=weights[int(row[keys.POLICY_VERSION])], generate=False)
+            scored = scorer.score(row.unsqueeze(0))
+            behaviour = row[keys.LOG_PROBS][row[keys.ACTION_MASK]]
+            torch.testing.assert_close(scored.log_probs.detach()[0], behaviour, rtol=0, atol=1e-5)
+        assert int(rows[keys.POLICY_VERSION].max()) <= version
+        with torch.no_grad():
+            trained.lm_head.bias.add_(torch.linspace(-1, 1, len(trained.lm_head.bias)))
+        weights[version + 1] = copy.deepcopy(trained)
+    collector.shutdown()
 
 
-class _Recording(WeightUpdater):
-    """Updater that records versions and fails on demand."""
+def test_rows_after_an_update_come_from_the_new_weights(modeled: Callable, random_model) -> None:
+    trained, sampler = copy.deepcopy(random_model), copy.deepcopy(random_model)
+    collector = modeled(model=sampler, weight_updater=InProcessWeightUpdater(trained, sampler))
+    collector.collect()
+    with torch.no_grad():
+        trained.lm_head.bias.add_(torch.linspace(-3, 3, len(trained.lm_head.bias)))
+    scorer = collector.policy.get_new_version(model=trained, generate=False)
 
-    def __init__(self):
-        self.versions: list[int] = []
-        self.fails = False
+    def worst(rows: TensorDictBase) -> float:
+        with torch.no_grad():
+            scored = scorer.score(rows)
+        behaviour = torch.cat([r[keys.LOG_PROBS][r[keys.ACTION_MASK]] for r in rows.unbind(0)])
+        return float((scored.log_probs[scored.actions.mask] - behaviour).abs().max())
 
-    def _send(self, version: int) -> None:
-        self.versions.append(version)
-        if self.fails:
-            raise RuntimeError("no answer")
-
-
-def test_updaters_in_sequence_share_versions_that_neither_has_spent() -> None:
-    first, second = _Recording(), _Recording()
-    second.push_weights()
-    both = SequentialWeightUpdater(first, second)
-    assert both.push_weights() == 2
-    second.fails = True
-    with pytest.raises(RuntimeError, match="no answer"):
-        both.push_weights()
-    assert (both.version, both.current_version, first.current_version) == (3, 2, 3)
-    second.fails = False
-    assert both.push_weights() == both.current_version == 4
-    assert first.versions == [2, 3, 4] and second.versions == [1, 2, 3, 4]
-    both.resume_from(9)
-    assert both.push_weights() == 10 and first.versions[-1] == second.versions[-1] == 10
-    with pytest.raises(ValueError, match="at least one"):
-        SequentialWeightUpdater()
+    assert worst(collector.collect()) > 0.1, "not pushed yet"
+    collector.update_policy_weights_()
+    assert worst(collector.collect()) <= 1e-5
+    assert collector.policy_version == 1

@@ -54,6 +54,7 @@ class GroupRunner:
         turn_counts: number of turns by ``group_id``, until :meth:`forget`.
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
         pending: number of conversations that have not ended.
+        on_end: function called when a conversation has ended; None calls none.
     """
 
     source: TurnSource
@@ -76,6 +77,7 @@ class GroupRunner:
         self.turn_counts: Counter[int] = Counter()
         self.ended_counts: Counter[int] = Counter()
         self.pending = 0
+        self.on_end: Callable[[], None] | None = None
         self._reset_slots, self._scoring_slots = asyncio.Semaphore(_MAX_RESETS), asyncio.Semaphore(reward_threads)
         self._consecutive_failures = 0
         self._running: dict[int, list[_Conversation]] = {}
@@ -186,6 +188,8 @@ class GroupRunner:
         unended.discard(conversation)
         self.pending -= 1
         self.source.notify()
+        if self.on_end is not None:
+            self.on_end()
 
     async def _converse(self, conversation: _Conversation) -> None:
         """Run one conversation to its end once a place is free, and its replacements after failures."""

@@ -120,6 +120,7 @@ class GroupLedger:
         self._audit = None if audit is None else Path(audit)
         if self._audit is not None:
             self._audit.parent.mkdir(parents=True, exist_ok=True)
+            self._write_position("started")
 
     def lease(self, count: int) -> list[Lease]:
         """Give out groups to run: those re-queued first, then new draws.
@@ -252,8 +253,11 @@ class GroupLedger:
         self.counts.clear()
         self.counts.update(state["counts"])
         self._attempts = dict(state["attempts"])
+        self._write_position("restored")
+
+    def _write_position(self, name: str) -> None:
         numbers = {"first_group": self.primer.first_group_id, "next_group": self.primer.next_group_id}
-        self._write({"state": "restored", **numbers, "requeued": sorted(self._attempts)})
+        self._write({"state": name, **numbers, "requeued": sorted(self._attempts)})
 
     def _check_move(self, group: Group, name: str) -> None:
         if group.state.value not in _ALLOWED[name]:
@@ -320,12 +324,12 @@ def check_audit(path: str | PathLike) -> Audit:
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         record = json.loads(line)
         state = record["state"]
-        # A restore forgets what came after its checkpoint, but must account for every group before
-        if state == "restored":
+        # A start or a restore forgets what came after its checkpoint, but must account for every group before
+        if state in ("started", "restored"):
             known, waiting = set(range(record["first_group"], record["next_group"])), set(record["requeued"])
             if lost := known - waiting - ever:
                 raise ValueError(f"line {number}: the checkpoint lost groups {sorted(lost)[:5]}")
-            restores += 1
+            restores += state == "restored"
             acknowledged, states, last = known - waiting, {}, record["next_group"] - 1
             continue
         # Check the change, then the draw and the attempt that it belongs to

@@ -267,6 +267,8 @@ class LLMCollector(BaseCollector):
         self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
+        if min_members is not None:
+            self.runner.on_end = self._news.set  # a group may have enough members now
         self._loop = EventLoop("collector")
         self._close_loop = weakref.finalize(self, self._loop.close)
         _OPEN_COLLECTORS.add(self)

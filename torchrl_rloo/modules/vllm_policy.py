@@ -201,7 +201,7 @@ def _derive_seed(seed: int, position: int) -> int:
 def _to_generated(sample: Sample) -> Generated:
     if not all(map(isfinite, sample.log_probs)):
         raise EngineError(
-            "the engine returned a log-prob that is not finite for a sampled token; its weights or its cache may be broken"
+            "the engine returned a log-prob that is not finite for a sampled token; check its weights and restart it"
         )
     return Generated(
         tokens=torch.tensor(sample.tokens, dtype=torch.long),

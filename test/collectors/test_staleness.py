@@ -1,0 +1,164 @@
+"""Tests of bounded staleness: admission, the choice of groups, and tokens beyond the bound."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from support.collecting import Bump, G, Gate, groups_of, in_state
+from support.waiting import PATIENCE, in_thread, wait_until
+from torchrl_rloo.collectors.ledger import Group
+from torchrl_rloo.collectors.staleness import choose_groups, limit_staleness, may_wait, token_staleness
+from torchrl_rloo.data import keys
+from torchrl_rloo.engines.scripted import ScriptedTurn
+
+
+def heavy_tailed(seed: int) -> Callable[..., ScriptedTurn]:
+    """Return a script whose turns mostly take 1 ms, and some 20 times longer."""
+    rng = random.Random(seed)
+    return lambda request, index: ScriptedTurn([40 + i for i in range(6)], latency=rng.choice([0.001] * 9 + [0.02]))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_no_token_is_staler_than_the_bound(bound: int, scripted: Callable) -> None:
+    """With an update after each batch no group is sampled twice or waits for ever, whatever the latencies."""
+    collector = scripted(Gate(turns=2), play=heavy_tailed(bound), updater=Bump, max_staleness=bound, groups_per_batch=3)
+    seen, staleness, delays = [], [], []
+    for batch in range(30):
+        rows = collector.collect()
+        staleness += token_staleness(rows, collector.policy_version).tolist()
+        seen += (groups := groups_of(rows)[::G])
+        delays += [batch - group // 3 for group in groups]
+        collector.update_policy_weights_()
+    assert min(staleness) >= 0 and max(staleness) == bound
+    assert len(set(seen)) == len(seen) == 90 and max(delays) <= bound
+    assert not collector.counts["staleness/requeued_groups"] and not collector.counts.get("staleness/masked_tokens")
+
+
+@pytest.mark.parametrize("on_stale", ["requeue", "mask", "baseline"])
+def test_more_updates_than_batches(on_stale: str, scripted: Callable) -> None:
+    """Tokens beyond the bound are sampled again or leave the loss. Rewards stay, and nothing hangs."""
+    collector = scripted(
+        Gate(turns=3), play=heavy_tailed(7), updater=Bump, max_staleness=1, on_stale=on_stale, groups_per_batch=2
+    )
+    seen: Counter[int] = Counter()
+    rng = random.Random(0)
+    for _ in range(25):
+        rows = collector.collect()
+        seen.update(groups_of(rows)[::G])
+        for row in rows.unbind(0):
+            mask, versions = row[keys.ACTION_MASK], row[keys.ACTION_VERSIONS]
+            assert int(mask.sum()) == len(versions) and (collector.policy_version - versions <= 1).all()
+            assert not row[keys.LOG_PROBS][~mask].any() and row[keys.REWARD].isfinite().all()
+        for _ in range(rng.choice([0, 1, 2, 3])):
+            collector.update_policy_weights_()
+    assert set(seen.values()) == {1}
+    counts = collector.counts
+    if on_stale == "requeue":
+        assert counts["staleness/requeued_groups"] > 0
+    else:
+        assert counts["staleness/masked_rows"] > 0 and not counts.get("staleness/requeued_groups")
+
+
+# Tokens beyond the bound
+
+
+def make_row(versions: list[int], previous: list[int] = ()) -> TensorDictBase:
+    """Return a row of one prompt token before each action, with an earlier sample of versions ``previous``."""
+
+    def sample(versions: list[int]) -> tuple[torch.Tensor, ...]:
+        mask = torch.tensor([False, True] * len(versions), dtype=torch.bool)
+        return torch.arange(len(mask)), mask, torch.where(mask, -1.0, 0.0), torch.tensor(versions)
+
+    tokens, mask, log_probs, action_versions = sample(versions)
+    row = TensorDict({}, [])
+    for key, value in (
+        (keys.TOKENS, tokens),
+        (keys.ATTENTION_MASK, torch.ones_like(mask)),
+        (keys.ACTION_MASK, mask),
+        (keys.LOG_PROBS, log_probs),
+        (keys.ACTION_VERSIONS, action_versions),
+        (keys.REWARD, torch.ones(1, 1)),
+    ):
+        row.set(key, value)
+    if previous:
+        tokens, mask, log_probs, before = sample(previous)
+        entries = {"tokens": tokens, "mask": mask, "log_probs": log_probs, "versions": before}
+        row.set(keys.PREVIOUS_SEGMENTS, TensorDict(entries | {"sizes": torch.tensor([len(tokens)])}, []))
+    return row
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "baseline"])
+def test_stale_tokens_leave_the_loss_in_all_samples_of_a_row(on_stale: str) -> None:
+    row, fresh, counts = make_row([3, 5, 2], previous=[1, 4]), make_row([4, 5]), Counter()
+    limited, untouched = limit_staleness([row, fresh], 5, 1, on_stale, counts)
+    assert untouched is fresh and row[keys.ACTION_MASK].sum() == 3, "the given rows do not change"
+    last, before = limited[keys.ACTION_VERSIONS].tolist(), limited[keys.PREVIOUS_SEGMENTS]
+    masked = on_stale == "mask"
+    assert (last, before["versions"].tolist()) == (([5], [4]) if masked else ([], []))
+    expected = [[False, False, False, True, False, False], [False, False, False, True]]
+    masks = (limited[keys.ACTION_MASK], before["mask"])
+    for mask, log_probs, kept in zip(masks, (limited[keys.LOG_PROBS], before["log_probs"]), expected, strict=True):
+        assert mask.tolist() == (kept if masked else [False] * len(kept))
+        assert (log_probs != 0).tolist() == mask.tolist()
+    assert before["sizes"].tolist() == [4] and limited[keys.REWARD].item() == 1
+    assert counts == {"staleness/masked_tokens": 3 if masked else 5, "staleness/masked_rows": 1}
+
+
+# Choice of groups
+
+
+def group(group_id: int, version: int) -> Group:
+    return Group(group_id, 0, version=version)
+
+
+@pytest.mark.parametrize("per_batch", [1, 2])
+@pytest.mark.parametrize("bound", [0, 1, 2, 3])
+def test_waiting_groups_agree_with_a_search_of_all_orders(bound: int, per_batch: int) -> None:
+    rng, outcomes = random.Random(bound), Counter()
+    for _ in range(60):
+        ages = [rng.randint(0, 3) for _ in range(rng.randint(0, 5))]
+        groups = [group(i, 10 - age) for i, age in enumerate(ages)]
+        in_bound = [age for age in ages if age <= bound]
+        expected = any(
+            all(age + 1 + i // per_batch <= bound for i, age in enumerate(order)) for order in permutations(in_bound)
+        )
+        assert may_wait(groups, per_batch, 10, bound) == expected
+        outcomes[expected] += 1
+    assert outcomes[True]
+
+
+def test_the_most_urgent_groups_are_chosen_or_waited_for() -> None:
+    def choose(complete: list[int], running: list[int], needed: int = 1, bound: int = 1) -> list[int] | None:
+        """Return the ages of the chosen groups."""
+        groups = [group(i, 10 - age) for i, age in enumerate((*complete, *running))]
+        chosen = choose_groups(groups[: len(complete)], groups[len(complete) :], needed, needed, 10, bound)
+        return None if chosen is None else [10 - each.version for each in chosen]
+
+    assert choose([0, 1], []) == [1], "the oldest, whatever the order of draws"
+    assert choose([0, 0], [0], needed=2) == [0, 0]
+    assert choose([0], [1]) is None, "a running group would be late"
+    assert choose([1], [1]) == [1], "one of them is late in any case"
+    assert choose([1, 1, 1], [], needed=2) == [1, 1], "waiting does not help"
+    assert choose([5, 0], []) == [5], "beyond the bound, but there is time"
+    assert choose([5, 1], []) == [1], "others would be late"
+    assert choose([5], [1]) is None
+    assert choose([0], [5]) == [0], "waiting cannot help a group beyond the bound"
+
+
+def test_an_update_during_a_wait_requeues_what_became_stale(scripted: Callable) -> None:
+    gate = Gate(closed={1})
+    collector = scripted(gate, updater=Bump, max_staleness=0)
+    collecting = in_thread(collector.collect)
+    wait_until(lambda: in_state(collector, "complete") == {0} and gate.waiting == {1})
+    collector.update_policy_weights_()
+    gate.closed.clear()
+    rows = collecting.result(PATIENCE)
+    assert groups_of(rows) == [0, 0, 1, 1] and set(rows[keys.POLICY_VERSION].tolist()) == {1}
+    assert collector.counts["staleness/requeued_groups"] == 2
