@@ -253,7 +253,16 @@ def test_a_real_history_is_accepted(history: Path) -> None:
     restored = next(i for i, line in enumerate(lines) if "restored" in line)
     history.write_text("\n".join(lines[: restored + 1]))
     assert check_audit(history).open == {12, 13, 14}, "groups that wait after a restore are not lost"
-    assert {"time", "state", "group", "attempt", "version"} == set(json.loads(lines[0]))
+    assert {"time", "state", "group", "attempt", "version"} == set(json.loads(lines[1]))
+
+
+def test_a_run_that_starts_over_repeats_its_groups(tmp_path: Path) -> None:
+    """Without a checkpoint the next process draws the same groups again, which is no second acknowledgement."""
+    path = tmp_path / "audit.jsonl"
+    finish(make_ledger(audit=path), 2)
+    finish(make_ledger(audit=path), 3)
+    audit = check_audit(path)
+    assert audit.acknowledged == {0, 1, 2} and audit.attempts == 5 and audit.restores == 0
 
 
 def test_doctored_histories_are_rejected(history: Path) -> None:

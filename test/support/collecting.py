@@ -85,12 +85,10 @@ class Bump(WeightUpdater):
     def resume_from(self, version: int) -> None:
         self.version = version
 
-    def push_weights(self) -> int:
-        self.version += 1
+    def _send(self, version: int) -> None:
         if self.failures and (error := self.failures.pop(0)) is not None:
-            raise WeightSyncError(f"version {self.version}: {error}") from error
-        self._set(self.version)
-        return self.version
+            raise WeightSyncError(f"version {version}: {error}") from error
+        self._set(version)
 
     def _set(self, version: int) -> None:
         self.engine.pause("continue")

@@ -171,6 +171,8 @@ def _mask_actions(row: TensorDictBase, stale: torch.Tensor) -> TensorDictBase:
     row.set("log_probs", make_tensorclass_like(row.get("log_probs"), full=kept["log_probs"]))
     if keys.ACTION_VERSIONS in row.keys():
         row.set(keys.ACTION_VERSIONS, row[keys.ACTION_VERSIONS][~last])
+        if len(left := sampled_versions(row)):
+            row.set(keys.POLICY_VERSION, left.min())
     if keys.SUPPORT_IDS[0] in row.keys():
         ids, sizes = row[keys.SUPPORT_IDS], row[keys.SUPPORT_SIZES]
         support = row[keys.SUPPORT_IDS[0]].copy()
