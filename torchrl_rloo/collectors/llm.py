@@ -474,6 +474,7 @@ class LLMCollector(BaseCollector):
 
     async def _requeue_running(self) -> None:
         await self._stop(self._tasks.copy())
+        await self.runner.settle(_CANCEL_TIMEOUT_S)
         self.ledger.requeue([group.group_id for group in self.ledger.of(GroupState.LEASED)])
 
     def _admit(self) -> int:
@@ -676,7 +677,6 @@ class LLMCollector(BaseCollector):
         self.closed = True
         self._news.set()
         await self._requeue_running()
-        await self.runner.settle(_CANCEL_TIMEOUT_S)
 
 
 @atexit.register
