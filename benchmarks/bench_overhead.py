@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from statistics import mean
+from threading import Lock, local
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +39,11 @@ from torchrl.modules.llm import TransformersWrapper as TorchRLWrapper
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.objectives.llm import MCAdvantage as TorchRLAdvantage
 
-from torchrl_rloo.collectors import LLMCollector, llm
+from torchrl_rloo.collectors import LLMCollector, conversation
 from torchrl_rloo.data import load_prompts, tensor_rows
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
-from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
+from torchrl_rloo.envs.stepping import RowStepper
 from torchrl_rloo.modules import TransformersWrapper, policies
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
@@ -55,18 +57,22 @@ UNKNOWN = ("score rows", "sum with the wrapper")  # not measured for TorchRL
 
 
 class Clock:
-    """Timer of the CPU time of nested sections, each without the sections inside it."""
+    """Timer of the CPU time of nested sections on each thread, without the sections inside them."""
 
     def __init__(self):
         self.seconds: Counter[str] = Counter()
-        self._open: list[str] = []
-        self._since = 0.0
+        self._thread, self._lock = local(), Lock()
+
+    @property
+    def _open(self) -> list[str]:
+        return self._thread.__dict__.setdefault("open", [])
 
     def _switch(self) -> None:
-        now = time.process_time()
+        now = time.thread_time()
         if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
+            with self._lock:
+                self.seconds[self._open[-1]] += now - self._thread.since
+        self._thread.since = now
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -146,7 +152,9 @@ def ours(rows: int, prompts: list[dict[str, Any]], iterations: int) -> list[Coun
     loss = RLOOLoss(policy.get_new_version(generate=False))
     collector = LLMCollector(env, policy)
     targets = [
-        (llm, "step_rows", "env step"),  # steps the environment without TransformedEnv.step
+        (conversation, "open_rows", "env reset"),  # the collector steps the environment row by row
+        (ChatEnv, "step_row", "env step"),
+        (RowStepper, "finish", "env step"),
         (TransformersWrapper, "forward", "policy rows"),
         (TransformersWrapper, "score", "score rows"),
         (policies, "generate", "model"),
@@ -274,8 +282,11 @@ def run(
     gc.freeze()
     for _ in range(iterations + 1):
         clock.seconds = Counter()
+        began = time.process_time()
         with clock.garbage_collection():
             iterate(clock, batches, stored, buffer, loss)
+        # The collector's share is what no other section took, on any thread
+        clock.seconds["collector"] = time.process_time() - began - clock.seconds.total()
         results.append(clock.seconds)
     gc.unfreeze()
     return results[1:]
@@ -283,8 +294,7 @@ def run(
 
 def iterate(clock: Clock, batches, stored, buffer: ReplayBuffer, loss: torch.nn.Module) -> None:
     """Collect, store and sample one batch, and evaluate its loss."""
-    with clock.section("collector"):
-        rows = next(batches)
+    rows = next(batches)
     with clock.section("buffer extend"):
         buffer.extend(stored(rows))
     with clock.section("buffer sample"):
