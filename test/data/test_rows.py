@@ -23,6 +23,7 @@ from torchrl_rloo.data import (
 )
 from torchrl_rloo.data.rows import (
     PACKINGS,
+    copy_row,
     make_tensorclass,
     place_actions,
     prompt_groups,
@@ -279,3 +280,17 @@ def test_longest_rows_come_first_and_what_fits_is_not_touched() -> None:
 def test_wrong_limits_are_refused(kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(micro_batches(grouped_rows([[1]], prompt=1), **kwargs))
+
+
+def test_a_copied_row_can_be_changed_alone() -> None:
+    row = TensorDict({"ids": torch.arange(3), "nested": TensorDict({"a": torch.ones(2)})})
+    row.set("tokens", Tokens(full=torch.arange(4), prompt=torch.arange(2)))
+    row.set("query", NonTensorData("text"))
+    copied = copy_row(row)
+    assert set(copied.keys(True, True)) == set(row.keys(True, True)) and copied["query"] == "text"
+    assert isinstance(copied["tokens"], Tokens) and copied["ids"] is row["ids"]
+    copied.set(("nested", "a"), torch.zeros(2))
+    copied["tokens"].full = torch.zeros(1)
+    copied.set("more", torch.ones(1))
+    assert row["nested", "a"].tolist() == [1, 1] and row["tokens"].full.tolist() == [0, 1, 2, 3]
+    assert "more" not in row.keys()

@@ -19,7 +19,7 @@ from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.turn_source import TurnSource
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.rows import copy_row, stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs import event_loop
@@ -246,7 +246,7 @@ class GroupRunner:
         self._truncate(conversation, "failed")
 
     def _truncate(self, conversation: _Conversation, reason: str) -> None:
-        row = conversation.row.copy()
+        row = copy_row(conversation.row)
         if hasattr(self.source.policy, "set_empty_outputs"):
             self.source.policy.set_empty_outputs(row)
         conversation.row = self.stepper.truncate(row, reason)
@@ -271,7 +271,7 @@ class _Conversation:
 
     def draw(self) -> TensorDictBase:
         """Return the row to open, with ids that no other conversation has."""
-        row, numbers = self.drawn.copy(), (*self.order, self._replacements)
+        row, numbers = copy_row(self.drawn), (*self.order, self._replacements)
         row.set(keys.TRAJECTORY_ID, torch.tensor(_hash("trajectory", self._seed, *numbers, self._attempt)))
         return row
 

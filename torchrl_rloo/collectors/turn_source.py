@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.data.rows import copy_row, stack_rows
 from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, EngineLoad, Request, Sample
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
@@ -182,7 +182,7 @@ class BatchedTurns(TurnSource):
 
     def _call(self, rows: list[TensorDictBase]) -> list[TensorDictBase | Exception]:
         # Work on copies, since a failed turn must not change the row
-        copies = [row.copy() for row in rows]
+        copies = list(map(copy_row, rows))
         for row in copies:
             if keys.POLICY_VERSION not in row.keys():
                 row.set(keys.POLICY_VERSION, torch.tensor(self.version()))

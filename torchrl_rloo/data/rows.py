@@ -275,6 +275,26 @@ def make_tensorclass_like(entry: TensorDictBase, **tensors: torch.Tensor):
     return TensorDict._new_unsafe(tensors, batch_size=_NO_SHAPE)
 
 
+def copy_row(row: TensorDictBase) -> TensorDict:
+    """Copy one row, but not its tensors; ``row.copy()`` takes ten times as long.
+
+    Args:
+        row: one row, without batch dimensions.
+
+    Returns:
+        A row whose entries, also nested ones, can be set without an effect on the original.
+    """
+    entries = dict(row.items())
+    for key, value in entries.items():
+        if is_non_tensor(value) or isinstance(value, torch.Tensor):
+            continue
+        if is_tensorclass(value):
+            entries[key] = make_unchecked(type(value), dict(value._tensordict.items()), dict(value._non_tensordict))
+        else:
+            entries[key] = copy_row(value)
+    return TensorDict._new_unsafe(entries, batch_size=_NO_SHAPE)
+
+
 def rows_to_reset(rows: TensorDictBase) -> list[bool]:
     """Return for each row of ``env.reset(rows)`` whether it is reset: all of them without a ``"_reset"``."""
     mask = rows.get("_reset", None)
