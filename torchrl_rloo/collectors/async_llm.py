@@ -23,6 +23,7 @@ from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightUpdater
 
 _PROGRESS_PERIOD_S = 0.2
+_SIGNAL_PERIOD_S = 1.0
 _CANCEL_TIMEOUT_S = 10.0
 
 
@@ -177,10 +178,10 @@ class AsyncLLMCollector(LLMCollector):
         reported = None
         while True:
             needed = self._begin_groups()
-            # Wait with a timeout only if progress must be reported
+            # Wait with a timeout: Python handles a signal that another thread received only between two waits
             with self._changed:
                 should_wake = partial(self._should_wake, needed, len(self._undelivered))
-                self._changed.wait_for(should_wake, None if self.progress is None else _PROGRESS_PERIOD_S)
+                self._changed.wait_for(should_wake, _SIGNAL_PERIOD_S if self.progress is None else _PROGRESS_PERIOD_S)
                 failure, self._failure = self._failure, None
                 complete = len(self._complete)
             # Re-queue the incomplete groups, so that collect may be called again

@@ -191,7 +191,7 @@ class BatchedTurns(TurnSource):
                 with self._weights_lock:
                     outcomes = self._call(list(rows))
                 self._batch_seconds = monotonic() - start
-                turns[0].get_loop().call_soon_threadsafe(_deliver, turns, outcomes)
+                _call_soon(turns[0], _deliver, turns, outcomes)
             if closed:
                 return
 
@@ -201,7 +201,8 @@ class BatchedTurns(TurnSource):
         while len(batch) != self.max_batch_size and (remaining := deadline - monotonic()) > 0:
             # Let the event loop run its ready callbacks, which may submit more rows
             callbacks_ran = threading.Event()
-            first[1].get_loop().call_soon_threadsafe(callbacks_ran.set)
+            if not _call_soon(first[1], callbacks_ran.set):
+                return [], False
             callbacks_ran.wait(remaining)
             # Take all rows that arrived, and stop if none arrives in the quiet time
             timeout = _QUIET_S
@@ -243,6 +244,15 @@ class BatchedTurns(TurnSource):
         self._rows.put(None)
         if self._thread is not None:
             self._thread.join(timeout=10.0)
+
+
+def _call_soon(turn: asyncio.Future, function: Callable[..., Any], *args: Any) -> bool:
+    """Call a function on a turn's loop; return False if the loop was closed, which cancelled the turn."""
+    try:
+        turn.get_loop().call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _deliver(turns: tuple[asyncio.Future, ...], outcomes: list[TensorDictBase | Exception]) -> None:
