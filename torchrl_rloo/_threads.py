@@ -21,7 +21,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _STOP_S = 0.1  # time for threads to end before they are interrupted
 _BLOCKED_S = 1.0  # wait for a thread that neither computes nor is inside torch; killing it is harmless
-_BLOCKED_IN_TORCH_S = 10.0  # wait for a thread inside torch that does not compute, as in a broadcast without peers
+_BLOCKED_IN_TORCH_S = 3.0  # wait for a thread inside torch that does not compute, as in a broadcast without peers
 _CPU_RESOLUTION_S = 1e-4  # an interrupt that has no effect takes less
 _COMPUTING_S = 30.0  # wait for a thread that computes
 _INTERRUPT_PERIOD_S = 1.0  # a later interrupt must not hit the clean-up that the last one began
@@ -59,6 +59,8 @@ class PackageThread(Thread):
         """Run the function; called by :meth:`start`."""
         try:
             super().run()
+        except ProcessExit:
+            _LOGGER.debug("thread %s was interrupted by the exit", self.name)
         finally:
             _LIVING.discard(self)
 

@@ -1,14 +1,24 @@
-"""Event loops of conversations and users' functions: exceptions end neither loop."""
+"""Event loops, threads of users' functions, and limits of their calls."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 
 import pytest
+import torch
 
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.call_pool import CallLimit
+from torchrl_rloo.envs.tools.calls import ToolCall
+from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.session import ToolSession
+from torchrl_rloo.envs.tools.tool import Tool
 
 SECONDS = 30.0  # a generous limit, so that a lost loop does not hang the test
 
@@ -86,3 +96,201 @@ def test_errors_come_as_they_are() -> None:
             await asyncio.sleep(SECONDS)
 
         call(sleep, timeout=0.01)
+
+
+# ------------------------------------------------------------------------------------------------ threads and limits
+@pytest.fixture
+def loops() -> Iterator[list[event_loop.EventLoop]]:
+    """Two loops, as of two collectors."""
+    both = [event_loop.EventLoop(f"loop {i}") for i in range(2)]
+    yield both
+    for loop in both:
+        loop.close()
+
+
+@pytest.fixture
+def call_threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of call threads for one test."""
+    yield event_loop.set_call_threads
+    event_loop.set_call_threads(event_loop.CALL_THREADS)
+
+
+def gather(loop: event_loop.EventLoop, *work: Coroutine) -> list:
+    async def all_of_them() -> list:
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    return loop.run(all_of_them())
+
+
+def test_many_calls_share_few_threads(loops) -> None:
+    most = []
+
+    def wait() -> None:
+        time.sleep(0.01)
+        most.append(threading.active_count())
+
+    async def converse() -> None:
+        for _ in range(8):
+            await event_loop.call(wait)
+
+    before = threading.active_count()
+    gather(loops[0], *(converse() for _ in range(128)))
+    assert len(most) == 1024 and max(most) <= before + event_loop.CALL_THREADS + 2
+
+
+def test_the_time_limit_begins_with_the_function(loops, call_threads) -> None:
+    call_threads(1)
+    results = gather(loops[0], *(event_loop.call(time.sleep, 0.1, timeout=0.25) for _ in range(6)))
+    assert results == [None] * 6, "the last one waited 0.5 s for the thread"
+
+
+def test_a_stuck_thread_is_replaced_and_ends_when_it_returns(loops, call_threads) -> None:
+    call_threads(1)
+    release, threads = threading.Event(), []
+
+    def stick() -> None:
+        threads.append(threading.current_thread())
+        release.wait(SECONDS)
+
+    assert isinstance(gather(loops[0], event_loop.call(stick, timeout=0.05))[0], TimeoutError)
+    assert gather(loops[0], event_loop.call(threading.current_thread, timeout=SECONDS))[0] not in threads
+    release.set()
+    threads[0].join(SECONDS)
+    assert not threads[0].is_alive()
+
+
+def test_a_cancelled_call_holds_no_thread(loops, call_threads) -> None:
+    call_threads(1)
+    release, began = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        began.set()
+        release.wait(SECONDS)
+
+    future = asyncio.run_coroutine_threadsafe(event_loop.call(stick), loops[0].loop)
+    began.wait(SECONDS)
+    future.cancel()
+    assert gather(loops[0], event_loop.call(fine_sync, timeout=SECONDS)) == [1]
+    release.set()
+
+
+def fine_sync() -> int:
+    return 1
+
+
+def test_calls_within_calls_cannot_use_up_the_threads(loops, call_threads) -> None:
+    call_threads(2)
+
+    def outer() -> int:
+        return event_loop.run(event_loop.call(lambda: loops[1].run(event_loop.call(fine_sync))))
+
+    assert gather(loops[0], *(event_loop.call(outer, timeout=SECONDS) for _ in range(12))) == [1] * 12
+
+
+def test_a_thread_keeps_nothing_of_an_earlier_call(loops, call_threads) -> None:
+    call_threads(1)
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    def change() -> None:
+        variable.set(1)
+        torch.set_grad_enabled(False)
+
+    gather(loops[0], event_loop.call(change))
+    assert gather(loops[0], event_loop.call(lambda: (variable.get(), torch.is_grad_enabled()))) == [(0, True)]
+
+
+def test_a_limit_holds_over_loops_and_is_fair(loops) -> None:
+    limit, lock, running, most, order = CallLimit(2), threading.Lock(), [0], [0], []
+
+    def work(number: int) -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            order.append(number)
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+
+    async def start(numbers: range) -> None:
+        await asyncio.gather(*(event_loop.call(work, n, limit=limit, timeout=0.5) for n in numbers))
+
+    futures = [asyncio.run_coroutine_threadsafe(start(range(k, 20, 2)), loops[k].loop) for k in range(2)]
+    for future in futures:
+        future.result(SECONDS)
+    assert most == [2] and sorted(order) == list(range(20))
+    for k in range(2):  # in each loop first come, first served; two run at a time
+        own = [number for number in order if number % 2 == k]
+        assert all(abs(sorted(own).index(number) - place) <= 1 for place, number in enumerate(own))
+
+
+def test_a_cancelled_wait_gives_its_place_to_the_next(loops) -> None:
+    limit, release = CallLimit(1), threading.Event()
+
+    async def play() -> list:
+        first = asyncio.ensure_future(event_loop.call(release.wait, SECONDS, limit=limit))
+        await asyncio.sleep(0.05)
+        second, third = (asyncio.ensure_future(event_loop.call(fine_sync, limit=limit)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        release.set()
+        return await asyncio.gather(first, second, third, return_exceptions=True)
+
+    first, second, third = loops[0].run(play())
+    assert first is True and isinstance(second, asyncio.CancelledError) and third == 1
+
+
+def test_a_loop_that_is_closed_cancels_its_tasks_and_no_others(loops) -> None:
+    ended = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.sleep(0.3 if name == "other" else SECONDS)
+            ended.append(name)
+        except asyncio.CancelledError:
+            ended.append(f"{name} cancelled")
+            raise
+
+    other = asyncio.run_coroutine_threadsafe(wait("other"), loops[1].loop)
+    loops[0].call_soon(lambda: loops[0].loop.create_task(wait("one")))
+    time.sleep(0.1)
+    loops[0].close()
+    loops[0].close()
+    with pytest.raises(RuntimeError, match="'loop 0' is closed"):
+        loops[0].run(fine())
+    other.result(SECONDS)
+    assert ended == ["one cancelled", "other"]
+
+
+def test_waiting_for_a_loop_on_itself_is_refused(loops) -> None:
+    async def wait() -> None:
+        loops[0].run(fine())
+
+    with pytest.raises(RuntimeError, match="cannot be called on the event loop"):
+        loops[0].run(wait())
+
+
+def test_a_session_of_tools_may_change_its_loop(loops) -> None:
+    """A conversation's tools, opened on one loop, are called and closed on another."""
+    closed = []
+
+    class Notes(Tool):
+        def __init__(self) -> None:
+            super().__init__("notes", "Keeps notes.", {"type": "object", "properties": {}})
+
+        def open(self, columns) -> list[int]:
+            return []
+
+        def call(self, state: list[int], /) -> int:
+            time.sleep(0.02)
+            state.append(len(state))
+            return len(state)
+
+        def close(self, state: list[int]) -> None:
+            closed.append(list(state))
+
+    session = ToolSession(ToolRegistry([Notes()]), {})
+    calls = [session.call(ToolCall("notes", {})) for _ in range(8)]
+    futures = [asyncio.run_coroutine_threadsafe(work, loops[i % 2].loop) for i, work in enumerate(calls)]
+    assert sorted(int(future.result(SECONDS).text) for future in futures) == list(range(1, 9))
+    event_loop.run(session.close())
+    assert closed == [list(range(8))]

@@ -871,3 +871,47 @@ def test_the_counters_are_part_of_the_state(world: Callable) -> None:
     again = ToolTransform([echo])
     again.load_state_dict(made.transform.state_dict())
     assert again.counts["tools/echo/calls"] == 1
+
+
+@pytest.mark.parametrize("collectors", [1, 2])
+def test_calls_of_one_tool_are_limited_over_all_conversations(collectors: int, tokenizer, world: Callable) -> None:
+    """The time in which a call waits for its place does not count."""
+    lock, running, most = threading.Lock(), [0], [0]
+
+    @tool
+    def busy(n: int) -> int:
+        """Works.
+
+        Args:
+            n: any number.
+        """
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.1)
+        with lock:
+            running[0] -= 1
+        return n
+
+    turns = [[called("busy", n=i) + called("busy", n=i), "Done."] for i in range(6)]
+    transform_world = world(turns, busy, max_concurrent={"busy": 2}, timeout=0.25)
+    loops = [event_loop.EventLoop(f"collector {i}") for i in range(collectors)]
+    stepper, rows = RowStepper(transform_world.env), transform_world.env.reset()
+    futures = [
+        asyncio.run_coroutine_threadsafe(transform_world.play(stepper, row), loops[i % collectors].loop)
+        for i, row in enumerate(rows.unbind(0))
+    ]
+    for future in futures:
+        future.result(PATIENCE)
+    for loop in loops:
+        loop.close()
+    assert most == [2]
+    assert transform_world.transform.counts["tools/busy/calls"] == 12
+    assert not transform_world.transform.counts["tools/busy/timed_out"]
+
+
+def test_a_limit_of_an_unknown_tool_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown tools \['bash'\]"):
+        ToolTransform([echo], max_concurrent={"bash": 2})
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ToolTransform([echo], max_concurrent={"echo": 0})
