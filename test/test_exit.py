@@ -26,7 +26,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
-from torchrl_rloo.weight_update import Collective, EngineUpdater, WeightSyncError
+from torchrl_rloo.weight_update import Collective, WeightPublisher, WeightSyncError
 
 
 def collector():
@@ -42,9 +42,9 @@ def collector():
 
 def collective():
     transport = Collective()
-    transport.open([1], 64, 300.0)  # nobody joins
+    link = transport.connect(1, 300.0)  # nobody joins
     print("waiting")
-    return transport
+    return link
 
 
 def engine():
@@ -53,7 +53,7 @@ def engine():
             threading.Event().wait()
 
     try:
-        EngineUpdater(nn.Linear(2, 2), Hung([]), timeout=0.2).push_weights(1)
+        WeightPublisher(nn.Linear(2, 2), Hung([]), timeout=0.2).push_weights()
     except WeightSyncError:
         print("failed in time")
 
@@ -64,7 +64,7 @@ def conversations(respond):  # begun, with a function that answers their turns i
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=4, num_generations=4, transforms=transforms)
     policy = vLLMWrapper(ScriptedEngine(lambda r, i: ScriptedTurn([30, tokenizer.eos_token_id])), tokenizer=tokenizer)
     collector = LLMCollector(env, policy)
-    collector._begin_groups()
+    collector._call_on_loop(collector._admit)
     return collector
 
 
@@ -144,7 +144,7 @@ def exits() -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "printed"), [("collector", "4 24"), ("collective", "waiting"), ("engine", "failed in time")]
+    ("case", "printed"), [("collector", "4 25"), ("collective", "waiting"), ("engine", "failed in time")]
 )
 def test_a_script_ends_in_the_middle_of(case: str, printed: str, exits: dict[str, tuple[int, str]]) -> None:
     code, output = exits[case]

@@ -12,7 +12,6 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.collectors.finishing import next_turn
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper, event_loop
 from torchrl_rloo.envs.text import text_env
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform, TurnRewardTransform
@@ -148,33 +147,6 @@ def test_what_the_environment_gives_a_turn_is_credited_to_it(bpe, random_model):
             assert len(turns(row)) == 3 and torch.equal(row[keys.TOKEN_REWARDS], expected)
             assert row[keys.REWARD].item() == 107.0 + 3 * half
     assert [row[keys.REWARD].item() for row in rows_of()] == [107.0] * 4
-
-
-def test_conversations_stepped_alone_earn_what_they_do_together(collect, monkeypatch):
-    def rewarded() -> list[tuple[list[int], list[float], float]]:
-        rows, env, _ = collect(length)
-        return [(row[keys.TOKENS].tolist(), row[keys.TOKEN_REWARDS].tolist(), float(row[keys.REWARD])) for row in rows]
-
-    together = rewarded()
-    whole = LLMCollector._rollout
-
-    def alone(self, *args):
-        """Take the same policy's turns, but pass each row of a step through the transforms alone."""
-        stepper = RowStepper(self.env)
-
-        def step(env, rows):
-            rows = rows.unbind(0)
-            for row in rows:
-                event_loop.run(stepper.step(row))
-                if row["next", "done"].any():
-                    stepper.finish([row])
-            return stack_rows(rows)
-
-        monkeypatch.setattr("torchrl_rloo.collectors.llm.step_rows", step)
-        return whole(self, *args)
-
-    monkeypatch.setattr(LLMCollector, "_rollout", alone)
-    assert rewarded() == together
 
 
 def test_a_conversation_given_up_before_its_turn_abstains(collect):

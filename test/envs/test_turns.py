@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
-from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.collectors import LLMCollector, conversation
 from torchrl_rloo.data import encode_prompt, keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.segments import sampled_versions, split_segments
@@ -87,7 +87,8 @@ def limit_case(bpe, name: str) -> tuple[dict, list[ScriptedTurn], Callable]:
 def test_every_limit_has_its_reason(name: str, bpe, play: Callable, monkeypatch) -> None:
     limits, turns, respond = limit_case(bpe, name)
     now = itertools.count(0.0, 10.0)  # the clock is read once at the start and once for each answer
-    monkeypatch.setattr(chat, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(chat, "time", SimpleNamespace(time=lambda: next(now)))
+    monkeypatch.setattr(conversation, "time", SimpleNamespace(time=lambda: 0.0))
     policy = play(turns)
     row, env = collect(bpe, policy, respond, **limits)
     reason = name.split()[0]
