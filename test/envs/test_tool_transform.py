@@ -69,8 +69,9 @@ class World:
         return ScriptedTurn([*ids, self.tokenizer.eos_token_id])
 
     def collect(self) -> list[TensorDictBase]:
-        """Play all conversations in lock-step."""
-        return list(LLMCollector(self.env, self.policy).collect().unbind(0))
+        """Play all conversations."""
+        self.collector = LLMCollector(self.env, self.policy)
+        return list(self.collector.collect().unbind(0))
 
     async def play(self, stepper: RowStepper, row: TensorDictBase) -> TensorDictBase:
         """Play one conversation separately and return the row of its last turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import pytest
 import torch
@@ -298,11 +299,12 @@ def send_weights(engine: Engine, model, version: int) -> None:
 
 def test_vllm_gets_new_weights_between_two_turns(make_policy: Callable, vllm_engine, model, tokenizer, prompts) -> None:
     """Each turn has log-probs of the weights that its versions name; the row has the oldest version."""
-    new, updated = build_model(tokenizer, seed=1).eval(), []
+    new, updated, lock = build_model(tokenizer, seed=1).eval(), [], Lock()
 
     def respond(conversation, row):
-        if not updated:
-            updated.append(send_weights(vllm_engine, new, version=1))
+        with lock:  # called by several conversations at a time
+            if not updated:
+                updated.append(send_weights(vllm_engine, new, version=1))
         turns = sum(message["role"] == "assistant" for message in conversation)
         return [{"role": "user", "content": "again"}] if turns < 2 else None
 
