@@ -22,7 +22,6 @@ _LOGGER = logging.getLogger(__name__)
 _STOP_S = 0.1  # time for threads to end before they are interrupted
 _BLOCKED_S = 1.0  # wait for a thread that neither computes nor is inside torch; killing it is harmless
 _BLOCKED_IN_TORCH_S = 3.0  # wait for a thread inside torch that does not compute, as in a broadcast without peers
-_CPU_RESOLUTION_S = 1e-4  # an interrupt that has no effect takes less
 _COMPUTING_S = 30.0  # wait for a thread that computes
 _INTERRUPT_PERIOD_S = 1.0  # a later interrupt must not hit the clean-up that the last one began
 _POLL_S = 0.005
@@ -100,7 +99,7 @@ class _Ending:
     def __init__(self, thread: PackageThread):
         self.name, self.is_alive, self._thread = thread.name, thread.is_alive, thread
         self._computed_at, self._interrupted_at = time.monotonic(), -float("inf")
-        self._cpu_seconds = 0.0
+        self._cpu_ticks: tuple[str, str] | None = None
 
     def stop(self) -> None:
         try:
@@ -122,23 +121,14 @@ class _Ending:
         return now - self._computed_at < limit * patience
 
     def _is_computing(self) -> bool:
-        """Return whether the thread has used a CPU since the last call, or waits for one in native code."""
+        """Return whether the thread has used a CPU since the last call, or waits for one; always False off Linux."""
         try:
-            stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()  # on Linux only
-            if stat.rpartition(")")[2].split()[0] == "R":
-                return True
+            stat = Path(f"/proc/self/task/{self._thread.native_id}/stat").read_text()
         except OSError:
-            pass
-        if not hasattr(time, "pthread_getcpuclockid"):
             return False
-        try:
-            before, self._cpu_seconds = (
-                self._cpu_seconds,
-                time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)),
-            )
-        except OSError:  # it has ended
-            return False
-        return self._cpu_seconds - before > _CPU_RESOLUTION_S
+        state, *fields = stat.rpartition(")")[2].split()
+        before, self._cpu_ticks = self._cpu_ticks, (fields[10], fields[11])  # of 10 ms, in user and kernel mode
+        return state == "R" or before not in (None, self._cpu_ticks)
 
 
 def _interrupt(ident: int) -> None:

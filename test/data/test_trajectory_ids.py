@@ -27,7 +27,7 @@ def test_ids_and_times_hold_in_another_process() -> None:
     assert len({*ids, *random_there}) == 4
     assert [int(row[keys.TRAJECTORY_ID]) for row in open_conversations([5, 5])] == of_group_there
     assert of_group_there == [trajectory_id(5, 0), trajectory_id(5, 1)]
-    # The time of a conversation goes on during its move
+    # The time of a conversation continues during its move
     message = pickle.dumps(pack_rows(stack_rows(rows)))
     here.send(message)
     assert [i for i, _ in here.recv()] == ids
