@@ -59,6 +59,8 @@ class PackageThread(Thread):
         """Run the function; called by :meth:`start`."""
         try:
             super().run()
+        except ProcessExit:  # unlike SystemExit itself, Python would report it
+            pass
         finally:
             _LIVING.discard(self)
 

@@ -221,10 +221,10 @@ def test_whatever_step_fails_all_engines_leave_the_update_and_go_on(pair, step, 
         updater.push_weights()
     assert not list(tmp_path.iterdir())
     for engine in pair:
-        assert engine.steps()[-1] == "abort" and not engine._paused
+        assert engine.steps()[-1] == "abort" and not engine.paused
     assert updater.last_push is None
     assert updater.push_weights() == 2
-    assert [engine.version for engine in pair] == [2, 2] and not any(engine._paused for engine in pair)
+    assert [engine.version for engine in pair] == [2, 2] and not any(engine.paused for engine in pair)
 
 
 def test_no_engine_finishes_before_all_have_all_buckets(pair):
@@ -295,7 +295,7 @@ def test_requests_that_do_not_end_are_an_error_in_time(pair):
         updater = WeightPublisher(nn.Linear(2, 2), [busy, pair[0]], timeout=1)
         with fails_within(SOON, "engine 0 (Fallible)", "pausing", "timeout=1"):
             updater.push_weights()
-        assert busy.resumes == 1 and not pair[0]._paused and pair[0].version == 0
+        assert busy.resumes == 1 and not pair[0].paused and pair[0].version == 0
         updater.in_flight, updater.timeout = "abort", PATIENT
         assert updater.push_weights() == 2 == busy.version
 
@@ -340,7 +340,7 @@ def test_an_interrupt_leaves_no_engine_paused(pair, staged):
     with pytest.raises(KeyboardInterrupt):
         WeightPublisher(nn.Linear(2, 2), pair, transport=Interrupted(), staged=staged).push_weights()
     for engine in pair:
-        assert engine.steps()[-1] == "abort" and not engine._paused
+        assert engine.steps()[-1] == "abort" and not engine.paused
         if staged:
             assert engine.generate([Request([1], limit=1, seed=0)])[0].tokens == [7]
     WeightPublisher(nn.Linear(2, 2), pair).push_weights()

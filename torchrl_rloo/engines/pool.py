@@ -38,7 +38,7 @@ class EnginePool(PoolRequests):
         supervisor: watcher of the members; None takes a :class:`~torchrl_rloo.engines.supervisor.Supervisor` with its
             defaults.
         patience: seconds that a request may wait for a ready member.
-        max_attempts: number of members that may get a request. After the last one its error reaches the caller.
+        max_attempts: number of members that may get a request. After the last one the request fails, and only it.
 
     Attributes:
         members: members, in the order of ``engines``.
