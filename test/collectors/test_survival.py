@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,7 +17,7 @@ from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged
-from torchrl_rloo.engines import EngineDeadError, EnginePool, EngineError, Request, Supervisor
+from torchrl_rloo.engines import EngineDeadError, EngineError, EnginePool, Request, Supervisor
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightPublisher
 
@@ -79,8 +79,6 @@ def pooled(scripted, make_engines) -> Iterator[Callable[..., tuple[LLMCollector,
 
     yield make
     for pool in pools:
-        for member in pool.members:
-            member.target.may_restart.set()
         pool.close()
 
 
@@ -133,9 +131,7 @@ def test_a_hung_member_changes_no_row(pooled) -> None:
         if batch == 1:
             wait_until(lambda: len(engines[1].requests) > 4, every=0.0005)
             engines[1].hang()
-        rows = collecting.result(30)
-        assert_same(rows, expected, without=(keys.TRAJECTORY_ID,))
-        assert set(reasons(rows)) == set(reasons(expected))
+        assert_same(collecting.result(30), expected)
     assert pool.counts["pool/deaths"] >= 1 and engines[1].start_count >= 1
 
 
@@ -143,9 +139,8 @@ def test_a_hung_member_changes_no_row(pooled) -> None:
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_a_version_names_one_set_of_weights_whenever_engines_die(ahead: int, commit: str, pooled, model) -> None:
     """Engines die between two batches, and at every step of a push. The run continues without a stale token."""
-    collector, pool, engines = pooled(
-        Gate(turns=2), ahead=ahead, updater=publisher(model, commit=commit), max_failed_pushes=9
-    )
+    updater = publisher(model, commit=commit)
+    collector, pool, engines = pooled(Gate(turns=2), ahead=ahead, updater=updater, max_failed_pushes=9)
     places = [None, "between", "start", "bucket", "finish", "both", "between", "finish", "start", "both", None]
     pushed, sampled = [0], set()
     for i, place in enumerate(places):
@@ -163,20 +158,18 @@ def test_a_version_names_one_set_of_weights_whenever_engines_die(ahead: int, com
             engine.before[place] = engine.kill
         in_thread(collector.update_policy_weights_).result(30)
         pushed.append(collector.policy_version)
-    rows = collector.collect()
     by_version = fingerprints(engines)
     assert all(len(checksums) == 1 for checksums in by_version.values()), by_version
     assert sampled <= set(by_version) and len(set.union(*by_version.values())) == len(by_version)
     assert pushed == sorted(pushed) and len(set(pushed)) > len(places) - 5
-    assert pool.counts["pool/restarts"] >= 6 and groups_of(rows)
+    assert pool.counts["pool/restarts"] >= 6 and len(collector.collect()) == 4
 
 
 @pytest.mark.parametrize("ahead", [0, 8])
 def test_a_restarted_member_samples_nothing_before_its_fill(ahead: int, pooled, model) -> None:
     """Both members die, and one restarts later: no token is of the checkpoint's weights."""
-    collector, pool, engines = pooled(
-        Gate(turns=6), ahead=ahead, prompts_per_batch=6, updater=publisher(model, in_flight="continue")
-    )
+    updater = publisher(model, in_flight="continue")
+    collector, pool, engines = pooled(Gate(turns=6), ahead=ahead, prompts_per_batch=6, updater=updater)
     for _ in range(3):
         train(model)
         collector.update_policy_weights_()
@@ -212,7 +205,7 @@ def test_groups_outlast_a_time_without_members(pooled, caplog) -> None:
     for engine in engines:
         engine.may_restart.set()
     delivered += [group for _ in range(4) for group in groups_of(in_thread(collector.collect).result(30))]
-    counts = {group: delivered.count(group) for group in delivered}
+    counts = Counter(delivered)
     assert set(counts.values()) == {2} and set(range(max(counts))) <= set(counts) | in_state(collector, "leased")
 
 
