@@ -5,10 +5,10 @@
     python benchmarks/bench_chaos.py --quick             # seconds; the figures mean nothing
 
 The recipe trains the built-in model on the calculator task, once without and once with faults. In the second run a
-pool harms its own engines at random instants, also in the middle of weight updates, and this program kills and
-interrupts the trainer. It starts the same command again until the run is finished. Afterwards, it checks the ledger's
-audit file, compares final weights and sampled tokens of the two runs, and prints a table of faults, their effects and
-the times until they were overcome. Ends with one line of JSON.
+pool harms its own engines at random instants, also in the middle of weight updates. This program kills and interrupts
+the trainer, and starts the same command again until the run is finished. Afterwards, it checks the ledger's audit file
+and compares final weights and sampled tokens of the two runs. It prints a table of faults, their effects and the times
+until they were overcome, and ends with one line of JSON.
 """
 
 from __future__ import annotations

@@ -40,6 +40,19 @@ def test_a_version_counts_once_it_is_confirmed(scripted: Callable) -> None:
         scripted().update_policy_weights_()
 
 
+def test_an_interrupted_update_counts_if_the_weights_arrived(scripted: Callable) -> None:
+    class Interrupted(Bump):
+        def _send(self, version: int) -> None:
+            super()._send(version)
+            raise KeyboardInterrupt
+
+    collector = scripted(updater=Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        collector.update_policy_weights_()
+    assert collector.policy_version == 1
+    assert collector.collect()[keys.POLICY_VERSION].tolist() == [1] * 4
+
+
 def test_a_resumed_run_continues_the_versions(scripted: Callable) -> None:
     """A version that was spent on a failed update is not used again, and the weights are sent before sampling."""
     lost = EngineError("lost")

@@ -421,6 +421,19 @@ def test_a_pause_that_a_living_member_refuses_is_undone(make_pool) -> None:
     assert [f.result(PATIENCE).finish for f in futures] == ["abort"] * 2
 
 
+def test_a_pause_ignores_a_member_that_died_in_it_and_was_restarted(make_pool, wait_until) -> None:
+    """The member is paused after its restart."""
+    hung, other = ScriptedEngine(seeds()), ScriptedEngine(seeds())
+    pool = make_pool([hung, other])
+    hung.hang()
+    pausing = in_thread(pool.pause, "abort", timeout=PATIENCE)
+    pausing.result(PATIENCE)  # the restart ends the call of the hung member
+    wait_until(lambda: states(pool) == ["ready", "ready"])
+    assert hung.start_count == 1 and hung.paused and other.paused
+    pool.resume()
+    assert not hung.paused and not other.paused
+
+
 def test_engines_with_batched_calls_are_members_too(make_pool, tokenizer) -> None:
     engines = [TransformersEngine(build_model(tokenizer, seed=0).eval(), tokenizer) for _ in range(2)]
     pool = make_pool(engines)

@@ -184,6 +184,17 @@ def test_a_barrier_activates_nothing_before_all_have_staged_everything(make_engi
     assert group.filled == [(0, 1), (1, 1)]
 
 
+def test_a_version_that_one_engine_loaded_is_current_after_a_failed_barrier(make_engine):
+    """The engine samples with it from then on, and rows must not be newer than the updater's version."""
+    engines = [make_engine(), make_engine()]
+    engines[1].fail_updates["finish"] = [EngineError("no memory")]
+    updater = WeightPublisher(nn.Linear(100, 100), engines, commit="barrier")
+    with pytest.raises(WeightSyncError, match="no memory"):
+        updater.push_weights()
+    assert updater.current_version == engines[0].version == 1 and not engines[0].paused
+    assert updater.push_weights() == 2
+
+
 @pytest.mark.parametrize("step", ["abort", "connect", "start", "bucket", "finish"])
 @pytest.mark.parametrize("commit", ["rolling", "barrier"])
 def test_a_member_that_fails_is_reported_and_the_others_go_on(step, commit, make_engine):

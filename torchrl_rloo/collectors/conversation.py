@@ -98,7 +98,7 @@ class GroupRunner:
             ``G`` finished rows of the schema, in the order of the drawn rows.
 
         Raises:
-            EngineDeadError: if the engine is dead.
+            EngineDeadError: if the engine is dead or closed.
             RuntimeError: after ``max_consecutive_failures`` consecutive failed turns.
             Exception: raised by the environment or its transforms.
         """
@@ -223,6 +223,8 @@ class GroupRunner:
             except EngineDeadError:
                 raise
             except Exception as error:
+                if getattr(getattr(self.source.policy, "engine", None), "closed", False):
+                    raise EngineDeadError(f"the policy's engine is closed: {error}") from error
                 self._fail(conversation, error)
                 return
             self._consecutive_failures, conversation.row = 0, row

@@ -304,10 +304,11 @@ class LLMCollector(BaseCollector):
         Raises:
             WeightSyncError: if the weights did not arrive.
         """
-        if self._weight_updater is not None and not self._initialized:
-            with self.source.exclusive():
-                self._weight_updater.initialize()
-            self.policy_version = self._weight_updater.current_version
+        if (updater := self._weight_updater) is not None:
+            if not self._initialized:
+                with self.source.exclusive():
+                    updater.initialize()
+            self.policy_version = updater.current_version  # also that of an update that was interrupted
         self._initialized = True
 
     def update_policy_weights_(self) -> None:
@@ -334,7 +335,8 @@ class LLMCollector(BaseCollector):
             _LOGGER.warning("sampling continues with version %d: %s", updater.current_version, error)
         else:
             self._failed_pushes, self._initialized = 0, True
-        self.policy_version = updater.current_version
+        finally:
+            self.policy_version = updater.current_version  # some engines may have it after a failure
         self._call_on_loop(self._admit_ahead)
 
     # Batches

@@ -38,7 +38,7 @@ class EnginePool(PoolRequests):
         supervisor: watcher of the members; None takes a :class:`~torchrl_rloo.engines.supervisor.Supervisor` with its
             defaults.
         patience: seconds that a request may wait for a ready member.
-        max_attempts: number of members that may get a request. After the last one its error reaches the caller.
+        max_attempts: number of members that may get a request. After the last one the request fails, and only it.
 
     Attributes:
         members: members, in the order of ``engines``.
@@ -136,8 +136,7 @@ class EnginePool(PoolRequests):
         check_in_flight(in_flight)
         self._check()
         self.paused = True
-        failures = self._call_living(lambda engine: engine.pause(in_flight, timeout=timeout))
-        alive = [error for member, error in failures if not is_dead(member.engine, self.supervisor.probe_timeout)]
+        alive = self._refusals(self._call_living(lambda engine: engine.pause(in_flight, timeout=timeout)))
         if alive:
             self.resume()
             raise alive[0]
@@ -156,8 +155,7 @@ class EnginePool(PoolRequests):
         """
         self._check()
         self.asleep = True
-        failures = self._call_living(lambda engine: engine.sleep())
-        alive = [error for member, error in failures if not is_dead(member.engine, self.supervisor.probe_timeout)]
+        alive = self._refusals(self._call_living(lambda engine: engine.sleep()))
         if alive:
             self.wake()
             raise alive[0]
@@ -205,6 +203,12 @@ class EnginePool(PoolRequests):
     def _living(self) -> list[Member]:
         with self._lock:
             return [member for member in self.members if member.state in ("ready", "empty", "suspect")]
+
+    def _refusals(self, failures: Sequence[tuple[Member, Exception]]) -> list[Exception]:
+        """Return the errors of members that live. Dead ones, also if restarted since, follow the pool later."""
+        limit = self.supervisor.probe_timeout
+        errors = [(member, error) for member, error in failures if not isinstance(error, EngineDeadError)]
+        return [error for member, error in errors if not is_dead(member.engine, limit)]
 
     def _call_living(self, call: Callable[[AsyncEngine], Any]) -> list[tuple[Member, Exception]]:
         """Call all living members at the same time. Those that fail become suspect, and are returned."""

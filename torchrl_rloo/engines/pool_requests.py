@@ -150,6 +150,10 @@ class PoolRequests(PoolMembers):
 
     def _resubmit(self, ticket: Ticket, error: BaseException) -> None:
         if ticket.tries >= self.max_attempts:
+            if isinstance(error, EngineDeadError):  # the request may be the cause, and the pool outlives it
+                died = EngineError(f"{ticket.tries} members died or restarted with this request inside: {error}")
+                died.__cause__ = error
+                error = died
             _fail(ticket, error)
             return
         self.counts["pool/resubmitted"] += 1

@@ -63,6 +63,10 @@ class Publication:
         self.failed: list[Session] = []
         self._changed, self._load, self._on_filled, self._on_failed = changed, load, on_filled, on_failed
 
+    def versions(self) -> set[int]:
+        """Return the versions that the engines have."""
+        return {session.peer.engine.version for session in [*self.sessions, *self.failed]}
+
     def settle(self) -> None:
         """Wait until every engine has completed its steps or failed.
 

@@ -284,6 +284,9 @@ class Publisher(WeightUpdater):
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, PeerError) else error
             publication.cancel(error.purpose if isinstance(error, PeerError) else "the push", cause)
+            # Some engines may have loaded the version and sample with it from now on
+            if publication.version in publication.versions():
+                self._current_version = max(self._current_version, publication.version)
             if publication.snapshot is not None:
                 self._release(publication.snapshot)
             self._open = None
