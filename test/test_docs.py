@@ -175,8 +175,6 @@ def test_pictures_are_drawn_from_the_code():
 
 
 CONTEXTS = {  # what a setting requires, by the start of its name; the first that fits
-    "collector.ahead": ["collector.asynchronous=true", "sampler.share_weights=false"],
-    "collector": [],
     "curriculum": ["curriculum.refill={}"],
     "inference.engine.url": ["inference=vllm_server"],
     "inference.engine.request_timeout": ["inference=vllm_server"],

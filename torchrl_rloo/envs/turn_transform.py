@@ -25,9 +25,9 @@ _LOGGER = logging.getLogger(__name__)
 class TurnTransform(Transform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
-    A subclass implements :meth:`step_row`. In lock-step it runs on all rows of a step concurrently. With an
-    :class:`~torchrl_rloo.collectors.AsyncLLMCollector`, each conversation continues as soon as its own call returns. In
-    both cases it runs on the loop of :mod:`torchrl_rloo.envs.event_loop` and must not block: make blocking calls
+    A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
+    :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
+    both cases it runs on an event loop (:mod:`torchrl_rloo.envs.event_loop`) and must not block. Make blocking calls
     through :func:`~torchrl_rloo.envs.event_loop.call`.
 
     If :meth:`step_row` raises, the conversation ends as truncated with the stop reason ``"failed"``, and the traceback
