@@ -5,6 +5,7 @@ from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState
 from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
 from torchrl_rloo.collectors.source import GroupSource, StepRows
+from torchrl_rloo.collectors.staleness import token_staleness
 
 __all__ = [
     "AdaptiveConcurrency",
@@ -20,4 +21,5 @@ __all__ = [
     "RefillingCollector",
     "StepRows",
     "check_audit",
+    "token_staleness",
 ]

@@ -73,8 +73,8 @@ class WeightUpdater(ABC):
 class InProcessWeightUpdater(WeightUpdater):
     """Updater that copies parameters and buffers to a sampler in this process and casts them to its dtype.
 
-    It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target. Its
-    weights are older than those of the source if updates are rare.
+    It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target.
+    Its weights are older than those of the source if updates are rare.
 
     Args:
         source: training model.
