@@ -146,7 +146,7 @@ def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypa
         name = span.split("=")[0]
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=\S.*", span) and "..." not in span:
             known_settings(name)
-        elif re.fullmatch(r"(count|eval|completions|rewards|parity|stop|clip_ratio)/[\w/<>@*]*", span):
+        elif re.fullmatch(r"(count|eval|completions|rewards|parity|pool|stop|clip_ratio)/[\w/<>@*]*", span):
             wanted = re.sub(r"<[^>]*>", "x", span).rstrip("*/") or span
             assert any(fnmatch.fnmatch(wanted, p) or p.startswith(f"{wanted}/") for p in patterns), span
         elif re.fullmatch(r"(torchrl_rloo|sota_implementations|benchmarks|tutorials|test|docs)/[\w./-]*", span):

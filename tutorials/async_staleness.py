@@ -128,7 +128,7 @@ print("tokens beyond the bound:", results["max_staleness=1"][2].get("staleness/m
 
 # %% [markdown]
 # With `ahead`, a group begins about `ahead / groups_per_batch` batches before its own, here 2. Groups with a long
-# answer get older, because groups are delivered as they complete. With `max_staleness` nothing gets older than promised.
+# answer get older, because groups are delivered as they complete. With `max_staleness` no token gets older.
 # `on_stale` decides about answers that take too long: mask their tokens, sample the group again, or wait.
 #
 # ## The built-in model
