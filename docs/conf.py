@@ -71,11 +71,18 @@ copybutton_prompt_is_regexp = True
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write_pages(Path(app.srcdir)))
     app.connect("missing-reference", resolve_reference)
+    app.connect("autodoc-skip-member", skip_tensordict)
     app.connect(
         "autodoc-process-bases",
         lambda app, name, cls, options, bases: bases.remove(object) if object in bases else None,
     )
     app.add_html_math_renderer("mathml", (visit_inline_math, None), (visit_block_math, None))
+
+
+def skip_tensordict(app, what, name, member, skip, options):
+    """Leave out methods that tensordict copies into its tensorclasses."""
+    module = getattr(getattr(member, "__func__", member), "__module__", None) or ""
+    return True if module.startswith("tensordict") else None
 
 
 html_math_renderer = "mathml"

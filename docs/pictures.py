@@ -28,7 +28,7 @@ STAGES = (  # who acts, what it does, the keys of data/keys.py that it writes, f
     ("LLMCollector", "delivers the finished groups of a step", ("POLICY_VERSION",), AMBER),
     ("MCAdvantage", "subtracts the mean of the other rewards of the group", ("ADVANTAGE",), ROSE),
     ("RLOOLoss", "scores the same ids again; ratio, clip, sum", (), ROSE),
-    ("weight updater", "sends the new weights and raises the version", (), GREEN),
+    ("weight updater", "sends the new weights under a new version", (), GREEN),
 )
 
 
@@ -127,6 +127,39 @@ def loop() -> str:
     return picture.svg()
 
 
+def rollouts() -> str:
+    """Draw the parts that sample: ledger, runner, pool of engines, and publisher of weights."""
+    picture = Picture(880, 300, "Sampling: ledger, runner, engines, publisher")
+    picture.box(10, 40, 80, 56, "prompts", GRAY, bold=True)
+    picture.box(150, 20, 180, 96, "GroupLedger\ndrawn, leased,\ncomplete, delivered,\nacknowledged", AMBER, bold=True)
+    picture.box(410, 20, 180, 96, "GroupRunner\nconversations, tools,\nrewards", BLUE, bold=True)
+    picture.box(670, 20, 200, 176, "", GRAY)
+    picture.text(770, 44, "EnginePool", INK, "middle", bold=True)
+    picture.text(770, 62, "router, supervisor", INK, "middle")
+    for i, state in enumerate(("ready", "ready", "starting")):
+        picture.box(690, 74 + 40 * i, 160, 32, f"member {i}: {state}", AMBER if state == "starting" else GREEN)
+    picture.box(150, 230, 180, 56, "training loop\nloss, optimizer", ROSE, bold=True)
+    picture.box(410, 230, 180, 56, "WeightPublisher\nsnapshot of a version", GREEN, bold=True)
+    picture.arrow((90, 68), (149, 68))
+    picture.arrow((330, 50), (409, 50))
+    picture.arrow((410, 86), (331, 86))
+    picture.text(370, 43, "leases", anchor="middle")
+    picture.text(370, 104, "rows", anchor="middle")
+    picture.arrow((590, 50), (669, 50))
+    picture.arrow((670, 86), (591, 86))
+    picture.text(630, 43, "requests", anchor="middle")
+    picture.text(630, 104, "samples", anchor="middle")
+    picture.arrow((200, 116), (200, 229))
+    picture.arrow((280, 230), (280, 117))
+    picture.text(190, 178, "batches", anchor="end")
+    picture.text(290, 178, "acknowledge")
+    picture.arrow((330, 258), (409, 258))
+    picture.text(370, 251, "weights", anchor="middle")
+    picture.arrow((590, 258), (770, 258), (770, 197))
+    picture.text(604, 251, "publish, commit, fill")
+    return picture.svg()
+
+
 def key_text(name: str) -> str:
     """Return a key of ``data/keys.py`` as it is written in code."""
     value = keys()[name]
@@ -191,7 +224,7 @@ def module_map() -> str:
     return picture.svg()
 
 
-DRAWINGS = {"row": row_life, "loop": loop, "module-map": module_map}
+DRAWINGS = {"row": row_life, "loop": loop, "rollouts": rollouts, "module-map": module_map}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

@@ -146,7 +146,7 @@ def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypa
         name = span.split("=")[0]
         if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=\S.*", span) and "..." not in span:
             known_settings(name)
-        elif re.fullmatch(r"(count|eval|completions|rewards|parity|stop|clip_ratio)/[\w/<>@*]*", span):
+        elif re.fullmatch(r"(count|eval|completions|rewards|parity|pool|stop|clip_ratio)/[\w/<>@*]*", span):
             wanted = re.sub(r"<[^>]*>", "x", span).rstrip("*/") or span
             assert any(fnmatch.fnmatch(wanted, p) or p.startswith(f"{wanted}/") for p in patterns), span
         elif re.fullmatch(r"(torchrl_rloo|sota_implementations|benchmarks|tutorials|test|docs)/[\w./-]*", span):
@@ -175,8 +175,6 @@ def test_pictures_are_drawn_from_the_code():
 
 
 CONTEXTS = {  # what a setting requires, by the start of its name; the first that fits
-    "collector.ahead": ["collector.asynchronous=true", "sampler.share_weights=false"],
-    "collector": [],
     "curriculum": ["curriculum.refill={}"],
     "inference.engine.url": ["inference=vllm_server"],
     "inference.engine.request_timeout": ["inference=vllm_server"],

@@ -231,12 +231,12 @@ def our_policy_in_their_environment(parts: Parts) -> None:
         assert (mode, "prompt") in env.step(parts.policy(mode)(row))["next"].keys(True)
 
 
-@refused("DatasetChatEnv", KeyError, "have no 'group_id'.*use DatasetChatEnv")
+@refused("DatasetChatEnv", ValueError, "LLMCollector requires one; use DatasetChatEnv")
 def their_dataset_in_our_collector(parts: Parts) -> None:
     LLMCollector(parts.their_env("history"), parts.policy()).collect()
 
 
-@refused("DataLoadingPrimer", KeyError, "have no 'group_id'.*add a DataLoadingPrimer")
+@refused("DataLoadingPrimer", ValueError, "LLMCollector requires one; use DatasetChatEnv")
 def their_primer_in_our_environment(parts: Parts) -> None:
     loader = DataLoader([{"query": "What is 2+3?"}], collate_fn=lambda b: {"query": [x["query"] for x in b]})
     env = TransformedEnv(ChatEnv(parts.tokenizer), their_transforms.DataLoadingPrimer(loader, batch_size=(1,)))
@@ -276,7 +276,9 @@ def their_policy_version(parts: Parts) -> None:
 def their_reward_scaling(parts: Parts) -> None:
     env = parts.env()
     env.append_transform(RewardScaling(0.0, 2.0))
-    assert LLMCollector(env, parts.policy()).collect()[keys.REWARD].flatten().tolist() == [0, 2, 4, 6]
+    assert (
+        LLMCollector(env, parts.policy()).collect()[keys.REWARD].flatten().tolist() == [0, 2] * 2
+    )  # a call for each group
 
 
 @works("check_env_specs")

@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Asynchronous sampling and stale rows
 #
-# You let an engine sample ahead while the loop trains, first with scripted answers, then with the built-in model.
-# You measure how busy the engine is, and how old its rows are when you train on them.
-# At the end you know what `ahead` costs, what `policy_version` tells, and what the importance ratio corrects.
+# You let an engine sample while the loop trains, first with scripted answers, then with the built-in model.
+# You measure how busy the engine is, and how old its tokens are when you train on them.
+# At the end you know what `max_staleness` and `ahead` cost, what `policy_version` tells, and what the importance ratio
+# corrects.
 
 # %%
 import random
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt
 import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from torchrl_rloo.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_rloo.collectors import LLMCollector, token_staleness
 from torchrl_rloo.data import load_prompts, tensor_rows
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer, warm_start
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
@@ -36,8 +37,12 @@ SCRIPTED_STEPS, STEPS, UPDATES, OLD_PROMPTS = 10, 10, 6, 64
 # study a loop in seconds. This one has 32 places. Half of the answers take less than 0.1 s, one in a hundred takes
 # ten times as long.
 #
-# `AsyncLLMCollector` begins `ahead` groups more than a batch needs. With `ahead=0` every batch waits for its slowest
-# answer, and the engine waits while the loop trains. Here the training is a `sleep`.
+# By default, `LLMCollector` samples each batch with the current weights. Every batch waits for its slowest answer, and
+# the engine waits while the loop trains. Here the training is a `sleep`. Two arguments change this:
+#
+# - `max_staleness=1` also samples the next batch while the loop trains. No token that is trained on is more than one
+#   update old. Answers that take longer leave the loss, but stay in the baseline of their group.
+# - `ahead=16` begins 16 groups more than a batch needs, here two batches. Their age has no bound.
 
 # %%
 tokenizer = build_tokenizer()
@@ -45,8 +50,8 @@ prompts = load_prompts(addition_prompts("train"))
 TEXT, PLACES, GROUPS = tokenizer("\\boxed{85}<|im_end|>")["input_ids"], 32, 8
 
 
-def run(ahead):
-    """Run a loop of some steps, and return its running requests over time and the staleness of its rows."""
+def run(**settings):
+    """Run a loop of some steps. Return its running requests over time, the age of its tokens, and the counters."""
     rng = random.Random(0)
     engine = ScriptedEngine(
         lambda request, index: ScriptedTurn(TEXT, latency=rng.lognormvariate(-2.5, 1.0)), max_concurrency=PLACES
@@ -54,7 +59,7 @@ def run(ahead):
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 32})
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=GROUPS, num_generations=4)
     updater = WeightPublisher(build_model(tokenizer, seed=0), engine, in_flight="continue")
-    collector = AsyncLLMCollector(env, policy, ahead=ahead, weight_updater=updater)
+    collector = LLMCollector(env, policy, weight_updater=updater, **settings)
 
     seen, done = [], threading.Event()
 
@@ -65,71 +70,72 @@ def run(ahead):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    staleness = []
+    ages = []
     for _ in range(SCRIPTED_STEPS):
         rows = collector.collect()
-        staleness += (collector.policy_version - rows["policy_version"]).tolist()
+        ages += token_staleness(rows, collector.policy_version).tolist()
         time.sleep(0.2)  # training
         collector.update_policy_weights_()
     done.set()
     watcher.join()
     collector.shutdown()
     engine.close()
-    return seen, staleness
+    return seen, ages, collector.counts
 
 
-results = {ahead: run(ahead) for ahead in (0, GROUPS, 2 * GROUPS)}
+results = {"default": run(), "max_staleness=1": run(max_staleness=1), "ahead=16": run(ahead=2 * GROUPS)}
 
 # %% [markdown]
 # `request_seconds` grows by the number of running requests each second, so its slope is that number.
 
 # %%
 figure, panels = plt.subplots(3, 1, figsize=(7, 5), sharex=True, sharey=True, facecolor="white", layout="constrained")
-for axes, (ahead, (seen, _)) in zip(panels, results.items(), strict=True):
+for axes, (name, (seen, _, _)) in zip(panels, results.items(), strict=True):
     begin, end = seen[0], seen[-1]
     seconds = [(t - begin[0], (b - a) / (t - s)) for (s, a), (t, b) in zip(seen, seen[1:], strict=False)]
     busy = (end[1] - begin[1]) / (end[0] - begin[0]) / PLACES
     axes.fill_between(*zip(*seconds, strict=True), color="tab:blue", alpha=0.7, linewidth=0)
     axes.axhline(PLACES, color="gray", linestyle=":")
-    axes.set_title(
-        f"ahead={ahead}: {busy:.0%} of the places busy, {end[0] - begin[0]:.1f} s", loc="left", fontsize="medium"
-    )
+    axes.set_title(f"{name}: {busy:.0%} of the places busy, {end[0] - begin[0]:.1f} s", loc="left", fontsize="medium")
 panels[1].set_ylabel("running requests")
 panels[2].set_xlabel("seconds")
 plt.show()
 
 # %% [markdown]
-# Without groups ahead the engine fills, drains to its last answer, and idles. Groups ahead fill these gaps.
+# By default the engine fills, drains to its last answer, and idles. Groups that begin earlier fill these gaps.
 # All three runs deliver the same number of rows.
 #
 # ## The price: staleness
 #
-# `policy_version` of a row is the version of the weights that sampled its oldest token. The collector counts versions
-# as it updates the engine. The difference is the row's *staleness*, in weight updates.
+# Each token has the version of the weights that sampled it, and `policy_version` of a row is that of its oldest token.
+# The publisher spends a new version for every update. The difference to the current version is the *staleness*.
+# `token_staleness` returns it for the tokens that are trained on.
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.2), facecolor="white", layout="constrained")
-oldest = max(max(staleness) for _, staleness in results.values())
+oldest = max(max(ages) for _, ages, _ in results.values())
 colors = ("tab:green", "tab:blue", "tab:orange")
-for place, ((ahead, (_, staleness)), color) in enumerate(zip(results.items(), colors, strict=True)):
-    share = [staleness.count(age) / len(staleness) for age in range(oldest + 1)]
-    mean = sum(staleness) / len(staleness)
+for place, ((name, (_, ages, _)), color) in enumerate(zip(results.items(), colors, strict=True)):
+    share = [ages.count(age) / len(ages) for age in range(oldest + 1)]
     at = [age + 0.27 * (place - 1) for age in range(oldest + 1)]
-    axes.bar(at, share, 0.25, color=color, label=f"ahead={ahead}: {mean:.1f} on average")
-axes.set(xlabel="staleness of a row (weight updates)", ylabel="share of the rows", xticks=range(oldest + 1))
+    axes.bar(at, share, 0.25, color=color, label=f"{name}: {sum(ages) / len(ages):.1f} on average")
+axes.set(xlabel="staleness of a token (weight updates)", ylabel="share of the tokens", xticks=range(oldest + 1))
 axes.legend()
 plt.show()
-assert set(results[0][1]) == {0}  # ahead=0 is on-policy
+assert set(results["default"][1]) == {0}  # on-policy
+assert max(results["max_staleness=1"][1]) <= 1  # as promised
+print("tokens beyond the bound:", results["max_staleness=1"][2].get("staleness/masked_tokens", 0))
 
 # %% [markdown]
-# A group begins about `ahead / groups_per_batch` batches before its own, here 0, 1 or 2. Groups with a long answer get
-# older, because groups are delivered as they complete.
+# With `ahead`, a group begins about `ahead / groups_per_batch` batches before its own, here 2. Groups with a long
+# answer get older, because groups are delivered as they complete. With `max_staleness` no token gets older.
+# `on_stale` decides about answers that take too long: mask their tokens, sample the group again, or wait.
 #
 # ## The built-in model
 #
-# Now the model samples, while the same model trains. `ahead` above 0 needs a sampler with its own weights, a
-# `frozen_copy`. `loss_fn(...).log_ratio` is the log of each row's probability under today's weights, over that under
-# the weights that sampled it.
+# Now the model samples, while the same model trains. Sampling ahead needs a sampler with separate weights, a
+# `frozen_copy`. Two batches ahead give rows of several ages. `loss_fn(...).log_ratio` is the log of each row's
+# probability under today's weights, over that under the weights that sampled it.
 
 # %%
 model, tokenizer = load_model(warm_start(seed=0))
@@ -172,7 +178,7 @@ def measure(batch, step):
 
 
 policy, updater = TransformersWrapper(sampler, **sampling), InProcessWeightUpdater(model, sampler)
-collector = AsyncLLMCollector(make_env(), policy, ahead=32, weight_updater=updater)
+collector = LLMCollector(make_env(), policy, ahead=32, weight_updater=updater)
 train(collector, STEPS, measure)
 
 # %%
@@ -254,5 +260,7 @@ plt.show()
 #
 # - Use `in_flight="finish"` in the `WeightPublisher`: an update then waits until the running requests have finished.
 # - Give the scripted engine a `max_concurrency` of 64, and find the `ahead` that keeps it busy.
+# - Use `on_stale="wait"` with `max_staleness=1`, and compare how busy the engine is.
+# - Cut the slowest answers: `LLMCollector(..., min_members=3)` delivers a group once three of its four rows have ended.
 # - Replace the clip by a truncated weight: `RLOOLoss(..., old_log_probs="proximal", correction="tis")` with
 #   `record_log_probs`.

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from torchrl_rloo.collectors import AsyncLLMCollector
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import load_prompts, stop_reason, tensor_rows
 from torchrl_rloo.diagnostics import write_transcripts
 from torchrl_rloo.embedded import warm_start
@@ -90,7 +90,8 @@ prompts = [{"prompt": [system, {"role": "user", "content": f"What is {a}*{b}?"}]
 # The model cannot multiply in its head. Its warm start imitates a teacher who mostly guesses instead of calling.
 # `max_turns` ends a conversation that never stops calling.
 #
-# `AsyncLLMCollector` runs each conversation at its own pace: a slow tool delays only its own conversation.
+# `LLMCollector` runs each conversation at its own pace: a slow tool delays only its own conversation. A tool that calls
+# a server may need a limit: `ToolTransform(..., max_concurrent={"compute": 8})` runs at most 8 calls at a time.
 
 # %%
 model, tokenizer = load_model(warm_start(seed=0, task="calculator"))
@@ -104,7 +105,7 @@ env = DatasetChatEnv(
     rewards=frugal,
     max_turns=4,
 )
-collector = AsyncLLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
+collector = LLMCollector(env, policy, weight_updater=InProcessWeightUpdater(model, policy.model))
 rows = collector.collect()
 
 calls, reward = rows["num_tool_calls"].float(), rows["next", "reward"].flatten()

@@ -4,6 +4,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.merging import merge_identical
 from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores, final_return
+from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.pass_rates import PassRatePool
 from torchrl_rloo.data.preferences import (
     PreferenceDataset,
@@ -28,7 +29,7 @@ from torchrl_rloo.data.rows import (
 )
 from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 from torchrl_rloo.data.segments import refuse_segments, split_segments
-from torchrl_rloo.data.stop_reasons import STOP_REASONS, end_row, stop_reason
+from torchrl_rloo.data.stop_reasons import STOP_REASONS, abstains, end_row, stop_reason
 from torchrl_rloo.data.templates import (
     answer_turn,
     decode_response,
@@ -51,11 +52,13 @@ __all__ = [
     "DeferredRerolls",
     "ActionTokens",
     "MixtureSampler",
+    "PackedRows",
     "PreferenceDataset",
     "PromptCounts",
     "PromptDataset",
     "PromptSampler",
     "STOP_REASONS",
+    "abstains",
     "action_tokens",
     "answer_turn",
     "concatenate",
@@ -77,6 +80,7 @@ __all__ = [
     "longest_prompt",
     "merge_identical",
     "micro_batches",
+    "pack_rows",
     "pad",
     "ragged",
     "refuse_segments",
@@ -87,5 +91,6 @@ __all__ = [
     "stop_reason",
     "tensor_rows",
     "to_history",
+    "unpack_rows",
     "unpad",
 ]

@@ -103,7 +103,11 @@ DEFINITIONS = {
     "prompts so far that entered the target range, and that were retired as solved",
     "count/rerolls/<queued|drawn|solved|given_up>": "unsolved prompts so far that were queued, drawn again, solved by "
     "a later try, or dropped after the last try",
-    "pool/<difficulty>": "share of the prompts that are unseen, in_range, too_hard, too_easy or retired",
+    "pool/<unseen|in_range|too_hard|too_easy|retired>": "share of the prompts of this difficulty",
+    "pool/<members|ready>": "number of engines in the pool, and of those that take requests",
+    "pool/version_spread": "highest minus lowest policy version of the ready engines",
+    "pool/<outstanding|waiting>": "prompt tokens and token limits of the requests inside engines, and number of "
+    "requests that wait for a ready engine",
     "count/advantage/<groups|rows>": "groups or rows so far that left MCAdvantage with advantages",
     "count/advantage/expired_<groups|rows>": "incomplete groups, or their rows, that MCAdvantage dropped so far",
     "count/turn_reward/failed_turns": "turns so far whose reward function raised or returned no finite number; their "
@@ -119,8 +123,19 @@ DEFINITIONS = {
     "exceeded a limit",
     "count/text_env/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which "
     "ends the conversation as failed, or to close",
-    "count/collector/<failed_turns|timed_out|cancelled_groups>": "turns so far on which the policy failed, "
-    "conversations that the time limit ended while they waited, and groups that cancel() dropped",
+    "count/collector/<failed_turns|timed_out|replaced>": "turns so far on which the policy failed, conversations that "
+    "the time limit ended while they waited, and failed conversations that others replaced",
+    "count/collector/<cancelled_rows|cancelled_groups>": "conversations so far that were cut so that their group could "
+    "be delivered, which abstain, and groups that cancel() dropped",
+    "count/ledger/<drawn|requeued|acknowledged|late>": "groups so far that were drawn, re-queued under another "
+    "attempt, and trained on; results so far of an earlier attempt, which were dropped",
+    "count/staleness/<masked_tokens|masked_rows|requeued_groups>": "tokens so far beyond max_staleness that were taken "
+    "out of the loss, their rows, and groups that were sampled again for them",
+    "count/weights/failed_pushes": "weight updates so far that failed; sampling continued with the old weights",
+    "count/pool/<deaths|suspected|restarts|failed_restarts|failed_fills|abandoned>": "engines so far that died or "
+    "hung, did not answer or missed a push, were restarted, failed at a restart or a fill, and were left dead for good",
+    "count/pool/<resubmitted|timeouts|late_answers>": "requests so far that were sent to another engine, that exceeded "
+    "request_timeout, and answers that were dropped since another engine had the request",
     "count/thinking/asked_again": "completions so far to which AddThinkingPrompt added its prompt",
     "count/user/<replies|ended|limit>": "replies so far of a simulated user, conversations that it ended, "
     "and conversations ended by its limit of replies",

@@ -23,8 +23,8 @@ class FeedbackTransform(TurnTransform):
 
     Args:
         respond: ``f(conversation, row) -> messages | None``. It returns the messages that answer the conversation's
-            last assistant message, or None to end the conversation. ``row`` holds the dataset's columns. In lock-step,
-            a sync function is called row by row, an async function for all rows concurrently.
+            last assistant message, or None to end the conversation. ``row`` holds the dataset's columns. A sync
+            function runs in a thread, an async one on an event loop.
         max_turns: maximum number of policy turns; a conversation that ``respond`` would continue after them is
             truncated. None leaves it to the environment.
 
