@@ -25,31 +25,25 @@ _LOGGER = logging.getLogger(__name__)
 class TurnTransform(Transform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
-    <<<<<<< HEAD
-        A subclass implements :meth:`step_row`. In lock-step it runs on all rows of a step concurrently. With an
-        :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
-        both cases it runs on the loop of :mod:`torchrl_rloo.envs.event_loop` and must not block: make blocking calls
-    =======
-        A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
-        :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
-        both cases it runs on an event loop (:mod:`torchrl_rloo.envs.event_loop`) and must not block. Make blocking calls
-    >>>>>>> w_d
-        through :func:`~torchrl_rloo.envs.event_loop.call`.
+    A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
+    :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
+    both cases it runs on an event loop (:mod:`torchrl_rloo.envs.event_loop`) and must not block. Make blocking calls
+    through :func:`~torchrl_rloo.envs.event_loop.call`.
 
-        If :meth:`step_row` raises, the conversation ends as truncated with the stop reason ``"failed"``, and the traceback
-        is logged.
+    If :meth:`step_row` raises, the conversation ends as truncated with the stop reason ``"failed"``, and the traceback
+    is logged.
 
-        Attributes:
-            part: first word of all counters; by default the name of the direct subclass, in lower case
-                and without "Transform".
-            counts: event counters: ``"<part>/failed"`` conversations, and those of the subclass.
+    Attributes:
+        part: first word of all counters; by default the name of the direct subclass, in lower case
+            and without "Transform".
+        counts: event counters: ``"<part>/failed"`` conversations, and those of the subclass.
 
-        Example::
+    Example::
 
-            class EncourageTransform(TurnTransform):
-                async def step_row(self, row, next_row):
-                    if next_row["terminated"].any():
-                        self.chat_env.continue_row(next_row, [{"role": "user", "content": "Go on."}])
+        class EncourageTransform(TurnTransform):
+            async def step_row(self, row, next_row):
+                if next_row["terminated"].any():
+                    self.chat_env.continue_row(next_row, [{"role": "user", "content": "Go on."}])
     """
 
     part = "turn"

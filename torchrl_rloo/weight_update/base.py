@@ -73,27 +73,22 @@ class WeightUpdater(ABC):
 class InProcessWeightUpdater(WeightUpdater):
     """Updater that copies parameters and buffers to a sampler in this process and casts them to its dtype.
 
-    <<<<<<< HEAD
-        It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target,
-        whose weights are older than those of the source if updates are rare.
-    =======
-        It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target.
-        Its weights are older than those of the source if updates are rare.
-    >>>>>>> w_d
+    It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target.
+    Its weights are older than those of the source if updates are rare.
 
-        Args:
-            source: training model.
-            target: model of the sampler, with the same architecture.
+    Args:
+        source: training model.
+        target: model of the sampler, with the same architecture.
 
-        Raises:
-            ValueError: if names or shapes differ.
+    Raises:
+        ValueError: if names or shapes differ.
 
-        Example:
-            >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
-            >>> InProcessWeightUpdater(source, target).push_weights()
-            1
-            >>> bool((source.weight == target.weight).all())
-            True
+    Example:
+        >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> InProcessWeightUpdater(source, target).push_weights()
+        1
+        >>> bool((source.weight == target.weight).all())
+        True
     """
 
     def __init__(self, source: nn.Module, target: nn.Module):
