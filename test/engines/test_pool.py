@@ -19,6 +19,7 @@ from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.weight_update.base import WeightSyncError
 
 REQUESTS = [Request([1, 2], limit=8, seed=seed) for seed in range(12)]
 
@@ -325,6 +326,27 @@ def test_a_member_whose_fill_never_succeeds_is_abandoned(make_pool, wait_until) 
     with pytest.raises(EngineDeadError, match="max_restarts=3 times in an hour.*OSError: no snapshot"):
         pool.submit(REQUESTS[0]).result(PATIENCE)
     assert pool.counts["pool/failed_fills"] == 2 and pool.counts["pool/restarts"] == 1
+
+
+def test_a_member_whose_fills_get_no_answer_is_restarted(make_pool, wait_until) -> None:
+    """While a step of an update hangs in an engine, a health call says nothing; the fill's time-out does."""
+
+    class Stopped(ScriptedEngine):
+        occupied = property(lambda self: self.start_count == 0 and bool(fills))
+
+    fills: list[int] = []
+
+    def fill(engine: ScriptedEngine) -> None:
+        fills.append(engine.start_count)
+        if engine.start_count == 0:
+            raise WeightSyncError("the weights did not arrive") from EngineTimeoutError("no answer")
+        update(engine, 1)
+
+    pool = make_pool([Stopped(seeds())])
+    pool.attach(fill)
+    pool.mark_failed(pool.members[0].target, EngineTimeoutError("late"))
+    wait_until(lambda: states(pool) == ["ready"])
+    assert fills == [0, 0, 1] and pool.counts["pool/restarts"] == 1
 
 
 def test_waiting_requests_are_shared_with_members_that_are_ready_soon(make_pool) -> None:

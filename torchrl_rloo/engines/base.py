@@ -157,6 +157,7 @@ class AsyncEngine(Engine):
 
     Attributes:
         paused: True between :meth:`pause` and :meth:`resume`.
+        occupied: True during a call in which the engine may answer no others, such as a step of an update.
         counts_running_tokens: whether :meth:`load` counts the tokens of running requests, not only of finished ones.
 
     Raises:
@@ -164,6 +165,7 @@ class AsyncEngine(Engine):
     """
 
     paused: bool = False
+    occupied: bool = False
     counts_running_tokens: bool = True
 
     def __init__(self, request_timeout: float = 600.0):

@@ -125,6 +125,8 @@ class Supervisor:
     def _probe(self, pool: EnginePool, member: Member) -> None:
         """Call a member and look at its progress."""
         member.probe_at = monotonic() + self.probe_every
+        if member.engine.occupied:  # no answer now means nothing; the current call has a time limit
+            return
         try:
             member.engine.check_health(self.probe_timeout)
         except Exception as error:
@@ -151,9 +153,8 @@ class Supervisor:
         if member.target.closed:
             pool._lose(member, error, "closed")
             return
-        unanswered = isinstance(error, EngineTimeoutError) or isinstance(error.__cause__, EngineTimeoutError)
         member.misses += 1
-        if unanswered and member.misses < _MAX_MISSES:
+        if _is_unanswered(error) and member.misses < _MAX_MISSES:
             pool._suspect(member, error)
             member.probe_at = 0.0  # call it again at once
         else:
@@ -192,6 +193,11 @@ class Supervisor:
             pool.counts["pool/failed_fills"] += 1
             member.failures.append(monotonic())
             member.cause = error
+            # A fill that had no answer counts as a call without one
+            member.misses += _is_unanswered(error)
+            if member.misses >= _MAX_MISSES:
+                pool._lose(member, error)
+                return
             if (delay := self._delay(pool, member)) is not None:
                 member.fill_at = monotonic() + delay
                 self._probe(pool, member)  # a dead engine is restarted instead
@@ -207,3 +213,10 @@ class Supervisor:
             pool._abandon(member, f"it failed max_restarts={self.max_restarts} times in an hour")
             return None
         return min(self.backoff * 2.0 ** (n - 1), self.max_backoff) if n else 0.0
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    """Return whether an error says that a member did not answer in time."""
+    while error is not None and not isinstance(error, EngineTimeoutError):
+        error = error.__cause__
+    return error is not None

@@ -191,10 +191,15 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
     def submit(self, request: Request) -> Future[Sample]:
         return self._loop.start(self._sample_in_time(request))
 
+    @property
+    def occupied(self) -> bool:
+        """True during a step of an update, ``sleep`` or ``wake``."""
+        return self._long_calls > 0
+
     def check_health(self, timeout: float = 10.0) -> None:
         """Call all workers. During a step of an update, sleep() or wake(), that call's time limit applies instead."""
         self._check()
-        if self._long_calls:
+        if self.occupied:
             return
         try:
             self._rpc("weight_report", timeout=timeout)
