@@ -276,7 +276,8 @@ def their_policy_version(parts: Parts) -> None:
 def their_reward_scaling(parts: Parts) -> None:
     env = parts.env()
     env.append_transform(RewardScaling(0.0, 2.0))
-    assert LLMCollector(env, parts.policy()).collect()[keys.REWARD].flatten().tolist() == [0, 2] * 2  # a call for each group
+    rows = LLMCollector(env, parts.policy()).collect()
+    assert rows[keys.REWARD].flatten().tolist() == [0, 2, 0, 2]  # each group is scored by a call
 
 
 @works("check_env_specs")
