@@ -64,7 +64,7 @@ def conversations(respond):  # begun, with a function that answers their turns i
     env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=4, num_generations=4, transforms=transforms)
     policy = vLLMWrapper(ScriptedEngine(lambda r, i: ScriptedTurn([30, tokenizer.eos_token_id])), tokenizer=tokenizer)
     collector = LLMCollector(env, policy)
-    collector._call_on_loop(collector._admit)
+    collector._call_on_loop(collector.scheduler.admit)
     return collector
 
 

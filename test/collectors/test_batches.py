@@ -92,7 +92,7 @@ def test_running_groups_are_bounded(scripted: Callable) -> None:
     delivered = [g for _ in range(3) for g in groups_of(collector.collect())[::G]]
     assert not {1, 2} & set(delivered), "stuck ones block no other"
     wait_until(lambda: len(in_state(collector, "complete")) == 1 and gate.waiting == {1, 2})
-    assert len(in_state(collector, *UNDELIVERED)) == 3 == collector.ahead
+    assert len(in_state(collector, *UNDELIVERED)) == 3 == collector.scheduler.ahead
     collecting = in_thread(collector.collect)
     rows = collecting.result(PATIENCE)
     assert len(in_state(collector, *UNDELIVERED)) == 3

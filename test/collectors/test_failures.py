@@ -250,7 +250,7 @@ def test_a_group_that_is_cancelled_while_its_state_is_freed_keeps_none(scripted:
     collecting = in_thread(collector.collect)
     assert slow.releasing.wait(PATIENCE)
     cancelling = in_thread(collector.cancel)
-    wait_until(lambda: not collector._tasks)  # its task was cancelled
+    wait_until(lambda: not collector.scheduler._tasks)  # its task was cancelled
     slow.may_release.set()
     assert cancelling.result(PATIENCE) == 1
     collecting.result(PATIENCE)  # another group

@@ -66,6 +66,10 @@ def interrupts() -> Iterator[Callable[[float], None]]:
 
 def undelivered(collector: LLMCollector) -> set[int]:
     """Return the groups that a later call delivers, including those of an interrupted delivery."""
+    return collector._call_on_loop(_undelivered, collector)  # what an interrupted call left behind may still run there
+
+
+def _undelivered(collector: LLMCollector) -> set[int]:
     interrupted = in_state(collector, "delivered") - set(collector._totals.returned)
     interrupted -= {group.group_id for group in list(collector.ledger.groups.values()) if group.taken}
     requeued = {group_id for _, group_id in collector.ledger.primer._requeued}
@@ -188,7 +192,7 @@ def test_an_abandoned_wait_takes_no_group(scripted: Callable) -> None:
     """An interrupt before a batch can be awaited leaves a request for it behind; the next call withdraws it."""
     gate = Gate(closed={0, 1})
     collector = scripted(gate, epochs=1, groups_per_batch=7, prompts_per_batch=7)
-    abandoned = LoopCall(collector._loop, collector._next_batch())
+    abandoned = LoopCall(collector._loop, collector.scheduler.next_batch())
     wait_until(lambda: gate.waiting == {0, 1})
     collecting = in_thread(lambda: list(collector))
     with pytest.raises(asyncio.CancelledError):

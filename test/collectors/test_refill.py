@@ -166,7 +166,8 @@ def test_surplus_is_given_first_without_sampling_and_not_when_too_old(make: Call
     assert second.sampled is None and run.refill.surplus_groups == surplus - 1
     assert first.rows[keys.GROUP_ID].unique() < second.rows[keys.GROUP_ID].unique()
     run.refill.groups_per_batch = GROUPS
-    run.collector.policy_version = 3
+    run.collector.weights.updater.version = 2
+    run.collector.update_policy_weights_()
     third = run.refill.collect()
     assert run.refill.counts["refill/stale_groups"] == surplus - 1
     assert (third.rows[keys.POLICY_VERSION] == 3).all()

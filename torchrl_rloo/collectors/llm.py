@@ -6,76 +6,40 @@ cannot be resumed.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import logging
 import queue
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
+from torchrl_rloo.collectors.base import CollectionProgress, CollectorBase, Totals
+from torchrl_rloo.collectors.checks import check_arguments, default_seed, find_primer
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
-from torchrl_rloo.collectors.conversation import ON_FAILURE, GroupRunner, OnFailure
-from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
+from torchrl_rloo.collectors.conversation import GroupRunner, OnFailure
+from torchrl_rloo.collectors.ledger import GroupLedger
 from torchrl_rloo.collectors.loop_call import LoopCall
-from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, choose_groups, limit_staleness, oldest_version
+from torchrl_rloo.collectors.scheduler import Batch, GroupScheduler
+from torchrl_rloo.collectors.staleness import OnStale
 from torchrl_rloo.collectors.turn_source import make_turn_source
+from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.event_loop import EventLoop
-from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
-from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
-from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightSyncError, WeightUpdater
+from torchrl_rloo.envs.stepping import adapt_to_policy
+from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.weight_update.base import WeightUpdater
 
-_LOGGER = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
-_CANCEL_TIMEOUT_S = 10.0
-_MAX_STALE_ATTEMPTS = 3  # attempts of a group before its stale tokens are masked instead
 _OPEN_COLLECTORS: weakref.WeakSet[LLMCollector] = weakref.WeakSet()
 
-_BEGUN = (GroupState.LEASED, GroupState.COMPLETE)
-_UNDELIVERED = (GroupState.DRAWN, *_BEGUN)
 
-
-class CollectionProgress(NamedTuple):
-    """Progress of a batch.
-
-    Attributes:
-        finished: number of finished trajectories.
-        total: number of trajectories of the batch.
-        turns: number of dialog turns sampled for the batch.
-    """
-
-    finished: int
-    total: int
-    turns: int
-
-
-class _Totals(NamedTuple):
-    """Counters of delivered rows, and the groups that the last call of ``collect`` returned."""
-
-    batches: int = 0
-    dialog_turns: int = 0
-    num_tokens: int = 0
-    returned: tuple[int, ...] = ()
-
-
-class _Batch(NamedTuple):
-    group_ids: list[int]
-    rows: list[TensorDictBase]
-
-
-class LLMCollector(BaseCollector):
+class LLMCollector(CollectorBase):
     """Collector that runs a policy in an environment and returns finished trajectories in whole groups.
 
     Each conversation advances independently: its turn is submitted as soon as it is ready, while tools, sessions and
@@ -200,155 +164,67 @@ class LLMCollector(BaseCollector):
         audit: str | PathLike | None = None,
     ):
         super().__init__()
-        for name, value, minimum in (
-            ("groups_per_batch", groups_per_batch, 1),
-            ("dialog_turns_per_batch", dialog_turns_per_batch, 1),
-            ("ahead", ahead, 0),
-            ("max_staleness", max_staleness, 0),
-            ("min_members", min_members, 1),
-            ("max_in_flight", None if isinstance(max_in_flight, AdaptiveConcurrency) else max_in_flight, 1),
-            ("max_batch_size", max_batch_size, 1),
-            ("reward_threads", reward_threads, 1),
-            ("max_consecutive_failures", max_consecutive_failures, 1),
-            ("sync_every", sync_every, 1),
-            ("max_failed_pushes", max_failed_pushes, 1),
-        ):
-            if value is not None and value < minimum:
-                raise ValueError(f"{name}={value} must be at least {minimum}")
-        if total_dialog_turns != -1 and total_dialog_turns < 1:
-            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
-        for name, value, choices in (("on_stale", on_stale, ON_STALE), ("on_failure", on_failure, ON_FAILURE)):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
-        if ahead and max_staleness is not None:
-            raise ValueError(f"ahead={ahead} cannot be combined with max_staleness={max_staleness}; set only one")
-        if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
-            raise TypeError(
-                f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
-                "whose pushes have a version; use WeightPublisher or InProcessWeightUpdater"
-            )
-        if sync_every is not None and weight_updater is None:
-            raise ValueError(f"sync_every={sync_every} requires a weight_updater")
-        # Sampling ahead runs during training, so the optimizer must not change the sampler's weights
-        samples_ahead = bool(ahead or max_staleness)
-        if samples_ahead:
-            _require_separate_weights(f"ahead={ahead}" if ahead else f"max_staleness={max_staleness}", weight_updater)
-        primer = _find_primer(env)
-        if min_members is not None and min_members > primer.num_generations:
-            raise ValueError(
-                f"min_members={min_members} must be at most num_generations={primer.num_generations} of the environment"
-            )
+        check_arguments(
+            groups_per_batch=groups_per_batch,
+            dialog_turns_per_batch=dialog_turns_per_batch,
+            total_dialog_turns=total_dialog_turns,
+            ahead=ahead,
+            max_staleness=max_staleness,
+            on_stale=on_stale,
+            min_members=min_members,
+            on_failure=on_failure,
+            max_in_flight=None if isinstance(max_in_flight, AdaptiveConcurrency) else max_in_flight,
+            max_batch_size=max_batch_size,
+            reward_threads=reward_threads,
+            max_consecutive_failures=max_consecutive_failures,
+            sync_every=sync_every,
+            max_failed_pushes=max_failed_pushes,
+            weight_updater=weight_updater,
+        )
+        primer = find_primer(env, min_members)
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         adapt_to_policy(env, policy)
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
-        self.ahead, self.max_staleness, self.on_stale, self.min_members = ahead, max_staleness, on_stale, min_members
         self.postproc, self.progress, self.auto_acknowledge = postproc, progress, auto_acknowledge
-        self._weight_updater, self.sync_every, self.max_failed_pushes = weight_updater, sync_every, max_failed_pushes
-        self.policy_version, self.closed = 0, False
-        # Parts: a record of the groups, their runner, the source of its turns, and the loop that they run on
+        self.sync_every, self.closed = sync_every, False
+        # Parts: a record of the groups, their runner, the source of its turns, and the policy's weights
         self.ledger = GroupLedger(primer, audit=audit)
         self.runner = GroupRunner(
             env,
             self._version,
-            seed=_default_seed(policy) if seed is None else seed,
+            seed=default_seed(policy) if seed is None else seed,
             reward_threads=reward_threads,
             max_consecutive_failures=max_consecutive_failures,
             on_failure=on_failure,
         )
+        eager = bool(ahead or max_staleness)
         self.source = make_turn_source(
-            policy, self._version, self.runner.expected, eager=samples_ahead, max_batch_size=max_batch_size
+            policy, self._version, self.runner.expected, eager=eager, max_batch_size=max_batch_size
         )
         self.runner.source, self.runner.slots = self.source, Slots(max_in_flight, self.source.load)
-        self._counts: Counter[str] = Counter()
-        self._totals, self._failed_pushes, self._initialized = _Totals(), 0, False
-        # State of the event loop's thread
-        self._tasks: dict[int, asyncio.Task] = {}
-        self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
-        self._failure: BaseException | None = None
-        self._news = asyncio.Event()
-        if min_members is not None:
-            self.runner.on_end = self._news.set  # a group may have enough members now
+        self.weights = PolicyWeights(weight_updater, self.source.exclusive, max_failed_pushes)
+        # What begins and chooses groups, and the loop that it all runs on
+        self.scheduler = GroupScheduler(
+            self.ledger,
+            self.runner,
+            self._version,
+            per_batch=self.groups_per_batch,
+            ahead=ahead,
+            max_staleness=max_staleness,
+            on_stale=on_stale,
+            min_members=min_members,
+        )
+        self._totals = Totals()
         self._loop = EventLoop("collector")
         self._close_loop = weakref.finalize(self, self._loop.close)
         _OPEN_COLLECTORS.add(self)
         if hasattr(policy, "register_collector"):
             policy.register_collector(self)
 
-    batches = property(lambda self: self._totals.batches)
-    dialog_turns = property(lambda self: self._totals.dialog_turns)
-    num_tokens = property(lambda self: self._totals.num_tokens)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Counters of events."""
-        return {**self._counts, **self.runner.counts, **self.ledger.counts}
-
-    @property
-    def weight_updater(self) -> WeightUpdater | None:
-        """Sender of new weights to the policy."""
-        return self._weight_updater
-
-    @weight_updater.setter
-    def weight_updater(self, value: WeightUpdater | None) -> None:
-        self._weight_updater = value
-
-    def _version(self) -> int:
-        return self.policy_version
-
-    # Weights
-
-    def initialize_policy_(self) -> None:
-        """Give engines that have no weights of this process the current ones; :meth:`collect` calls it once.
-
-        Raises:
-            WeightSyncError: if the weights did not arrive.
-        """
-        if (updater := self._weight_updater) is not None:
-            if not self._initialized:
-                with self.source.exclusive():
-                    updater.initialize()
-            self.policy_version = updater.current_version  # also that of an update that was interrupted
-        self._initialized = True
-
     def update_policy_weights_(self) -> None:
-        """Send the training model's weights to the policy under a new version.
-
-        A policy in this process is updated between two batches. After a failed update, sampling continues with the old
-        weights, until ``max_failed_pushes`` updates in a row have failed.
-
-        Raises:
-            RuntimeError: if the collector has no ``weight_updater``.
-            WeightSyncError: if too many updates in a row have failed.
-        """
-        updater = self._weight_updater
-        if updater is None:
-            raise RuntimeError("weight_updater=None; pass LLMCollector(weight_updater=...) to update weights")
-        try:
-            with self.source.exclusive():
-                updater.push_weights()
-        except WeightSyncError as error:
-            self._counts["weights/failed_pushes"] += 1
-            self._failed_pushes += 1
-            if self._failed_pushes >= self.max_failed_pushes:
-                raise
-            _LOGGER.warning("sampling continues with version %d: %s", updater.current_version, error)
-        else:
-            self._failed_pushes, self._initialized = 0, True
-        finally:
-            self.policy_version = updater.current_version  # some engines may have it after a failure
-        self._call_on_loop(self._admit_ahead)
-
-    # Batches
-
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield batches of rows until ``total_dialog_turns`` is reached or the dataset's epochs end."""
-        while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
-            try:
-                rows = self.collect()
-            except DatasetExhaustedError:
-                return
-            yield rows
+        super().update_policy_weights_()
+        self._call_on_loop(self.scheduler.admit_ahead)
 
     def collect(self) -> TensorDictBase:
         """Return one batch ``[B]`` of finished trajectories, after a weight update if one is due.
@@ -381,11 +257,12 @@ class LLMCollector(BaseCollector):
         # Count before postproc, which may drop rows
         rows = stack_rows(parts)
         tokens = totals.num_tokens + sum(map(len, ragged(rows, keys.TOKENS)))
-        after = _Totals(totals.batches + 1, totals.dialog_turns + turns, tokens, tuple(groups))
+        after = Totals(totals.batches + 1, totals.dialog_turns + turns, tokens, tuple(groups))
         if self.postproc is not None:
             rows = self.postproc(rows)
         if self.replay_buffer is not None:
             self.replay_buffer.extend(tensor_rows(rows))
+        self.scheduler.has_delivered = True
         # One assignment delivers the batch: an interrupt before it leaves all groups in the ledger
         self._totals = after
         return rows
@@ -408,9 +285,9 @@ class LLMCollector(BaseCollector):
         self.ledger.settle(self._totals.returned, reclaim=False)
         return self.ledger.acknowledge(group_ids)
 
-    def _wait_for_batch(self, rows_before: int, turns_before: int) -> _Batch:
+    def _wait_for_batch(self, rows_before: int, turns_before: int) -> Batch:
         """Wait for the next batch, and report its progress."""
-        waiting = LoopCall(self._loop, self._next_batch())
+        waiting = LoopCall(self._loop, self.scheduler.next_batch())
         reported = None
         try:
             while True:
@@ -442,141 +319,13 @@ class LLMCollector(BaseCollector):
 
     def _begin_batch(self) -> None:
         """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
-        if self._waiter is not None:  # an interrupt left it behind
-            self._waiter.cancel()
+        self.scheduler.drop_waiter()
         self._settle(self._totals, reclaim=True)
 
-    def _settle(self, totals: _Totals, *, reclaim: bool) -> None:
+    def _settle(self, totals: Totals, *, reclaim: bool) -> None:
         self.ledger.settle(totals.returned, reclaim=reclaim)
         if self.auto_acknowledge:
             self.ledger.acknowledge()
-
-    async def _next_batch(self) -> _Batch:
-        self._waiter = asyncio.current_task()
-        try:
-            return await self._choose_batch()
-        finally:
-            if self._waiter is asyncio.current_task():
-                self._waiter = None
-
-    async def _choose_batch(self) -> _Batch:
-        while True:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
-                await asyncio.shield(self._requeue_running())  # to the end, even if the caller is interrupted
-                raise failure
-            if self.closed:
-                raise RuntimeError("the collector is shut down; create another one")
-            self._requeue_stale()
-            needed = self._admit()
-            if chosen := self._choose(needed):
-                return self._deliver(chosen)
-            self._news.clear()
-            await self._news.wait()
-
-    async def _requeue_running(self) -> None:
-        await self._stop(self._tasks.copy())
-        await self.runner.settle(_CANCEL_TIMEOUT_S)
-        self.ledger.requeue([group.group_id for group in self.ledger.of(GroupState.LEASED)])
-
-    def _admit(self) -> int:
-        """Begin groups in all free places, and return the number of groups in the batch."""
-        per_batch = self.groups_per_batch
-        free = self._free_places(per_batch * (1 + (self.max_staleness or 0)) + self.ahead)
-        # Without any group the primer must be asked, since it raises at the end of the dataset
-        if free > 0 or not self.ledger.of(*_UNDELIVERED):
-            self._start(self.ledger.lease(free if free > 0 else per_batch))
-        return min(per_batch, len(self.ledger.of(*_UNDELIVERED)))
-
-    def _admit_ahead(self) -> None:
-        """Begin groups between two batches, if they can be delivered in time after the next updates."""
-        self._requeue_stale()
-        free = self._free_places(self.groups_per_batch * (self.max_staleness or 0))
-        if free > 0 and self._totals.batches and not self.closed:
-            self._start(self.ledger.lease(free))
-        self._news.set()
-
-    def _free_places(self, places: int) -> int:
-        """Return the number of groups to begin, so that ``places`` are undelivered.
-
-        New draws that do not fill a last batch are left out, but not groups that were drawn before.
-        """
-        primer, begun = self.ledger.primer, len(self.ledger.of(*_BEGUN))
-        if (remaining := primer.remaining()) != float("inf"):
-            undelivered = len(self.ledger.of(*_UNDELIVERED))
-            in_whole_batches = int(undelivered + remaining) // self.groups_per_batch * self.groups_per_batch
-            places = min(places, max(in_whole_batches, undelivered + primer.num_requeued))
-        return places - begun
-
-    def _start(self, leases: list[Lease]) -> None:
-        for lease in leases:
-            self._tasks[lease.group_id] = asyncio.ensure_future(self._run_group(lease))
-
-    async def _run_group(self, lease: Lease) -> None:
-        group, attempt, _ = lease
-        try:
-            rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
-        except asyncio.CancelledError:
-            if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise _stop cancelled it
-                self._fail(RuntimeError(f"the environment or the policy cancelled a task of group_id={group}"))
-            raise
-        except BaseException as error:
-            self._fail(error)
-        else:
-            self.ledger.complete(group, attempt, rows)
-        finally:
-            if self._tasks.get(group) is asyncio.current_task():
-                del self._tasks[group]
-            self._news.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-
-    def _choose(self, needed: int) -> list[Group]:
-        """Return the groups to deliver, oldest first; none if they are not ready."""
-        complete, running = self.ledger.of(GroupState.COMPLETE), self.ledger.of(GroupState.LEASED)
-        if len(complete) >= needed:
-            bound = self.max_staleness if self.on_stale == "wait" else None
-            if not bound:
-                return complete[:needed]
-            chosen = choose_groups(complete, running, needed, self.groups_per_batch, self.policy_version, bound)
-            if chosen is not None:
-                return chosen
-        # Complete groups whose last members are late
-        if self.min_members is not None:
-            ended = self.runner.ended_counts
-            late = [group.group_id for group in running if ended[group.group_id] >= self.min_members]
-            missing = needed - len(complete)
-            for group_id in late[: missing if missing > 0 else needed]:
-                self.runner.cut_stragglers(group_id)
-        return []
-
-    def _deliver(self, chosen: list[Group]) -> _Batch:
-        """Return the rows of complete groups, sorted by id, without tokens beyond the bound on staleness."""
-        group_ids = sorted(group.group_id for group in chosen)
-        rows = self.ledger.deliver(group_ids)
-        for group in group_ids:
-            self.runner.forget(group)
-        if self.max_staleness is not None:
-            rows = limit_staleness(rows, self.policy_version, self.max_staleness, self.on_stale, self._counts)
-        return _Batch(group_ids, rows)
-
-    def _requeue_stale(self) -> None:
-        """Draw groups again that are beyond the bound on staleness."""
-        if self.max_staleness is None or self.on_stale != "requeue":
-            return
-        oldest = self.policy_version - self.max_staleness
-        stale = [
-            group.group_id
-            for group in self.ledger.of(*_BEGUN)
-            if oldest_version(group, self.policy_version) < oldest and group.attempt < _MAX_STALE_ATTEMPTS
-        ]
-        for group_id in stale:
-            if (task := self._tasks.pop(group_id, None)) is not None:
-                task.cancel()
-            self.runner.forget(group_id)
-        self._counts["staleness/requeued_groups"] += len(stale)
-        self.ledger.requeue(stale)
 
     # Cancellation, state and end
 
@@ -590,27 +339,7 @@ class LLMCollector(BaseCollector):
             Number of groups that were cancelled.
         """
         chosen = None if group_ids is None else set(map(int, group_ids))
-        return 0 if self.closed else LoopCall(self._loop, self._cancel(chosen)).result()
-
-    async def _cancel(self, group_ids: set[int] | None) -> int:
-        chosen = [g.group_id for g in self.ledger.of(GroupState.LEASED) if group_ids is None or g.group_id in group_ids]
-        await self._stop(chosen)
-        # Keep groups that completed before their task stopped
-        cancelled = [group for group in chosen if self.ledger.groups[group].state == GroupState.LEASED]
-        self.ledger.drop(cancelled)
-        self._counts["collector/cancelled_groups"] += len(cancelled)
-        self._failure = None  # it was raised by a cancelled group
-        self._news.set()
-        return len(cancelled)
-
-    async def _stop(self, groups: Iterable[int]) -> None:
-        tasks = {self._tasks.pop(group) for group in groups if group in self._tasks}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S)
-        for group in groups:
-            self.runner.forget(group)
+        return 0 if self.closed else LoopCall(self._loop, self.scheduler.cancel(chosen)).result()
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, version, random stream, and the environment's state with open groups re-queued.
@@ -620,15 +349,12 @@ class LLMCollector(BaseCollector):
         return self._call_on_loop(self._state)
 
     def _state(self) -> dict[str, Any]:
-        updater, totals = self._weight_updater, self._totals
-        self._settle(totals, reclaim=False)
+        self._settle(totals := self._totals, reclaim=False)
         return {
             "seed": self.runner.seed,
-            "policy_version": self.policy_version,
-            "spent_version": self.policy_version if updater is None else updater.version,
+            "versions": [self.weights.version, self.weights.spent_version],
             "totals": list(totals[:3]),
-            "counts": dict(self._counts),
-            "runner_counts": dict(self.runner.counts),
+            "counts": [dict(part.counts) for part in (self.scheduler, self.weights, self.runner)],
             "ledger": self.ledger.state_dict(self.env.state_dict),
             "sampler": self.policy.sampler_state() if hasattr(self.policy, "sampler_state") else {},
         }
@@ -638,28 +364,17 @@ class LLMCollector(BaseCollector):
         LoopCall(self._loop, self._load(state_dict)).result()
         if state_dict["sampler"]:
             self.policy.load_sampler_state(state_dict["sampler"])
-        if self._weight_updater is not None:
-            self._weight_updater.resume_from(state_dict["spent_version"])
-        self._initialized = False
 
     async def _load(self, state: dict[str, Any]) -> None:
-        await self._stop(self._tasks.copy())
-        self._failure = None
+        await self.scheduler.stop_all()
         self.ledger.load_state_dict(state["ledger"], self.env.load_state_dict)
-        self.policy_version, self._totals = state["policy_version"], _Totals(*state["totals"])
-        self.runner.seed = state["seed"]
-        for counter, saved in ((self._counts, state["counts"]), (self.runner.counts, state["runner_counts"])):
-            counter.clear()
-            counter.update(saved)
-        self._news.set()
-
-    def __len__(self) -> int:
-        """Raise a ``TypeError``, since trajectories differ in their number of turns."""
-        raise TypeError("the number of batches of an LLMCollector is unknown in advance")
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
-        return self.env.set_seed(seed, static_seed=static_seed)
+        self.weights.resume_from(*state["versions"])
+        self._totals, self.runner.seed = Totals(*state["totals"]), state["seed"]
+        self.scheduler.has_delivered = self._totals.batches > 0
+        for part, counts in zip((self.scheduler, self.weights, self.runner), state["counts"], strict=True):
+            part.counts.clear()
+            part.counts.update(counts)
+        self.scheduler.wake()
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Cancel incomplete groups, and close the event loop and the environment.
@@ -677,8 +392,7 @@ class LLMCollector(BaseCollector):
 
     async def _shut_down(self) -> None:
         self.closed = True
-        self._news.set()
-        await self._requeue_running()
+        await self.scheduler.close()
 
 
 @atexit.register
@@ -686,25 +400,3 @@ def _shut_down_all() -> None:
     """Shut down at exit: a thread killed inside torch aborts the process."""
     for collector in list(_OPEN_COLLECTORS):
         collector.shutdown(close_env=False)
-
-
-def _find_primer(env: EnvBase) -> DataLoadingPrimer:
-    primers = [t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)]
-    if len(primers) != 1:
-        raise ValueError(
-            f"the environment has {len(primers)} DataLoadingPrimers, but LLMCollector requires one; use DatasetChatEnv"
-        )
-    return primers[0]
-
-
-def _default_seed(policy: Callable[[TensorDictBase], TensorDictBase]) -> int:
-    seed = getattr(getattr(policy, "config", None), "seed", None)
-    return torch.initial_seed() if seed is None else seed
-
-
-def _require_separate_weights(setting: str, updater: WeightUpdater | None) -> None:
-    if isinstance(updater, InProcessWeightUpdater) and updater.source is updater.target:
-        raise ValueError(
-            f"{setting} samples while the loop trains and cannot be combined with a weight_updater whose source is "
-            "its target; sample from a copy (torchrl_rloo.modules.frozen_copy) or set it to 0"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -70,7 +71,8 @@ class LoopCall(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the coroutine on its loop, without waiting for its end."""
-        self._loop.call_soon(self._cancel)
+        with suppress(RuntimeError):  # the loop was closed, which ended the call
+            self._loop.call_soon(self._cancel)
 
     def _start(self) -> None:
         self._task = asyncio.ensure_future(self._run())

@@ -1,0 +1,128 @@
+"""CollectorBase: TorchRL's interface of collectors, around ``collect``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.envs import EnvBase
+
+from torchrl_rloo.collectors.conversation import GroupRunner
+from torchrl_rloo.collectors.ledger import GroupLedger
+from torchrl_rloo.collectors.scheduler import GroupScheduler
+from torchrl_rloo.collectors.weights import PolicyWeights
+from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.weight_update.base import WeightUpdater
+
+
+class CollectionProgress(NamedTuple):
+    """Progress of a batch.
+
+    Attributes:
+        finished: number of finished trajectories.
+        total: number of trajectories of the batch.
+        turns: number of dialog turns sampled for the batch.
+    """
+
+    finished: int
+    total: int
+    turns: int
+
+
+class Totals(NamedTuple):
+    """Counters of delivered rows, and the groups that the last call of ``collect`` returned."""
+
+    batches: int = 0
+    dialog_turns: int = 0
+    num_tokens: int = 0
+    returned: tuple[int, ...] = ()
+
+
+class CollectorBase(BaseCollector):
+    """Base of collectors: iteration, seeds, versions and counters.
+
+    Attributes:
+        batches: number of delivered batches.
+        dialog_turns: number of turns in delivered rows.
+        num_tokens: number of tokens in delivered rows.
+    """
+
+    env: EnvBase
+    ledger: GroupLedger
+    runner: GroupRunner
+    scheduler: GroupScheduler
+    weights: PolicyWeights
+    total_dialog_turns: int
+    closed: bool = False
+    _totals: Totals
+
+    batches = property(lambda self: self._totals.batches)
+    dialog_turns = property(lambda self: self._totals.dialog_turns)
+    num_tokens = property(lambda self: self._totals.num_tokens)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counters of events."""
+        parts = (self.scheduler, self.weights, self.runner, self.ledger)
+        return {name: number for part in parts for name, number in dict(part.counts).items()}
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest weights that reached the policy."""
+        return self.weights.version
+
+    @property
+    def weight_updater(self) -> WeightUpdater | None:
+        """Sender of new weights to the policy."""
+        return self.weights.updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: WeightUpdater | None) -> None:
+        self.weights.updater = value
+
+    def _version(self) -> int:
+        return self.weights.version
+
+    def initialize_policy_(self) -> None:
+        """Give engines that have no weights of this process the current ones; :meth:`collect` calls it once.
+
+        Raises:
+            WeightSyncError: if the weights did not arrive.
+        """
+        self.weights.initialize()
+
+    def update_policy_weights_(self) -> None:
+        """Send the training model's weights to the policy under a new version.
+
+        A policy in this process is updated between two batches. After a failed update, sampling continues with the old
+        weights, until ``max_failed_pushes`` updates in a row have failed.
+
+        Raises:
+            RuntimeError: if the collector has no ``weight_updater``.
+            WeightSyncError: if too many updates in a row have failed.
+        """
+        self.weights.update()
+
+    @abstractmethod
+    def collect(self) -> TensorDictBase:
+        """Return one batch ``[B]`` of finished trajectories."""
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches of rows until ``total_dialog_turns`` is reached or the dataset's epochs end."""
+        while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
+            try:
+                rows = self.collect()
+            except DatasetExhaustedError:
+                return
+            yield rows
+
+    def __len__(self) -> int:
+        """Raise a ``TypeError``, since trajectories differ in their number of turns."""
+        raise TypeError("the number of batches of an LLMCollector is unknown in advance")
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
+        return self.env.set_seed(seed, static_seed=static_seed)

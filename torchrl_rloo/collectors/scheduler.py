@@ -1,0 +1,246 @@
+"""GroupScheduler: begins groups, waits for them and chooses the next batch, on the event loop of a collector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from tensordict import TensorDictBase
+
+from torchrl_rloo.collectors.conversation import GroupRunner
+from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
+from torchrl_rloo.collectors.staleness import OnStale, choose_groups, limit_staleness, oldest_version
+
+_CANCEL_TIMEOUT_S = 10.0
+_MAX_STALE_ATTEMPTS = 3  # attempts of a group before its stale tokens are masked instead
+_BEGUN = (GroupState.LEASED, GroupState.COMPLETE)
+_UNDELIVERED = (GroupState.DRAWN, *_BEGUN)
+
+
+class Batch(NamedTuple):
+    """Groups that were chosen for delivery.
+
+    Attributes:
+        group_ids: ids of the groups, in ascending order.
+        rows: finished rows of the groups, in the same order.
+    """
+
+    group_ids: list[int]
+    rows: list[TensorDictBase]
+
+
+class GroupScheduler:
+    """Scheduler of a collector's groups. All methods are called on the collector's event loop.
+
+    Args:
+        ledger: record of the groups.
+        runner: runner of their conversations.
+        version: function that returns the current policy version.
+        per_batch: number of groups in a batch.
+        ahead: see :class:`~torchrl_rloo.collectors.LLMCollector`.
+        max_staleness: see :class:`~torchrl_rloo.collectors.LLMCollector`.
+        on_stale: see :class:`~torchrl_rloo.collectors.LLMCollector`.
+        min_members: see :class:`~torchrl_rloo.collectors.LLMCollector`.
+
+    Attributes:
+        counts: ``"collector/cancelled_groups"`` and the counters ``"staleness/..."``.
+        has_delivered: whether groups may begin between two batches; set once a batch was delivered.
+        closed: True once nothing may begin any more.
+    """
+
+    def __init__(
+        self,
+        ledger: GroupLedger,
+        runner: GroupRunner,
+        version: Callable[[], int],
+        *,
+        per_batch: int,
+        ahead: int,
+        max_staleness: int | None,
+        on_stale: OnStale,
+        min_members: int | None,
+    ):
+        self.ledger, self.runner, self.version, self.per_batch = ledger, runner, version, per_batch
+        self.ahead, self.max_staleness, self.on_stale, self.min_members = ahead, max_staleness, on_stale, min_members
+        self.counts: Counter[str] = Counter()
+        self.closed = self.has_delivered = False
+        self._tasks: dict[int, asyncio.Task] = {}
+        self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()
+        if min_members is not None:
+            runner.on_end = self._news.set  # a group may have enough members now
+
+    def drop_waiter(self) -> None:
+        """Cancel the wait of an earlier ``collect`` that an interrupt left behind."""
+        if self._waiter is not None:
+            self._waiter.cancel()
+
+    async def next_batch(self) -> Batch:
+        """Return the next batch, once it is ready; its groups are delivered."""
+        self._waiter = asyncio.current_task()
+        try:
+            return await self._choose_batch()
+        finally:
+            if self._waiter is asyncio.current_task():
+                self._waiter = None
+
+    async def _choose_batch(self) -> Batch:
+        while True:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                await asyncio.shield(self.requeue_running())  # to the end, even if the caller is interrupted
+                raise failure
+            if self.closed:
+                raise RuntimeError("the collector is shut down; create another one")
+            self._requeue_stale()
+            needed = self.admit()
+            if chosen := self._choose(needed):
+                return self._deliver(chosen)
+            self._news.clear()
+            await self._news.wait()
+
+    async def requeue_running(self) -> None:
+        """Stop all groups, wait until their state is released, and return them to the drawn ones."""
+        await self.stop(self._tasks.copy())
+        await self.runner.settle(_CANCEL_TIMEOUT_S)
+        self.ledger.requeue([group.group_id for group in self.ledger.of(GroupState.LEASED)])
+
+    def admit(self) -> int:
+        """Begin groups in all free places, and return the number of groups in the batch."""
+        per_batch = self.per_batch
+        free = self._free_places(per_batch * (1 + (self.max_staleness or 0)) + self.ahead)
+        # Without any group the primer must be asked, since it raises at the end of the dataset
+        if free > 0 or not self.ledger.of(*_UNDELIVERED):
+            self._start(self.ledger.lease(free if free > 0 else per_batch))
+        return min(per_batch, len(self.ledger.of(*_UNDELIVERED)))
+
+    def admit_ahead(self) -> None:
+        """Begin groups between two batches, if they can be delivered in time after the next updates."""
+        self._requeue_stale()
+        free = self._free_places(self.per_batch * (self.max_staleness or 0))
+        if free > 0 and self.has_delivered and not self.closed:
+            self._start(self.ledger.lease(free))
+        self._news.set()
+
+    def _free_places(self, places: int) -> int:
+        """Return the number of groups to begin, so that ``places`` are undelivered.
+
+        New draws that do not fill a last batch are left out, but not groups that were drawn before.
+        """
+        primer, begun = self.ledger.primer, len(self.ledger.of(*_BEGUN))
+        if (remaining := primer.remaining()) != float("inf"):
+            undelivered = len(self.ledger.of(*_UNDELIVERED))
+            in_whole_batches = int(undelivered + remaining) // self.per_batch * self.per_batch
+            places = min(places, max(in_whole_batches, undelivered + primer.num_requeued))
+        return places - begun
+
+    def _start(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self._tasks[lease.group_id] = asyncio.ensure_future(self._run_group(lease))
+
+    async def _run_group(self, lease: Lease) -> None:
+        group, attempt, _ = lease
+        try:
+            rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
+        except asyncio.CancelledError:
+            if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise _stop cancelled it
+                self._fail(RuntimeError(f"the environment or the policy cancelled a task of group_id={group}"))
+            raise
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self.ledger.complete(group, attempt, rows)
+        finally:
+            if self._tasks.get(group) is asyncio.current_task():
+                del self._tasks[group]
+            self._news.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _choose(self, needed: int) -> list[Group]:
+        """Return the groups to deliver, oldest first; none if they are not ready."""
+        complete, running = self.ledger.of(GroupState.COMPLETE), self.ledger.of(GroupState.LEASED)
+        if len(complete) >= needed:
+            bound = self.max_staleness if self.on_stale == "wait" else None
+            if not bound:
+                return complete[:needed]
+            chosen = choose_groups(complete, running, needed, self.per_batch, self.version(), bound)
+            if chosen is not None:
+                return chosen
+        # Complete groups whose last members are late
+        if self.min_members is not None:
+            ended = self.runner.ended_counts
+            late = [group.group_id for group in running if ended[group.group_id] >= self.min_members]
+            missing = needed - len(complete)
+            for group_id in late[: missing if missing > 0 else needed]:
+                self.runner.cut_stragglers(group_id)
+        return []
+
+    def _deliver(self, chosen: list[Group]) -> Batch:
+        """Return the rows of complete groups, sorted by id, without tokens beyond the bound on staleness."""
+        group_ids = sorted(group.group_id for group in chosen)
+        rows = self.ledger.deliver(group_ids)
+        for group in group_ids:
+            self.runner.forget(group)
+        if self.max_staleness is not None:
+            rows = limit_staleness(rows, self.version(), self.max_staleness, self.on_stale, self.counts)
+        return Batch(group_ids, rows)
+
+    def _requeue_stale(self) -> None:
+        """Draw groups again that are beyond the bound on staleness."""
+        if self.max_staleness is None or self.on_stale != "requeue":
+            return
+        oldest = self.version() - self.max_staleness
+        stale = [
+            group.group_id
+            for group in self.ledger.of(*_BEGUN)
+            if oldest_version(group, self.version()) < oldest and group.attempt < _MAX_STALE_ATTEMPTS
+        ]
+        for group_id in stale:
+            if (task := self._tasks.pop(group_id, None)) is not None:
+                task.cancel()
+            self.runner.forget(group_id)
+        self.counts["staleness/requeued_groups"] += len(stale)
+        self.ledger.requeue(stale)
+
+    async def cancel(self, group_ids: set[int] | None) -> int:
+        """Cancel incomplete groups for good, and return their number; None cancels all."""
+        chosen = [g.group_id for g in self.ledger.of(GroupState.LEASED) if group_ids is None or g.group_id in group_ids]
+        await self.stop(chosen)
+        # Keep groups that completed before their task stopped
+        cancelled = [group for group in chosen if self.ledger.groups[group].state == GroupState.LEASED]
+        self.ledger.drop(cancelled)
+        self.counts["collector/cancelled_groups"] += len(cancelled)
+        self._failure = None  # it was raised by a cancelled group
+        self._news.set()
+        return len(cancelled)
+
+    async def stop(self, groups: Iterable[int]) -> None:
+        """Cancel the tasks of groups and wait for their end."""
+        tasks = {self._tasks.pop(group) for group in groups if group in self._tasks}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S)
+        for group in groups:
+            self.runner.forget(group)
+
+    async def stop_all(self) -> None:
+        """Stop all groups and forget their failures; the ledger is unchanged."""
+        await self.stop(self._tasks.copy())
+        self._failure = None
+
+    async def close(self) -> None:
+        """Stop all groups, for good, and return them to the drawn ones."""
+        self.closed = True
+        self._news.set()
+        await self.requeue_running()
+
+    def wake(self) -> None:
+        """Let a waiting ``collect`` look at the ledger again."""
+        self._news.set()

@@ -1,0 +1,84 @@
+"""PolicyWeights: the weights that a collector's policy samples with, and their version."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class PolicyWeights:
+    """Updates of a policy's weights that may fail, up to a limit.
+
+    Args:
+        updater: sender of the weights; None for a policy whose weights never change.
+        exclusive: function that returns a context in which the policy uses no weights of this process.
+        max_failed_pushes: number of consecutive failed updates that raises.
+
+    Attributes:
+        version: version of the newest weights that reached the policy.
+        counts: ``"weights/failed_pushes"``.
+    """
+
+    def __init__(
+        self,
+        updater: WeightUpdater | None,
+        exclusive: Callable[[], AbstractContextManager[None]],
+        max_failed_pushes: int,
+    ):
+        self.updater, self.exclusive, self.max_failed_pushes = updater, exclusive, max_failed_pushes
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        self._failed_pushes, self._initialized = 0, False
+
+    @property
+    def spent_version(self) -> int:
+        """Last version that was spent, also by a failed update."""
+        return self.version if self.updater is None else self.updater.version
+
+    def initialize(self) -> None:
+        """Give samplers that have no weights of this process the current ones, once.
+
+        Raises:
+            WeightSyncError: if the weights did not arrive.
+        """
+        if self.updater is not None:
+            if not self._initialized:
+                with self.exclusive():
+                    self.updater.initialize()
+            self.version = self.updater.current_version  # also that of an update that was interrupted
+        self._initialized = True
+
+    def update(self) -> None:
+        """Send the current weights under a new version.
+
+        Raises:
+            RuntimeError: if there is no updater.
+            WeightSyncError: if too many updates in a row have failed.
+        """
+        if self.updater is None:
+            raise RuntimeError("weight_updater=None; pass LLMCollector(weight_updater=...) to update weights")
+        try:
+            with self.exclusive():
+                self.updater.push_weights()
+        except WeightSyncError as error:
+            self.counts["weights/failed_pushes"] += 1
+            self._failed_pushes += 1
+            if self._failed_pushes >= self.max_failed_pushes:
+                raise
+            _LOGGER.warning("sampling continues with version %d: %s", self.updater.current_version, error)
+        else:
+            self._failed_pushes, self._initialized = 0, True
+        finally:
+            self.version = self.updater.current_version  # some engines may have it after a failure
+
+    def resume_from(self, version: int, spent_version: int) -> None:
+        """Continue the versions of a checkpoint; the samplers count as without weights."""
+        self.version, self._initialized = version, False
+        if self.updater is not None:
+            self.updater.resume_from(spent_version)
