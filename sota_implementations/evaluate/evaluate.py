@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torchrl_rloo.cli import config as c
+from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
 from torchrl_rloo.cli.schema import non_null_fields
 
@@ -48,9 +49,9 @@ class Config:
     task: c.TaskConfig = field(default_factory=c.TaskConfig)
     model: c.ModelConfig = field(default_factory=c.ModelConfig)
     data: c.DataConfig = field(default_factory=c.DataConfig)  # prompts; the same as in training gives its held-out ones
-    generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
-    environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
-    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)  # engine; other settings have no effect
+    generate: s.GenerateConfig = field(default_factory=s.GenerateConfig)
+    environment: s.EnvironmentConfig = field(default_factory=s.EnvironmentConfig)
+    inference: s.InferenceConfig = field(default_factory=s.InferenceConfig)  # engine; other settings have no effect
     eval: ScoringConfig = field(default_factory=ScoringConfig)
 
     unused: ClassVar = ("model.gradient_checkpointing", "inference.updater", "inference.self_test", "inference.sleep")

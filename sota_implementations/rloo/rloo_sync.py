@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from torchrl_rloo.cli import config as c
+from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import non_null_fields
+from torchrl_rloo.cli.schema import check_settings, non_null_fields
 
 
 @dataclass
@@ -31,21 +32,21 @@ class Config(c.RunConfig):
     data: c.DataConfig = field(default_factory=c.DataConfig)
     plan: c.PlanConfig = field(default_factory=c.PlanConfig)
     train: c.TrainConfig = field(default_factory=c.TrainConfig)
-    generate: c.GenerateConfig = field(default_factory=c.GenerateConfig)
-    environment: c.EnvironmentConfig = field(default_factory=c.EnvironmentConfig)
+    generate: s.GenerateConfig = field(default_factory=s.GenerateConfig)
+    environment: s.EnvironmentConfig = field(default_factory=s.EnvironmentConfig)
     reward: c.RewardConfig = field(default_factory=c.RewardConfig)
     kl: c.KLConfig = field(default_factory=c.KLConfig)
     optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
     schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
-    sampler: c.SamplerConfig = field(default_factory=c.SamplerConfig)
-    collector: c.CollectorConfig = field(default_factory=c.CollectorConfig)
-    inference: c.InferenceConfig = field(default_factory=c.InferenceConfig)
+    sampler: s.SamplerConfig = field(default_factory=s.SamplerConfig)
+    collector: s.CollectorConfig = field(default_factory=s.CollectorConfig)
+    inference: s.InferenceConfig = field(default_factory=s.InferenceConfig)
     curriculum: c.CurriculumConfig = field(default_factory=c.CurriculumConfig)
     eval: c.EvalConfig = field(default_factory=c.EvalConfig)
 
     def __post_init__(self):
-        c.check_settings("lora", self.lora)
-        c.check_ahead(self.collector, self.sampler)
+        check_settings("lora", self.lora)
+        s.check_ahead(self.collector, self.sampler)
         c.check_clip_range(self.reward, self.advantage)
 
 
@@ -294,7 +295,7 @@ def make_policy(
     return policy, engine, sampler, SequentialWeightUpdater(to_sampler, to_engine)
 
 
-def make_engine(inference: c.InferenceConfig, model_name: str) -> Engine:
+def make_engine(inference: s.InferenceConfig, model_name: str) -> Engine:
     """Start the engines, in a supervised pool if the settings have one."""
     arguments = dict(inference.engine)
     if "model" in arguments:

@@ -20,7 +20,7 @@ from torchrl_rloo.data import (
     render,
     to_history,
 )
-from torchrl_rloo.data.templates import answer_turn
+from torchrl_rloo.data.feedback_ids import answer_turn
 
 MARKING = ["chatml", "chatml_generation", "llama3", "mistral"]  # templates that leave earlier turns as they were
 MULTI_TURN = [*MARKING, "strips_thinking"]

@@ -10,9 +10,10 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.feedback_ids import encode_feedback
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
-from torchrl_rloo.data.templates import encode_feedback, encode_prompt
+from torchrl_rloo.data.templates import encode_prompt
 from torchrl_rloo.diagnostics.transcripts import write_transcripts
 from torchrl_rloo.embedded import build_tokenizer
 

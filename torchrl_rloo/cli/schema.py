@@ -24,7 +24,7 @@ def non_null_fields(section: Any, *without: str) -> dict[str, Any]:
     """Return the fields of a section that are not null, so the callee's defaults apply; ``without`` excludes fields.
 
     Example:
-        >>> from torchrl_rloo.cli.config import GenerateConfig
+        >>> from torchrl_rloo.cli.sampling_config import GenerateConfig
         >>> non_null_fields(GenerateConfig(top_p=0.9))["top_p"], "top_k" in non_null_fields(GenerateConfig())
         (0.9, False)
     """
@@ -113,6 +113,12 @@ def explain_error(error: OmegaConfBaseException) -> str:
     if "to Dict[" in message:
         return f"{key} must be a mapping, {key}={{name: value}}"
     return f"{key}: {message}" if key and key not in message else message
+
+
+def check_settings(name: str, values: Any) -> None:
+    """Raise ``ValueError`` if a value is neither null nor a mapping of settings."""
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{name}={values} must be null or a mapping of settings such as {{key: value}}")
 
 
 def parse_section(config: type, values: Any, name: str) -> Any:

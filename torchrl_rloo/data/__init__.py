@@ -2,6 +2,7 @@
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype
+from torchrl_rloo.data.feedback_ids import answer_turn, encode_feedback
 from torchrl_rloo.data.merging import merge_identical
 from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores, final_return
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
@@ -31,10 +32,8 @@ from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 from torchrl_rloo.data.segments import refuse_segments, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, abstains, end_row, stop_reason
 from torchrl_rloo.data.templates import (
-    answer_turn,
     decode_response,
     encode_conversation,
-    encode_feedback,
     encode_messages,
     encode_prompt,
     encode_prompts,

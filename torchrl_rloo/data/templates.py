@@ -1,8 +1,8 @@
 """Encoding of conversations with the tokenizer's chat template.
 
-Prompts and feedback are encoded here, but sampled text is never encoded again. Action tokens are known from sampling,
-so no mask is recovered by searching text. The one exception is a conversation that the policy did not sample (SFT,
-evaluation): :func:`encode_conversation` masks its assistant turns.
+Prompts are encoded here and feedback in :mod:`torchrl_rloo.data.feedback_ids`, but sampled text is never encoded again.
+Action tokens are known from sampling, so no mask is recovered by searching text. The one exception is a conversation
+that the policy did not sample (SFT, evaluation): :func:`encode_conversation` masks its assistant turns.
 
 Only the template may write control tokens, see :mod:`torchrl_rloo.data.special_tokens`.
 """
@@ -10,20 +10,19 @@ Only the template may write control tokens, see :mod:`torchrl_rloo.data.special_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from torchrl.data.llm import History
 
-from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_messages, make_mark, special_texts
+from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_messages, make_mark
 
 Messages = list[dict[str, Any]]
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BOUNDARY = make_mark()  # marks the end of an assistant turn's text
+BOUNDARY = make_mark()  # marks the place of an assistant turn's text, or its end
 
 
 def is_conversation(query: object) -> bool:
@@ -84,7 +83,7 @@ def _lead(tokenizer) -> tuple[str, list[int]]:
     return ("\n", ids) if adds_space else ("", [])
 
 
-def _encode_pieces(tokenizer, text: str) -> list[int]:
+def encode_rendered(tokenizer, text: str) -> list[int]:
     """Return the ids of the rendered text of cut messages."""
     return [i for piece in _pieces(tokenizer, text) for i in encode(tokenizer, piece.text)[piece.lead :]]
 
@@ -106,7 +105,7 @@ def encode_messages(tokenizer, messages: Messages, **template_kwargs) -> list[in
     Raises:
         ValueError: if the tokenizer has no chat template.
     """
-    return _encode_pieces(tokenizer, _render_cut(tokenizer, messages, template_kwargs))
+    return encode_rendered(tokenizer, _render_cut(tokenizer, messages, template_kwargs))
 
 
 def encode_prompt(tokenizer, query: Messages | str, **template_kwargs) -> list[int]:
@@ -162,173 +161,6 @@ def _encode_batch(tokenizer, texts: list[str], *, add_special_tokens: bool) -> l
     return tokenizer(texts, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
 
-class Answer(NamedTuple):
-    """Tokens that follow an answered turn.
-
-    Attributes:
-        ids: ids of the turn's end, the feedback, and the opening of the next turn.
-        rewritten: True if the template now renders the earlier conversation differently from what the policy saw.
-    """
-
-    ids: list[int]
-    rewritten: bool
-
-
-def encode_feedback(
-    tokenizer, conversation: Messages, feedback: Messages, *, last_token: int, **template_kwargs
-) -> list[int]:
-    """Return the ids of :func:`answer_turn`: the turn's end, the feedback, and the opening of the next turn."""
-    return answer_turn(tokenizer, conversation, feedback, last_token=last_token, **template_kwargs).ids
-
-
-def answer_turn(
-    tokenizer,
-    conversation: Messages,
-    feedback: Messages,
-    *,
-    last_token: int,
-    end_ids: Collection[int] = (),
-    seen_arguments: Mapping[str, Any] | None = None,
-    **template_kwargs,
-) -> Answer:
-    """Encode the feedback on a sampled assistant turn, and detect whether the template rewrites earlier text.
-
-    Only the new feedback is encoded. The end of the turn's text is marked before rendering, so sampled text is never
-    encoded again, even if the template changes past turns. Renderings are compared without white space, which
-    templates trim.
-
-    If a template accepts tool results only after tool calls, calls are added to the conversation. Such a template does
-    not show the turn's text, which does not count as rewriting.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        conversation: messages so far. The last one is the assistant turn that was just sampled.
-        feedback: messages that answer it (tool results, user replies).
-        last_token: last sampled id. It is not repeated if it is the template's end of turn.
-        end_ids: ids with which the model ends a turn. If ``last_token`` is one of them, the template's own end of turn
-            is left out, even if it is another token.
-        seen_arguments: template arguments of the turn that was just sampled. None takes ``template_kwargs``.
-        **template_kwargs: arguments of the template.
-
-    Returns:
-        The new ids, and True if the template rewrites earlier text.
-
-    Raises:
-        ValueError: if the template refuses the feedback, or does not show the assistant's content exactly once.
-    """
-    # Cut special tokens, also in the conversation: some templates show the system message with the last message
-    feedback, kwargs = cut_messages(tokenizer, feedback), cut_arguments(tokenizer, template_kwargs)
-    seen_arguments = kwargs if seen_arguments is None else cut_arguments(tokenizer, seen_arguments)
-    conversation = cut_messages(tokenizer, conversation)
-
-    # Render the feedback, if necessary with tool calls before the tools' results
-    try:
-        tail, rewritten = _tail(tokenizer, conversation, feedback, kwargs, seen_arguments)
-    except _REFUSALS as error:
-        if not any(m["role"] == "tool" for m in (*conversation, *feedback)):
-            raise ValueError(_cannot(error)) from error
-        whole, n = _with_calls([*conversation, *feedback]), len(conversation)
-        tail_of = _tail_of_calls if feedback[0]["role"] == "tool" else _tail
-        try:
-            tail, rewritten = tail_of(tokenizer, whole[:n], whole[n:], kwargs, seen_arguments)
-        except _REFUSALS as second:
-            raise ValueError(f"{_cannot(error)}; with added calls before the tools' results: {second}") from error
-
-    # Drop the end of turn if the policy sampled it, or another: only white space may come before it
-    ids = _encode_pieces(tokenizer, tail)
-    first = _first_visible(tokenizer, ids)
-    if first is not None and last_token != ids[first] and last_token in end_ids:
-        last_token = _end_of_turn(tokenizer, conversation, kwargs)
-    if first is not None and last_token == ids[first]:
-        ids = ids[first + 1 :]
-    return Answer(ids, rewritten)
-
-
-def _first_visible(tokenizer, ids: Sequence[int]) -> int | None:
-    """Return the index of the first id that is not white space, or None."""
-    return next((k for k, i in enumerate(ids) if tokenizer.decode([i]).strip()), None)
-
-
-def _end_of_turn(tokenizer, conversation: Messages, kwargs: Mapping[str, Any]) -> int | None:
-    """Return the special token by which the template ends a last assistant turn, or None if it writes none."""
-    marked = {"role": "assistant", "content": _BOUNDARY}
-    try:
-        text = render(tokenizer, [*conversation[:-1], marked], **kwargs | {"add_generation_prompt": False})
-    except _REFUSALS:
-        return None
-    ids = _encode_pieces(tokenizer, text.rpartition(_BOUNDARY)[2])
-    first = _first_visible(tokenizer, ids)
-    return ids[first] if first is not None and tokenizer.decode([ids[first]]) in special_texts(tokenizer) else None
-
-
-class _NotShownOnceError(Exception):
-    pass
-
-
-# A template raises one of the first two if a field is missing
-_REFUSALS = (TemplateError, TypeError, _NotShownOnceError)
-
-
-def _cannot(error: Exception) -> str:
-    return f"several turns require a chat template that shows feedback on an assistant message: {error}"
-
-
-def _tail(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
-    """Return the rendered text after the last turn, and whether the text before differs from what the policy saw."""
-    *before, turn = conversation
-
-    def render_around(content: str) -> list[str]:
-        marked = {"role": "assistant", "content": content + _BOUNDARY}
-        text = render(tokenizer, [*before, marked, *feedback], **kwargs | {"add_generation_prompt": True})
-        return text.split(_BOUNDARY)
-
-    # Compare the text before the mark with the text that the policy saw
-    seen = _opening(tokenizer, before, **seen_arguments) + turn["content"]
-    parts = render_around(turn["content"])
-    if len(parts) == 2 and parts[0] == seen:
-        return parts[1], False
-    rewritten = len(parts) != 2 or _without_whitespace(parts[0]) != _without_whitespace(seen)
-
-    # Render again without the turn's text, which the template may have changed or dropped
-    parts = render_around("")
-    if len(parts) != 2:
-        raise _NotShownOnceError(f"it shows an assistant message {len(parts) - 1} times when feedback follows it")
-    return parts[1], rewritten
-
-
-def _tail_of_calls(tokenizer, conversation: Messages, feedback: Messages, kwargs, seen_arguments) -> tuple[str, bool]:
-    """Return the same as :func:`_tail` if the last turn shows calls, not text: all after its end-of-turn token."""
-    closed = render(tokenizer, conversation, **kwargs)
-    after = render(tokenizer, [*conversation, *feedback], **kwargs | {"add_generation_prompt": True})
-    if not after.startswith(closed):
-        raise _NotShownOnceError("it changes the messages before the tools' results")
-    seen = _opening(tokenizer, conversation[:-1], **seen_arguments)
-    turn = closed.rstrip()
-    ends = [len(text) for text in special_texts(tokenizer) if turn.endswith(text)]
-    start = len(turn) - max(ends) if ends else len(closed)
-    return after[start:], not _without_whitespace(closed).startswith(_without_whitespace(seen))
-
-
-def _with_calls(messages: Messages) -> Messages:
-    """Add a call for every tool's result to the assistant message before it, and an id to both."""
-    default = [{"tool_call_id": f"call{i:05d}", "name": "tool"} for i in range(len(messages))]
-    messages = [{**d, **m} if m["role"] == "tool" else m for d, m in zip(default, messages, strict=True)]
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            results = takewhile(lambda m: m["role"] == "tool", messages[i + 1 :])
-            calls = [_call(result["tool_call_id"], result["name"]) for result in results]
-            messages[i] = {**message, "tool_calls": calls} if calls else message
-    return messages
-
-
-def _call(call_id: str, name: str) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {}}}
-
-
-def _without_whitespace(text: str) -> str:
-    return "".join(text.split())
-
-
 def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tuple[list[int], list[bool]]:
     """Encode a finished conversation and mask its assistant tokens, for SFT and evaluation.
 
@@ -360,13 +192,13 @@ def encode_conversation(tokenizer, messages: Messages, **template_kwargs) -> tup
         return ids, mask
 
     # Otherwise compare the prefixes before and after each assistant message
-    ids = _encode_pieces(tokenizer, render(tokenizer, messages, **template_kwargs))
+    ids = encode_rendered(tokenizer, render(tokenizer, messages, **template_kwargs))
     mask = [False] * len(ids)
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _encode_pieces(tokenizer, _opening(tokenizer, messages[:k], **template_kwargs))
-        after = _encode_pieces(tokenizer, render(tokenizer, messages[: k + 1], **template_kwargs))
+        before = encode_rendered(tokenizer, render_opening(tokenizer, messages[:k], **template_kwargs))
+        after = encode_rendered(tokenizer, render(tokenizer, messages[: k + 1], **template_kwargs))
         if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
             raise ValueError(
                 f"the chat template has no {{% generation %}} block and renders message {k} differently once later "
@@ -402,12 +234,12 @@ def _encode_generation(tokenizer, messages: Messages, template_kwargs: dict[str,
     return ids, mask
 
 
-def _opening(tokenizer, messages: Messages, **template_kwargs) -> str:
+def render_opening(tokenizer, messages: Messages, **template_kwargs) -> str:
     """Return the rendered text up to the assistant's content."""
     if messages:
         return render(tokenizer, messages, **template_kwargs | {"add_generation_prompt": True})
     # A template cannot render an empty conversation
-    return render(tokenizer, [{"role": "assistant", "content": _BOUNDARY}], **template_kwargs).split(_BOUNDARY)[0]
+    return render(tokenizer, [{"role": "assistant", "content": BOUNDARY}], **template_kwargs).split(BOUNDARY)[0]
 
 
 def to_history(conversations: Sequence[Messages]) -> History:

@@ -6,46 +6,37 @@ of unequal length in tokens mode, and never sets ``done``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
-from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.feedback_ids import answer_turn
 from torchrl_rloo.data.keys import INPUT_MODES
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import (
     drop_entries,
     make_non_tensor,
-    make_tensorclass,
     non_tensor_value,
     rows_to_reset,
     set_entries,
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import SAMPLE_KEYS, stash_segment
+from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
-from torchrl_rloo.data.templates import (
-    Messages,
-    answer_turn,
-    decode_response,
-    encode,
-    encode_messages,
-    from_history,
-    is_conversation,
-    join_conversation,
-    to_history,
-)
+from torchrl_rloo.data.templates import Messages, decode_response, encode_messages, is_conversation, join_conversation
 from torchrl_rloo.data.trajectory_ids import TrajectoryIds
-from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
+from torchrl_rloo.envs.abstaining import OnTimeLimit
+from torchrl_rloo.envs.chat_context import read_turn, write_context, write_turn
+from torchrl_rloo.envs.chat_limits import check_limits, long_prompt_error, turn_room, turn_stop_reason
+from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, STEP_KEYS, make_stepped_row, record_tools
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
@@ -131,17 +122,13 @@ class ChatEnv(SignedEnv, EnvBase):
     ):
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
-        if max_tokens is not None and max_tokens < 2:
-            raise ValueError(f"max_tokens={max_tokens} must be at least 2, to hold a prompt and an action")
-        for name, value in (("max_turn_tokens", max_turn_tokens), ("max_turns", max_turns)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None for no limit")
-        if max_seconds is not None and not max_seconds > 0:
-            raise ValueError(f"max_seconds={max_seconds} must be above 0, or None for no limit")
-        if on_time_limit not in ON_TIME_LIMIT:
-            raise ValueError(f"on_time_limit={on_time_limit!r} must be one of {ON_TIME_LIMIT}")
-        if on_time_limit == "abstain" and max_seconds is None:
-            raise ValueError("on_time_limit='abstain' requires max_seconds; set it")
+        check_limits(
+            max_tokens=max_tokens,
+            max_turn_tokens=max_turn_tokens,
+            max_turns=max_turns,
+            max_seconds=max_seconds,
+            on_time_limit=on_time_limit,
+        )
         if on_rewrite not in ("keep", "split"):
             raise ValueError(f"on_rewrite={on_rewrite!r} must be 'keep' or 'split'")
         batch_size = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
@@ -192,17 +179,7 @@ class ChatEnv(SignedEnv, EnvBase):
         rows = to_lazy_stack(self.reset() if tensordict is None else tensordict)
         token = torch.randint(len(self.tokenizer), (1,))
         for row in rows.unbind(0):
-            prompt = row[keys.PROMPT_TOKENS]
-            if self.input_mode == "tokens":
-                row.set("tokens", Tokens(prompt=prompt, full=torch.cat([prompt, token])))
-                continue
-            reply = decode_response(self.tokenizer, token.tolist())
-            if self.input_mode == "text":
-                row.set("text", Text(prompt=row["text", "prompt"], full=row["text", "prompt"] + reply))
-            else:
-                history = row["history", "prompt"]
-                full = [*from_history(history), {"role": "assistant", "content": reply}]
-                row.set("history", ChatHistory(prompt=history, full=to_history([full])[0]))
+            write_turn(row, token, **self._mode())
         return rows
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
@@ -214,21 +191,13 @@ class ChatEnv(SignedEnv, EnvBase):
         rows, encoded = [], self.prompt_ids()
         for row, fresh in zip(tensordict.unbind(0), rows_to_reset(tensordict), strict=True):
             if not fresh:
-                rows.append(set_done(drop_entries(row, _STEP_KEYS), "running"))
+                rows.append(set_done(drop_entries(row, STEP_KEYS), "running"))
                 continue
             rows.append(self.open_row(row, encoded))
             if rows[-1]["done"].any():
-                self._refuse_prompt(row, encoded)
+                prompt = encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row))
+                raise long_prompt_error(self, len(prompt))
         return stack_rows(rows)
-
-    def _refuse_prompt(self, row: TensorDictBase, encoded: PromptIds) -> None:
-        length = len(encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row)))
-        shown = {"max_tokens": self.max_tokens, "context_length": self.context_length}
-        name = min((name for name, limit in shown.items() if limit is not None), key=lambda name: shown[name])
-        raise ValueError(
-            f"a prompt of {length} tokens leaves the policy none of {name}={shown[name]}; drop long prompts with "
-            f"load_prompts(max_prompt_length=...), or raise {name}"
-        )
 
     def prompt_ids(self) -> PromptIds:
         """Return an encoder for the prompts of one reset."""
@@ -260,7 +229,7 @@ class ChatEnv(SignedEnv, EnvBase):
             The row, or a copy.
         """
         opened_before = keys.NUM_TURNS in row.keys()
-        row = drop_entries(row, _CONVERSATION_KEYS)
+        row = drop_entries(row, CONVERSATION_KEYS)
         query = non_tensor_value(row, keys.QUERY)
         prompt, limit = encoded.encode(row, query, self._template_arguments(row)), self.token_limit
         fits = limit is None or len(prompt) < limit
@@ -274,7 +243,7 @@ class ChatEnv(SignedEnv, EnvBase):
         if opened_before or keys.TRAJECTORY_ID not in row.keys():
             group = row.get(keys.GROUP_ID, None)
             row.set(keys.TRAJECTORY_ID, torch.tensor(self._ids.next(None if group is None else int(group))))
-        _record_tools(row)
+        record_tools(row)
         # Start the conversation without turns
         opened = {
             keys.NUM_TURNS: torch.tensor(0),
@@ -288,38 +257,19 @@ class ChatEnv(SignedEnv, EnvBase):
     def _set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
-        """Set what the policy sees at its turn: all ids so far, and text or History as ``input_mode`` says."""
-        context = {
-            "tokens": make_tensorclass(Tokens, prompt=tokens),
-            "masks": make_tensorclass(Masks, all_assistant_mask=mask),
-            "log_probs": make_tensorclass(LogProbs, full=log_probs),
-        }
-        set_entries(row, context)
-        # Limit the turn to the tokens that the row may still add
-        if (room := self._room(row, tokens)) is not None:
+        """Set what the policy sees at its turn, and limit the turn to the tokens that the row may still add."""
+        write_context(row, tokens, mask, log_probs, **self._mode())
+        if (room := turn_room(self, row, len(tokens))) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
-        if self.input_mode == "text":
-            row.set("text", Text(prompt=self.tokenizer.decode(tokens)))
-        elif self.input_mode == "history":
-            query, completion = row[keys.QUERY], row[keys.COMPLETION]
-            if not is_conversation(query):
-                raise ValueError(f"input_mode='history' requires queries that are chat messages, got {query!r:.100}")
-            row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
         return row
+
+    def _mode(self) -> dict[str, Any]:
+        """Return what turns ids into the form that the policy reads, and back."""
+        return {"tokenizer": self.tokenizer, "input_mode": self.input_mode}
 
     def _template_arguments(self, row: TensorDictBase, tools: str = keys.TOOLS) -> dict[str, Any]:
         """Return the arguments of the chat template other than the messages."""
         return self.template_kwargs if tools not in row.keys() else {**self.template_kwargs, "tools": row[tools]}
-
-    def _room(self, row: TensorDictBase, tokens: torch.Tensor) -> int | None:
-        """Return the maximum number of tokens of the next turn, or None for no limit."""
-        own = row.get(keys.INITIAL_MAX_NEW_TOKENS, None)
-        limits = [self.max_tokens, self.max_turn_tokens, None if own is None else int(own)]
-        if not any(limit is not None for limit in limits):
-            return None  # the policy itself keeps to its context
-        if self.token_limit is not None:
-            limits[0] = max(1, self.token_limit - len(tokens))
-        return min(limit for limit in limits if limit is not None)
 
     @classmethod
     def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> None:
@@ -339,72 +289,11 @@ class ChatEnv(SignedEnv, EnvBase):
         Returns:
             The state after it: one row of the ``"next"`` entry of a step.
         """
-        prompt = row[keys.PROMPT_TOKENS]
-        full, mask, log_probs = self._action(row, prompt)
-        reply = decode_response(self.tokenizer, full[len(prompt) :].tolist())
-        query, completion = non_tensor_value(row, keys.QUERY), non_tensor_value(row, keys.COMPLETION)
-        extended = (
-            [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
-        )
-        # Build the next row, with the entries that last for the whole conversation
-        step = {
-            keys.QUERY: make_non_tensor(query),
-            keys.COMPLETION: make_non_tensor(extended),
-            keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
-            keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
-            "reward": torch.zeros(1, 1),
-        }
-        step |= {key: value for key, value in row.items() if key in _CARRIED_KEYS}
-        stepped = TensorDict._new_unsafe(step, batch_size=torch.Size([]))
-        end_row(stepped, self._end_of_turn(row, full, len(full) - len(prompt)))
+        full, mask, log_probs = read_turn(row, **self._mode())
+        turn = full[len(row[keys.PROMPT_TOKENS]) :]
+        stepped = make_stepped_row(row, decode_response(self.tokenizer, turn.tolist()))
+        end_row(stepped, turn_stop_reason(self, row, len(full), len(turn)))
         return self._set_context(stepped, full, mask, log_probs)
-
-    def _end_of_turn(self, row: TensorDictBase, full: torch.Tensor, length: int) -> str:
-        """Return the stop reason of a turn that nothing answers."""
-        over_total = -math.inf if self.token_limit is None else len(full) - self.token_limit
-        over_turn = -math.inf if self.max_turn_tokens is None else length - self.max_turn_tokens
-        # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
-        reported = row.get(keys.RESPONSE_TRUNCATED, None)
-        if reported is None:
-            cut_off = max(over_total, over_turn) >= 0
-        else:
-            cut_off = bool(reported.any()) or max(over_total, over_turn) > 0
-        if not cut_off:
-            return "answered"
-        return "total_tokens" if over_total >= 0 else "turn_tokens"
-
-    def _action(self, row: TensorDictBase, prompt: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return ids, action mask and log-probs after the policy's turn."""
-        # Encode a turn that the policy gave as text only, here and never again
-        full = row.get(keys.TOKENS, None)
-        if full is None:
-            full = torch.cat([prompt, torch.tensor(self._encode_reply(row), dtype=torch.long)])
-        if len(full) < len(prompt) or not torch.equal(full[: len(prompt)], prompt):
-            raise ValueError(
-                f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
-                f"{keys.TOKENS} must hold the prompt's ids followed by the sampled ones"
-            )
-        mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
-        if mask is None or log_probs is None:
-            raise ValueError(
-                f"the policy removed {keys.ACTION_MASK} or {keys.LOG_PROBS}; it must write both for all ids, or leave "
-                "both unchanged. Use TransformersWrapper or vLLMWrapper of torchrl_rloo.modules instead of TorchRL's"
-            )
-        # Without log-probs of the new ids, write NaN: an unknown value must not pass for a number
-        new = len(full) - len(mask)
-        if new:
-            mask = torch.cat([mask, torch.ones(new, dtype=torch.bool)])
-            log_probs = torch.cat([log_probs, torch.full((new,), torch.nan)])
-        return full, mask, log_probs
-
-    def _encode_reply(self, row: TensorDictBase) -> list[int]:
-        if self.input_mode == "text":
-            reply = row["text", "full"][len(row["text", "prompt"]) :]
-        elif self.input_mode == "history":
-            reply = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
-        else:
-            raise KeyError(f"the policy must set {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
-        return encode(self.tokenizer, reply)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
         """Append feedback to a row that was just stepped, in place, and open the policy's next turn.
@@ -445,7 +334,7 @@ class ChatEnv(SignedEnv, EnvBase):
             stash_segment(row)
         self.counts["env/rewritten_turns"] += rewritten
         row.set(keys.COMPLETION, make_non_tensor([*row[keys.COMPLETION], *feedback]))
-        _record_tools(row)
+        record_tools(row)
         end_row(row, "running")
         new = torch.tensor(ids, dtype=torch.long)
         self._set_context(
@@ -467,14 +356,3 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.max_seconds is not None and time.time() - float(row[keys.STARTED]) >= self.max_seconds:
             return "time"
         return None
-
-
-_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
-_STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
-_CONVERSATION_KEYS = (*_STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)
-_CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
-
-
-def _record_tools(row: TensorDictBase) -> None:
-    if keys.TOOLS in row.keys():
-        row.set(keys.TOOLS_SEEN, row.get(keys.TOOLS))
