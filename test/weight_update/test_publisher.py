@@ -341,6 +341,18 @@ def test_initialize_sends_the_current_weights_once_under_the_current_version(mak
     assert [step for step, _ in steps(engine)].count("finish") == 2, "a resumed model has other weights"
 
 
+def test_initialize_after_a_failure_and_training_takes_a_new_version():
+    """Some engine may have the earlier weights under the first version."""
+    engines = [ScriptedEngine([], fail_updates={"finish": failures}) for failures in ([], [EngineError("late"), None])]
+    publisher = WeightPublisher(source := nn.Linear(2, 2), engines)
+    with pytest.raises(WeightSyncError, match="late"):
+        publisher.initialize()
+    with torch.no_grad():
+        source.weight.add_(1.0)
+    publisher.initialize()
+    assert [engine.version for engine in engines] == [1, 1] and publisher.current_version == 1
+
+
 def test_a_late_worker_never_reads_the_bytes_of_another_version(tmp_path, make_engine):
     """The file of a version that an engine failed to finish is not written again."""
     engine, other = make_engine(), make_engine()

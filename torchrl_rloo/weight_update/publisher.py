@@ -87,6 +87,7 @@ class Publisher(WeightUpdater):
         self._open: Publication | None = None
         self._snapshot: Snapshot | None = None  # of the version that engines have
         self._filled = False  # whether any engine has weights of this publisher
+        self._attempted: object = None  # change counts of the weights that an earlier initialize sent
 
     @abstractmethod
     def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> Snapshot | None:
@@ -154,21 +155,28 @@ class Publisher(WeightUpdater):
     def initialize(self) -> None:
         """Give all engines the current weights under the current version, if they have none of this publisher.
 
-        All ranks of a sharded model call it together.
+        If an earlier call failed and the model was trained since, they get a new version: some engine may have the
+        other weights. All ranks of a sharded model call it together.
 
         Raises:
             WeightSyncError: if an engine failed, or all members of a group.
         """
         with self._lock:
-            if not self._filled:
-                self._send(self.version)
+            if self._filled:
+                return
+            counts = _change_counts(self._trained)
+            if self._attempted is not None and self._attempted != counts:
+                self.push_weights()
+                return
+            self._attempted = counts
+            self._send(self.version)
 
     def resume_from(self, version: int) -> None:
         """Continue the numbering of a checkpoint, whose weights the model has."""
         with self._lock:
             super().resume_from(version)
             self._drop_snapshots()
-            self._filled = False
+            self._filled, self._attempted = False, None
             self._initial_counts = _change_counts(self._trained)
             for peer in self._peers.values():
                 peer.filled = None
