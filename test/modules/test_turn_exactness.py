@@ -210,12 +210,11 @@ def prompts_of(talks: list[Talk]) -> list[dict[str, Any]]:
 
 
 class Play:
-    """Conversations of a scripted engine, which records its requests, through a collector in lockstep."""
+    """Conversations of a scripted engine, which records its requests, through a collector."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, talks: list[Talk], input_mode: str, on_rewrite: str):
         self.tokenizer, self.talks = tokenizer, talks
-        longest = max(len(talk.turns) for talk in talks)
-        self.order = [(i, k) for k in range(longest) for i, talk in enumerate(talks) if k < len(talk.turns)]
+        self.order: list[tuple[int, int]] = []  # conversation and turn of each request
         self.engine = ScriptedEngine(self.script)
         data = prompts_of(talks)
         env = DatasetChatEnv(
@@ -244,7 +243,10 @@ class Play:
         return [-0.5 * (i + 1) - 0.25 * k - 0.125 * j for j in range(len(self.ids(i, k)))]
 
     def script(self, request: Request, index: int) -> ScriptedTurn:
-        return ScriptedTurn(self.ids(*self.order[index]), self.log_probs(*self.order[index]))
+        i = request.session[0]  # every talk is a group
+        k = sum(owner == i for owner, _ in self.order)
+        self.order.append((i, k))
+        return ScriptedTurn(self.ids(i, k), self.log_probs(i, k))
 
     def respond(self, conversation: list[dict[str, str]], row: TensorDictBase) -> list[dict[str, str]] | None:
         feedback, taken = self.talks[row["talk"]].feedback, sum(m["role"] == "assistant" for m in conversation)

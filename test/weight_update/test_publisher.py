@@ -267,19 +267,29 @@ def test_a_member_that_hangs_does_not_delay_the_commit_of_others(step, make_engi
 def test_without_survivors_the_push_fails_and_the_old_version_stays_for_fills(make_engine):
     engines = [make_engine(), make_engine()]
     group = Group(*engines)
-    publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=PATIENT, **TWO_BUCKETS)
+    publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=0.5, **TWO_BUCKETS)
     publisher.push_weights()
     for engine in engines:
         engine.fail_updates["bucket"] = [RuntimeError("out of luck")]
     with pytest.raises(WeightSyncError, match="version 2 of the weights did not arrive.*out of luck"):
         publisher.push_weights()
-    assert len(group.failed) == 2 and (publisher.version, publisher.current_version) == (2, 1)
+    assert len(group.failed) == 2 and (publisher.version, publisher.current_version) == (3, 1)
     assert [engine.version for engine in engines] == [1, 1] and engines[0].failed_version is None
     engines[0].restart()
     publisher.fill(engines[0])
     assert engines[0].version == 1, "the failed version was never in use"
     group.out.clear()
-    assert publisher.push_weights() == 3 and publisher.current_version == 3
+    assert publisher.push_weights() == 4 and publisher.current_version == 4
+
+
+def test_a_push_that_all_members_failed_reaches_the_first_one_that_returns(make_engine):
+    """Until then nothing samples, so the old weights are of no use."""
+    engine = make_engine()
+    group = Group(engine)
+    publisher = WeightPublisher(nn.Linear(100, 100), group, timeout=PATIENT, **TWO_BUCKETS)
+    engine.fail_updates["bucket"] = [RuntimeError("out of luck")]
+    threading.Timer(0.3, group.out.clear).start()
+    assert publisher.push_weights() == engine.version == 2 and len(group.failed) == 1
 
 
 def test_a_push_waits_for_a_member_that_is_being_restarted(make_engine):

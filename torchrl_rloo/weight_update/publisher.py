@@ -141,12 +141,25 @@ class Publisher(WeightUpdater):
     def push_weights(self) -> int:
         """Publish the current weights, commit them, and return their version.
 
+        If all members of a group fail, nothing could sample with the old weights either. The push then waits for the
+        first member that is restarted, once.
+
         Raises:
             WeightSyncError: if an engine failed, or all members of a group. The version is spent. The next push sends
                 everything again.
         """
         with self._lock:
-            return super().push_weights()
+            had_members = self.group is not None and bool(self.group.targets())
+            try:
+                return super().push_weights()
+            except WeightSyncError as error:
+                if not had_members or self.sharded or self.group.targets():
+                    raise
+                failure = error
+            try:
+                return super().push_weights()
+            except WeightSyncError:
+                raise failure from failure.__cause__
 
     def _send(self, version: int) -> None:
         self._publish(version, keep=self.group is not None)
