@@ -6,7 +6,6 @@ cannot be resumed.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,7 +35,6 @@ from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
 _PROGRESS_PERIOD_S = 0.2
-_OPEN_COLLECTORS: weakref.WeakSet[LLMCollector] = weakref.WeakSet()
 
 
 class LLMCollector(CollectorBase):
@@ -218,7 +216,6 @@ class LLMCollector(CollectorBase):
         self._totals = Totals()
         self._loop = EventLoop("collector")
         self._close_loop = weakref.finalize(self, self._loop.close)
-        _OPEN_COLLECTORS.add(self)
         if hasattr(policy, "register_collector"):
             policy.register_collector(self)
 
@@ -393,10 +390,3 @@ class LLMCollector(CollectorBase):
     async def _shut_down(self) -> None:
         self.closed = True
         await self.scheduler.close()
-
-
-@atexit.register
-def _shut_down_all() -> None:
-    """Shut down at exit: a thread killed inside torch aborts the process."""
-    for collector in list(_OPEN_COLLECTORS):
-        collector.shutdown(close_env=False)
