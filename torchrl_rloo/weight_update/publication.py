@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from torchrl_rloo.weight_update.base import WeightSyncError
+from torchrl_rloo.weight_update.peers import Peer, PeerError
 from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
-from torchrl_rloo.weight_update.target import InFlight
+from torchrl_rloo.weight_update.target import EngineDeadError, EngineTimeoutError, InFlight, TargetGroup
 
 STRAGGLER_SECONDS = 5.0  # a rolling commit takes the next engine if one takes longer
 
@@ -158,3 +160,37 @@ class Publication:
                 self._on_failed(session)
         if self._on_failed is None or not self.sessions:
             raise failed[0].error
+
+
+def explain(
+    version: int, error: BaseException, peers: Sequence[Peer], group: TargetGroup | None, timeout: float
+) -> WeightSyncError:
+    """Return an error with the failed step, the engine, the cause, the current versions and the fix.
+
+    Args:
+        version: version that did not arrive.
+        error: error of a session, or of the trainer.
+        peers: all engines.
+        group: group of the engines, or None.
+        timeout: time limit of a step in seconds.
+    """
+    cause = error.__cause__ if isinstance(error, PeerError) else error
+    where = f"{error.peer} failed at {error.purpose}" if isinstance(error, PeerError) else "the trainer failed"
+    states = [
+        f"{peer.name} has version {peer.engine.version}"
+        if peer.engine.failed_version is None
+        else f"{peer.name} has parts of version {peer.engine.failed_version} and refuses to sample"
+        for peer in peers
+    ]
+    if group is not None:
+        remedy = f"The {type(group).__name__} restarts or refills its members; the next push sends everything"
+    elif isinstance(cause, EngineDeadError):
+        remedy = "Call the engine's restart() and push again, or use an EnginePool, which restarts its members"
+    elif isinstance(cause, EngineTimeoutError):
+        remedy = f"Push again; if the engine is alive but slow, raise timeout={timeout:g}"
+    else:
+        remedy = "Push again after fixing the cause; the push sends everything"
+    return WeightSyncError(
+        f"version {version} of the weights did not arrive: {where}: {type(cause).__name__}: {cause}. "
+        f"Now {'; '.join(states)}. {remedy}"
+    )

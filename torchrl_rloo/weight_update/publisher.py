@@ -14,12 +14,10 @@ from torch import nn
 
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.peers import Peer, PeerError
-from torchrl_rloo.weight_update.publication import Publication, Snapshot
+from torchrl_rloo.weight_update.publication import Publication, Snapshot, explain
 from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
 from torchrl_rloo.weight_update.target import (
-    EngineDeadError,
     EngineError,
-    EngineTimeoutError,
     InFlight,
     TargetGroup,
     WeightTarget,
@@ -385,28 +383,7 @@ class Publisher(WeightUpdater):
             raise failure
 
     def _explained(self, version: int, error: BaseException) -> WeightSyncError:
-        """Return an error with the failed step, the engine, the cause, the current versions and the fix."""
-        cause = error.__cause__ if isinstance(error, PeerError) else error
-        where = f"{error.peer} failed at {error.purpose}" if isinstance(error, PeerError) else "the trainer failed"
-        states = [
-            f"{peer.name} has version {peer.engine.version}"
-            if peer.engine.failed_version is None
-            else f"{peer.name} has parts of version {peer.engine.failed_version} and refuses to sample"
-            for peer in self._peers.values()
-        ]
-        return WeightSyncError(
-            f"version {version} of the weights did not arrive: {where}: {type(cause).__name__}: {cause}. "
-            f"Now {'; '.join(states)}. {self._remedy(cause)}"
-        )
-
-    def _remedy(self, cause: BaseException | None) -> str:
-        if self.group is not None:
-            return f"The {type(self.group).__name__} restarts or refills its members; the next push sends everything"
-        if isinstance(cause, EngineDeadError):
-            return "Call the engine's restart() and push again, or use an EnginePool, which restarts its members"
-        if isinstance(cause, EngineTimeoutError):
-            return f"Push again; if the engine is alive but slow, raise timeout={self.timeout:g}"
-        return "Push again after fixing the cause; the push sends everything"
+        return explain(version, error, list(self._peers.values()), self.group, self.timeout)
 
 
 def _change_counts(model: nn.Module) -> list[int]:
