@@ -161,8 +161,8 @@ class NormalizeRewards(ShapingTransform):
     The statistics cover all scores before the environment's last reset, so no row is scaled by its own score. All rows
     between two resets, which include whole groups, share one scale. Neither that scale nor the later statistics depend
     on the order or the number of steps in which rows end, up to rounding in float64. Moments are merged exactly
-    (Chan et al. 1979). A collector resets each group by itself, so the scale of a group depends on the groups that ended
-    before it began. Equal seeds then give equal tokens, but not always equal shaped rewards.
+    (Chan et al. 1979). A collector resets each group by itself, so the scale of a group depends on the groups that
+    ended before it began. Equal seeds then give equal tokens, but not always equal shaped rewards.
 
     Args:
         rewards: see :class:`ShapingTransform`.
