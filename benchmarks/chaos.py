@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -136,8 +137,6 @@ class FlakyTools(ToolTransform):
 
     async def step_row(self, row, next_row) -> None:
         if self.faults and self.rng.random() < self.rate and self.log.count("tool stalls") < self.faults:
-            import asyncio
-
             self.log.write("tool stalls", seconds=STALL_S)
             await asyncio.sleep(STALL_S)
         await super().step_row(row, next_row)

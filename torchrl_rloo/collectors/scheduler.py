@@ -147,7 +147,7 @@ class GroupScheduler:
         try:
             rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
         except asyncio.CancelledError:
-            if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise _stop cancelled it
+            if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise stop() cancelled it
                 self._fail(RuntimeError(f"the environment or the policy cancelled a task of group_id={group}"))
             raise
         except BaseException as error:
