@@ -228,6 +228,89 @@ def test_an_interrupted_cancellation_and_load_are_finished(scripted: Callable) -
         assert groups_of(rows) == ([2, 2, 3, 3] if action == "cancel" else [0, 0, 1, 1])
 
 
+def test_an_interrupt_while_a_failure_requeues_its_batch(scripted: Callable) -> None:
+    """The next call waits for a reset that still runs in its thread, and raises the failure after it."""
+    failing, resetting, may_reset = [1], threading.Event(), threading.Event()
+
+    class Failing(Gate):
+        async def process_turn(self, row, next_row) -> None:
+            while failing and not resetting.is_set():
+                await asyncio.sleep(0.002)
+            if failing:
+                failing.clear()
+                raise ZeroDivisionError("a bug")
+            await super().process_turn(row, next_row)
+
+        def _reset(self, tensordict, tensordict_reset):
+            if groups_of(tensordict_reset)[0] == 1:
+                resetting.set()
+                may_reset.wait(PATIENCE)
+            return tensordict_reset
+
+    collector = scripted(Failing(), groups_per_batch=2)
+    interrupted = LoopCall(collector._loop, collector.scheduler.next_batch())
+    scheduler = collector.scheduler
+    wait_until(lambda: not failing and not scheduler._tasks)
+    interrupted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        interrupted.result(PATIENCE)
+    collecting = in_thread(collector.collect)
+    wait_until(lambda: scheduler._waiter is not None)
+    may_reset.set()
+    with pytest.raises(ZeroDivisionError):
+        collecting.result(PATIENCE)
+    assert groups_of(in_thread(collector.collect).result(PATIENCE)) == [0, 0, 1, 1]
+
+
+def test_groups_begun_while_others_are_requeued_keep_their_place(scripted: Callable) -> None:
+    gate = Gate(closed=set(range(8)))
+    collector = scripted(gate, groups_per_batch=2, ahead=2)
+    abandoned = LoopCall(collector._loop, collector.scheduler.next_batch())
+    wait_until(lambda: gate.waiting == {0, 1, 2, 3})
+
+    async def requeue() -> None:
+        requeuing = asyncio.ensure_future(collector.scheduler.requeue_running())
+        await asyncio.sleep(0)
+        collector.ledger.drop([3])
+        collector.scheduler.admit()  # begins group 4 in place of group 3
+        await requeuing
+
+    LoopCall(collector._loop, requeue()).result(PATIENCE)
+    attempts = {group: collector.ledger.groups[group].attempt for group in (0, 1, 2, 4)}
+    assert attempts == {0: 1, 1: 1, 2: 1, 4: 0}
+    gate.closed.clear()
+    assert len(abandoned.result(PATIENCE).group_ids) == 2
+
+
+def test_cancelling_one_group_keeps_the_failure_of_another(scripted: Callable) -> None:
+    class Failing(Gate):
+        async def process_turn(self, row, next_row) -> None:
+            if groups_of(row[None])[0] == 0 and self.turns == 2:
+                self.turns = 1
+                raise ZeroDivisionError("a bug")
+            await super().process_turn(row, next_row)
+
+    collector = scripted(gate := Failing(closed={1}), groups_per_batch=2)
+    collector._call_on_loop(collector.scheduler.admit)
+    wait_until(lambda: gate.waiting == {1} and 0 in collector.scheduler._failures)
+    assert collector.cancel([1]) == 1
+    with pytest.raises(ZeroDivisionError):
+        in_thread(collector.collect).result(PATIENCE)
+    assert groups_of(in_thread(collector.collect).result(PATIENCE)) == [0, 0, 2, 2]
+
+
+def test_a_state_that_cannot_be_loaded_leaves_the_collector_usable(scripted: Callable) -> None:
+    collector = scripted(gate := Gate(closed={0}))
+    state = copy.deepcopy(collector.state_dict())
+    del state["ledger"]["env"]
+    waiting = in_thread(collector.collect)
+    wait_until(lambda: gate.waiting == {0})
+    with pytest.raises(KeyError, match="env"):
+        collector.load_state_dict(state)
+    gate.closed.clear()
+    assert groups_of(waiting.result(PATIENCE)) == [0, 0, 1, 1]
+
+
 # States taken during a batch
 
 

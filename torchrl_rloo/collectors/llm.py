@@ -363,7 +363,7 @@ class LLMCollector(CollectorBase):
             self.policy.load_sampler_state(state_dict["sampler"])
 
     async def _load(self, state: dict[str, Any]) -> None:
-        await self.scheduler.stop_all()
+        await self.scheduler.reset()
         self.ledger.load_state_dict(state["ledger"], self.env.load_state_dict)
         self.weights.resume_from(*state["versions"])
         self._totals, self.runner.seed = Totals(*state["totals"]), state["seed"]

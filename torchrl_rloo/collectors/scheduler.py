@@ -69,7 +69,7 @@ class GroupScheduler:
         self.closed = self.has_delivered = False
         self._tasks: dict[int, asyncio.Task] = {}
         self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
-        self._failure: BaseException | None = None
+        self._failures: dict[int, BaseException] = {}  # by group, until a collect raises them
         self._news = asyncio.Event()
         if min_members is not None:
             runner.on_end = self._news.set  # a group may have enough members now
@@ -90,10 +90,11 @@ class GroupScheduler:
 
     async def _choose_batch(self) -> Batch:
         while True:
-            if self._failure is not None:
-                failure, self._failure = self._failure, None
+            if failures := self._failures.copy():
                 await asyncio.shield(self.requeue_running())  # to the end, even if the caller is interrupted
-                raise failure
+                for group in failures:
+                    self._failures.pop(group, None)
+                raise next(iter(failures.values()))
             if self.closed:
                 raise RuntimeError("the collector is shut down; create another one")
             self._requeue_stale()
@@ -105,9 +106,13 @@ class GroupScheduler:
 
     async def requeue_running(self) -> None:
         """Stop all groups, wait until their state is released, and return them to the drawn ones."""
+        running = [(group, group.attempt) for group in self.ledger.of(GroupState.LEASED)]
         await self.stop(self._tasks.copy())
         await self.runner.settle(_CANCEL_TIMEOUT_S)
-        self.ledger.requeue([group.group_id for group in self.ledger.of(GroupState.LEASED)])
+        # Other calls may have ended some of these groups by now, and begun others
+        leased = {(group, group.attempt) for group in self.ledger.of(GroupState.LEASED)}
+        self.ledger.requeue([group.group_id for group, attempt in running if (group, attempt) in leased])
+        self._news.set()
 
     def admit(self) -> int:
         """Begin groups in all free places, and return the number of groups in the batch."""
@@ -148,19 +153,18 @@ class GroupScheduler:
             rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
         except asyncio.CancelledError:
             if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise stop() cancelled it
-                self._fail(RuntimeError(f"the environment or the policy cancelled a task of group_id={group}"))
+                self._failures[group] = RuntimeError(
+                    f"the environment or the policy cancelled a task of group_id={group}"
+                )
             raise
         except BaseException as error:
-            self._fail(error)
+            self._failures[group] = error
         else:
             self.ledger.complete(group, attempt, rows)
         finally:
             if self._tasks.get(group) is asyncio.current_task():
                 del self._tasks[group]
             self._news.set()
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
 
     def _choose(self, needed: int) -> list[Group]:
         """Return the groups to deliver, oldest first; none if they are not ready."""
@@ -216,7 +220,8 @@ class GroupScheduler:
         cancelled = [group for group in chosen if self.ledger.groups[group].state == GroupState.LEASED]
         self.ledger.drop(cancelled)
         self.counts["collector/cancelled_groups"] += len(cancelled)
-        self._failure = None  # it was raised by a cancelled group
+        for group in cancelled:
+            self._failures.pop(group, None)
         self._news.set()
         return len(cancelled)
 
@@ -230,10 +235,10 @@ class GroupScheduler:
         for group in groups:
             self.runner.forget(group)
 
-    async def stop_all(self) -> None:
-        """Stop all groups and forget their failures; the ledger is unchanged."""
-        await self.stop(self._tasks.copy())
-        self._failure = None
+    async def reset(self) -> None:
+        """Stop all groups, return them to the drawn ones, and forget their failures."""
+        await self.requeue_running()
+        self._failures.clear()
 
     async def close(self) -> None:
         """Stop all groups, for good, and return them to the drawn ones."""
