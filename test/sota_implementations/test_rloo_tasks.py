@@ -227,6 +227,7 @@ EVERYTHING = [
     "checkpoint.every=3",
     "reward.functions=[own_rewards.coin,own_rewards.raises]",
     "reward.executor={mode: process, workers: 2, timeout: 60}",
+    "reward.shaping=[{_target_: torchrl_rloo.envs.transforms.NormalizeRewards, min_count: 8}]",
     "curriculum.rerolls={delay: 6, threshold: 1}",
     "curriculum.refill={max_batches: 2}",
     "curriculum.cache={capacity: 8, max_uses: 2}",

@@ -109,7 +109,7 @@ class GroupLedger:
         True
         >>> rows = ledger.deliver([lease.group_id])
         >>> ledger.settle([lease.group_id]), ledger.acknowledge()
-        (None, 1)
+        (1, 1)
     """
 
     def __init__(self, primer: DataLoadingPrimer, *, audit: str | PathLike | None = None):
@@ -196,19 +196,25 @@ class GroupLedger:
             rows += group.rows
         return rows
 
-    def settle(self, taken: Iterable[int], *, reclaim: bool = True) -> None:
+    def settle(self, taken: Iterable[int], *, reclaim: bool = True) -> int:
         """Confirm delivered groups whose rows the caller has.
 
         Args:
             taken: groups to confirm.
             reclaim: whether the other delivered groups become complete again. False while a batch is being delivered.
+
+        Returns:
+            Number of groups that were not confirmed before.
         """
-        taken = set(taken)
+        taken, confirmed = set(taken), 0
         for group in self.of(GroupState.DELIVERED):
+            if group.taken:
+                continue
             if group.group_id in taken:
-                group.taken, group.rows = True, None
-            elif reclaim and not group.taken:
+                group.taken, group.rows, confirmed = True, None, confirmed + 1
+            elif reclaim:
                 self._move(group, GroupState.COMPLETE)
+        return confirmed
 
     def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
         """Remove delivered groups that were trained on, and return their number.

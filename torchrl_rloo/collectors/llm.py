@@ -279,7 +279,7 @@ class LLMCollector(CollectorBase):
         return self._call_on_loop(self._acknowledge, group_ids)
 
     def _acknowledge(self, group_ids: Iterable[int] | None) -> int:
-        self.ledger.settle(self._totals.returned, reclaim=False)
+        self._settle(self._totals, reclaim=False)
         return self.ledger.acknowledge(group_ids)
 
     def _wait_for_batch(self, rows_before: int, turns_before: int) -> Batch:
@@ -318,9 +318,13 @@ class LLMCollector(CollectorBase):
         """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
         self.scheduler.drop_waiter()
         self._settle(self._totals, reclaim=True)
+        self._acknowledge_returned()
 
     def _settle(self, totals: Totals, *, reclaim: bool) -> None:
-        self.ledger.settle(totals.returned, reclaim=reclaim)
+        if self.ledger.settle(totals.returned, reclaim=reclaim):
+            self.runner.stepper.end_batch()
+
+    def _acknowledge_returned(self) -> None:
         if self.auto_acknowledge:
             self.ledger.acknowledge()
 
@@ -347,6 +351,7 @@ class LLMCollector(CollectorBase):
 
     def _state(self) -> dict[str, Any]:
         self._settle(totals := self._totals, reclaim=False)
+        self._acknowledge_returned()
         return {
             "seed": self.runner.seed,
             "versions": [self.weights.version, self.weights.spent_version],

@@ -147,6 +147,9 @@ class RowStepper:
         self.outcome_transforms = [t for t in transforms[first:] if _has_step(t)]
         self._each_turn_transforms = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
         self._stateful = _select_stateful(transforms)
+        self._batched = [transform for transform in transforms if hasattr(transform, "end_batch")]
+        for transform in self._batched:
+            transform.collected = True
 
     async def step(self, row: TensorDictBase) -> TensorDictBase:
         """Step one conversation; to be awaited on the conversations' loop.
@@ -209,6 +212,11 @@ class RowStepper:
         mark_abstaining(self.base, after.unbind(0))
         for row, next_row in zip(rows, after.unbind(0), strict=True):
             row.set("next", next_row)
+
+    def end_batch(self) -> None:
+        """Tell transforms such as ``NormalizeRewards`` that all rows which :meth:`finish` has scored form a batch."""
+        for transform in self._batched:
+            transform.end_batch()
 
     async def release(self, row: TensorDictBase) -> None:
         """Release what transforms keep for a conversation that has ended or was cancelled."""

@@ -3,11 +3,11 @@
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform
+from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
-    NormalizeRewards,
     ScoreNames,
     ShapingTransform,
     TruncationPolicy,

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +33,12 @@ from torchrl.envs import Transform
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.functional.shaping import (
     TRUNCATION_MODES,
-    Moments,
     TruncationMode,
     calibrate_scores,
-    column_moments,
-    decay_moments,
-    merge_moments,
-    normalize_scores,
     shape_truncated_scores,
 )
+
+SHAPING_LOCK = Lock()  # a collector scores groups on several threads
 
 
 class ScoreSource(Protocol):
@@ -111,10 +109,10 @@ class ShapingTransform(Transform):
         """
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # Keep the original scores; only the first shaping transform sees them
+        # Keep the original scores, which only the first shaping transform sees; a turn before the last may have none
         rows = next_tensordict.unbind(0)
         for row in rows:
-            if "raw_rewards" not in row.keys():
+            if "rewards" in row.keys() and "raw_rewards" not in row.keys():
                 row.set("raw_rewards", row["rewards"])
         finished = [row for row in rows if row["done"].any()]
         # Shape the rows that are done, and combine their scores again
@@ -122,7 +120,8 @@ class ShapingTransform(Transform):
             scores = torch.stack([row["rewards"] for row in finished])
             self._check_order(scores, torch.stack([row["reward"].reshape(()) for row in finished]))
             truncated = torch.stack([row["truncated"].any() for row in finished])
-            scores[:, self.columns] = self.shape(scores[:, self.columns], truncated)
+            with SHAPING_LOCK:
+                scores[:, self.columns] = self.shape(scores[:, self.columns], truncated)
             returns = combine_rewards(scores, self.rewards.weights, self.rewards.clip_range)
             for row, each, total in zip(finished, scores, returns, strict=True):
                 row.set("rewards", each).set("reward", total.reshape(1, 1))
@@ -150,97 +149,6 @@ class ShapingTransform(Transform):
         shape = self.parent.batch_size
         reward_spec["raw_rewards"] = Unbounded(shape=(*shape, len(self.rewards.names)))
         return reward_spec
-
-
-class NormalizeRewards(ShapingTransform):
-    """Shaping that divides each function's scores by their running standard deviation.
-
-    Weights then mean the same for functions of different scale, and the learning rate for reward models of any scale.
-    A function whose scores have all been equal is not divided.
-
-    The statistics cover all scores before the environment's last reset, so no row is scaled by its own score. All rows
-    between two resets, which include whole groups, share one scale. Neither that scale nor the later statistics depend
-    on the order or the number of steps in which rows end, up to rounding in float64. Moments are merged exactly
-    (Chan et al. 1979). A collector resets each group by itself, so the scale of a group depends on the groups that
-    ended before it began. Equal seeds then give equal tokens, but not always equal shaped rewards.
-
-    Args:
-        rewards: see :class:`ShapingTransform`.
-        functions: see :class:`ShapingTransform`.
-        center: whether to subtract the mean. Under leave-one-out, or any baseline that is a mean over the group, this
-            constant cancels. It matters without such a baseline (REINFORCE, a critic), where a function abstains on
-            some members of a group, and for ``clip_range``.
-        decay: factor in (0, 1] on the weight of earlier scores at each reset. 1 forgets none; 0.99 remembers about 100
-            resets. Unlike the merge, it depends on when resets happen.
-        min_count: minimum number of scores, at least 2, in the statistics. Until then, scores are left unchanged and
-            counted.
-        epsilon: positive number added to the standard deviation.
-
-    Attributes:
-        moments: moments of the chosen functions' scores up to the last reset.
-        counts: ``"shaping/<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
-
-    Example:
-        >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
-        >>> normalize.names
-        ['reward_model']
-    """
-
-    def __init__(
-        self,
-        rewards: ScoreSource,
-        functions: Sequence[str] | None = None,
-        *,
-        center: bool = False,
-        decay: float = 1.0,
-        min_count: int = 64,
-        epsilon: float = 1e-4,
-    ):
-        super().__init__(rewards, functions)
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} must be in (0, 1]; use 1 to forget nothing")
-        if min_count < 2:
-            raise ValueError(f"min_count={min_count} must be at least 2; one score has no standard deviation")
-        if not epsilon > 0:
-            raise ValueError(f"epsilon={epsilon} must be positive")
-        self.center, self.decay, self.min_count, self.epsilon = center, decay, min_count, epsilon
-        self.moments, self._since_reset = Moments.zeros(len(self.names)), Moments.zeros(len(self.names))
-
-    def shape(self, scores: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """Return scores divided by the standard deviation up to the last reset; see :class:`ShapingTransform`."""
-        new = column_moments(scores)
-        self._since_reset = merge_moments(self._since_reset, new)
-        for name, count, known in zip(self.names, new.count.tolist(), self.moments.count.tolist(), strict=True):
-            if known < self.min_count:
-                self.counts[f"shaping/{name}/unnormalized"] += int(count)
-        return normalize_scores(
-            scores, self.moments, center=self.center, min_count=self.min_count, epsilon=self.epsilon
-        )
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        if self._since_reset.count.any():
-            self.moments = merge_moments(decay_moments(self.moments, self.decay), self._since_reset)
-            self._since_reset = Moments.zeros(len(self.names))
-        return tensordict_reset
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return counters and statistics, for ``state_dict``."""
-        moments = {"names": list(self.names), "moments": list(self.moments), "since_reset": list(self._since_reset)}
-        return super().get_extra_state() | moments
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore counters and statistics, in place.
-
-        Raises:
-            ValueError: if the statistics belong to other functions.
-        """
-        if state["names"] != self.names:
-            raise ValueError(
-                f"the state has statistics of {state['names']}, but this transform has functions={self.names}; resume "
-                "with the same functions"
-            )
-        super().set_extra_state(state)
-        self.moments, self._since_reset = (Moments(*state[k]) for k in ("moments", "since_reset"))
 
 
 class ClipRewards(ShapingTransform):
