@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +41,9 @@ from support.judges import math_judge, one_judge  # noqa: F401  fixtures
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 384  # a multiple of 64, so the model has no id that the tokenizer lacks
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bot|>", "<|header|>", "<|header_end|>", "<|eot|>", "<s>")

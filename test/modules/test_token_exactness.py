@@ -194,7 +194,7 @@ def test_the_cases_are_what_they_say(make_tokenizer: Callable, make_model: Calla
     lengths, number_of_turns = {}, {}
     for case, (tokenizer_kwargs, end_bias, max_new_tokens, turns) in CASES.items():
         tokenizer = make_tokenizer("chatml", **tokenizer_kwargs)
-        settings = {"max_new_tokens": max_new_tokens}
+        settings = {"max_new_tokens": max_new_tokens, "seed": 0}
         rows, _, sampled = collect(make_model(tokenizer, end_bias=end_bias), tokenizer, prompts, settings, turns)
         lengths[case] = {len(turn) for turns in sampled.values() for turn in turns}
         number_of_turns[case] = set(rows[keys.NUM_TURNS].tolist())

@@ -42,6 +42,7 @@ class NormalizeRewards(ShapingTransform):
         counts: ``"shaping/<function>/unnormalized"``, the number of scores left unchanged because of ``min_count``.
 
     Example:
+        >>> from torchrl_rloo.envs.transforms import ScoreNames
         >>> normalize = NormalizeRewards(ScoreNames(["reward_model"], [1.0]), min_count=2, decay=0.99)
         >>> normalize.names
         ['reward_model']
