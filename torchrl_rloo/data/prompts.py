@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import hashlib
 import json
 import operator
@@ -16,14 +14,13 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.cells import plain_value
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
 from torchrl_rloo.lookup import import_object
 
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
-
-_PLAIN = (str, bytes, bool, int, float, type(None), decimal.Decimal, datetime.date, datetime.time, datetime.timedelta)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class PromptDataset(Sequence):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _plain(self.rows[operator.index(index)])
+        return plain_value(self.rows[operator.index(index)])
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -283,12 +280,12 @@ def _rows(
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise ValueError(f"{where} must be a mapping from column names to values, got {row!r:.200}")
         if not rows:
-            first, given = where, set(row)
+            first, given = where, set(plain_value(list(row), f"{where}: a column's name"))
             prompt, others = _choose_columns(list(row), prompt_column, column_map, columns)
         if different := given ^ set(row) if columns is None else {prompt, *others} - set(row):
             remedy = "give all rows the same columns, or set columns to those to keep"
             raise ValueError(f"{where} and {first} differ in columns {sorted(different)}; {remedy}")
-        values = {name: _plain(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
+        values = {name: plain_value(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
         query = _check_query(values[prompt], where, column_map.get(prompt, prompt))
         if rows and type(query) is not type(rows[0][keys.QUERY]):
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
@@ -375,20 +372,6 @@ def _drop_long(
     kept = dataset.select(i for i, length in enumerate(lengths) if length <= limit)
     kept.counts = replace(kept.counts, read=len(dataset), too_long=len(dataset) - len(kept))
     return kept
-
-
-def _plain(value: Any, where: str = "") -> Any:
-    """Copy a value as plain Python values: arrays, tensors and tuples become lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry, where) for entry in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(entry, where) for key, entry in value.items()}
-    if not isinstance(value, _PLAIN):
-        found = f"keys {list(value)!r:.80}" if isinstance(value, Mapping) else f"a value of type {type(value).__name__}"
-        raise ValueError(f"{where} has {found}, but requires plain values with text keys; convert it or set columns")
-    return value
 
 
 def _canonical(value: Any) -> str:
