@@ -14,7 +14,7 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.cells import plain_value
+from torchrl_rloo.data.cells import check_query, plain_value
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
@@ -276,17 +276,19 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return checked rows ``{"query": ..., **columns}``, with the columns of the first row."""
     rows: list[dict[str, Any]] = []
+    first, names, chosen = "", set(), None
     for where, row in located:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise ValueError(f"{where} must be a mapping from column names to values, got {row!r:.200}")
-        if not rows:
-            first, given = where, set(plain_value(list(row), f"{where}: a column's name"))
-            prompt, others = _choose_columns(list(row), prompt_column, column_map, columns)
-        if different := given ^ set(row) if columns is None else {prompt, *others} - set(row):
+        if chosen is None:
+            first, names = where, set(plain_value(list(row), f"{where}: a column's name"))
+            chosen = _choose_columns(list(row), prompt_column, column_map, columns)
+        prompt, others = chosen
+        if different := names ^ set(row) if columns is None else {prompt, *others} - set(row):
             remedy = "give all rows the same columns, or set columns to those to keep"
             raise ValueError(f"{where} and {first} differ in columns {sorted(different)}; {remedy}")
         values = {name: plain_value(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
-        query = _check_query(values[prompt], where, column_map.get(prompt, prompt))
+        query = check_query(values[prompt], where, column_map.get(prompt, prompt))
         if rows and type(query) is not type(rows[0][keys.QUERY]):
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
         rows.append({keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()})
@@ -316,31 +318,10 @@ def _choose_columns(
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
         raise ValueError(f"columns={columns!r} must be a list of names from {others}")
     kept = others if columns is None else list(columns)
-    if reserved := [name for name in kept if name in keys.RESERVED]:
+    if reserved := [name for name in kept if name in keys.RESERVED or name == keys.TOOLS]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
         raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed} or columns")
     return source_name[prompt_column], {source_name[name]: name for name in kept}
-
-
-def _check_query(query: Any, where: str, column: str) -> str | Messages:
-    if not isinstance(query, (str, list)) or not query:
-        raise ValueError(f"{where}: prompt column {column!r} must contain text or messages, got {query!r:.200}")
-    if isinstance(query, str):
-        contents = [query]
-    else:
-        for k, message in enumerate(query):
-            if not isinstance(message, dict) or not all(isinstance(message.get(f), str) for f in ("role", "content")):
-                needed = "must have text as 'role' and 'content'"
-                raise ValueError(f"{where}: message {k} of prompt column {column!r} {needed}, got {message!r:.200}")
-        contents = [message["content"] for message in query if message["role"] != "system"]
-        if column == "messages" and query[-1]["role"] == "assistant":
-            remedy = "drop it or set prompt_column; use column_map={'messages': 'prompt'} to let the policy continue it"
-            raise ValueError(f"{where}: column 'messages' must not end with an assistant message; {remedy}")
-        # Drop None: Arrow adds it for optional fields that a message lacks, and templates take it for a value
-        query = [{field: value for field, value in message.items() if value is not None} for message in query]
-    if not any(content.strip() for content in contents):
-        raise ValueError(f"{where}: prompt column {column!r} must not be blank, got {query!r:.200}; remove the row")
-    return query
 
 
 def _as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
