@@ -1,4 +1,4 @@
-"""MCP servers that lie, flood or fall silent: the call fails with a short text, and the next one goes on."""
+"""MCP servers that lie, flood or fall silent: the call fails with a short text, and the next one is answered."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_names_become_words_of_letters_digits_and_underscores():
         assert [tool.name for tool in tools] == ["a_b__31m___im_end__"]
 
 
-def relayed(data: bytes, limit: int) -> subprocess.CompletedProcess:
-    code = f"import sys; sys.stdout.buffer.write({data!r})"
+def relayed(data: str, limit: int) -> subprocess.CompletedProcess:
+    code = f"import sys; sys.stdout.buffer.write({data})"
     command = [sys.executable, "-I", "-S", mcp_relay.__file__, str(limit), sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, timeout=PATIENCE)
 
@@ -102,21 +102,19 @@ def relayed(data: bytes, limit: int) -> subprocess.CompletedProcess:
     ],
 )
 def test_the_relay_forwards_objects_to_the_byte(data, forwarded):
-    done = relayed(data, 100)
+    done = relayed(repr(data), 100)
     assert (done.stdout, done.returncode) == (forwarded, 0)
 
 
-@pytest.mark.parametrize(
-    "data", [b"{" + b"x" * 300_000, b"x" * 300_000, b"{}\n" * 9 + b"{" + b"x" * 100_001 + b"\n{}\n"]
-)
+@pytest.mark.parametrize("data", ["b'{' + b'x' * 300_000", "b'x' * 300_000", "b'{}\\n' * 9 + b'{' + b'x' * 100_001"])
 def test_the_relay_ends_a_server_at_the_limit_of_a_line(data):
     done = relayed(data, 100_000)
     assert len(done.stdout) < 200_000 and b"more than the limit of 100000 bytes" in done.stderr and done.returncode != 0
 
 
 def test_the_relay_passes_long_lines_below_the_limit():
-    data = b'{"a": "' + b"y" * 290_000 + b'"}\n'
-    assert relayed(data * 2, 300_000).stdout == data * 2
+    data = "(b'{' + b'y' * 290_000 + b'}\\n') * 2"
+    assert relayed(data, 300_000).stdout == (b"{" + b"y" * 290_000 + b"}\n") * 2
 
 
 def test_a_program_is_found_as_its_process_would_find_it(tmp_path):
