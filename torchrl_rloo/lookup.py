@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_MAX_HUB_ID = 200  # characters: the hub allows 96 for each part
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -84,9 +85,9 @@ def check_path(what: str, name: str | os.PathLike) -> None:
         Traceback (most recent call last):
         FileNotFoundError: source='nowhere.jsonl' is neither a local file or directory (no '...nowhere.jsonl') nor ...
     """
-    text, path = os.fspath(name), Path(name).expanduser()
+    text, path = os.fspath(name), Path(os.path.expanduser(name))
     local = text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix.lower() in DATA_SUFFIXES
-    if local and not path.exists():
+    if (local or len(text) > _MAX_HUB_ID) and not os.path.exists(path):
         where = str(path.absolute())
         raise FileNotFoundError(
             f"{what}={text!r} is neither a local file or directory (no {where!r}) nor a hub id: correct the path"

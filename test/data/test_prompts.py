@@ -278,7 +278,7 @@ def test_values_become_plain_python():
     assert type(loaded["query"]) is str and type(loaded["x"]) is float
     with raises("row 0: column 'image' has a value of type object, but requires plain values with text keys; convert"):
         load_prompts([{"prompt": "a", "image": object()}])
-    with raises("row 0: column 'x' has keys [1]"):
+    with raises("row 0: column 'x' has a key 1, but"):
         load_prompts([{"prompt": "a", "x": [{1: 2}]}])
 
 

@@ -123,3 +123,24 @@ def test_figure_shows_what_is_asked_for(tmp_path):
     assert tall.shape[0] > flat.shape[0] and tall[..., :3].std() > 0.05
     with pytest.raises(KeyError, match="speed"):
         plot_comparison(found, tmp_path / "no.png", metrics=["speed"])
+
+
+def test_metrics_must_be_of_the_same_prompts_in_both():
+    first, second = evaluated(0.3), evaluated(0.5)
+    for changed in (first, second):
+        values = {name: dict(by_prompt) for name, by_prompt in changed.values.items()}
+        del values["greedy"][next(iter(values["greedy"]))]
+        changed.__dict__["values"] = values
+        with pytest.raises(ValueError, match="metric='greedy' has 1 prompts in one evaluation only, e.g. prompt_id="):
+            compare(first, second)
+        del changed.__dict__["values"]
+    assert compare(first, second).metrics
+
+
+def test_the_saved_comparison_has_the_names_of_the_attributes():
+    found = compare(evaluated(0.3), evaluated(0.5))
+    saved = found.to_dict()
+    assert set(saved) == {"labels", "differing_settings", "metrics"}
+    greedy = found.metrics["greedy"]
+    names = ("improved_ids", "worsened_ids")
+    assert [saved["metrics"]["greedy"][name] for name in names] == [list(getattr(greedy, name)) for name in names]

@@ -409,3 +409,11 @@ def test_first_rewards_that_are_all_equal_are_logged_once(
         outcome(env, Says(tokenizer, ["a"] * 4))
     assert len(caplog.messages) == len(expected)
     assert all(part in message for part, message in zip(expected, caplog.messages, strict=True))
+
+
+@pytest.mark.parametrize("place", ["transforms", "after_rewards"])
+def test_a_second_reward_transform_is_refused(tokenizer, place):
+    rewards = RewardTransform([lambda prompts, completions, completion_ids: [1.0] * len(prompts)])
+    dataset = load_prompts([{"prompt": "a"}], chat=True)
+    with pytest.raises(ValueError, match="a RewardTransform in transforms or after_rewards.*pass it as rewards="):
+        DatasetChatEnv(dataset, tokenizer, prompts_per_batch=1, rewards=rewards, **{place: [rewards]})

@@ -77,3 +77,19 @@ def test_a_saved_adapter_is_not_trained_on_unseen(checkpoint: Path, tmp_path: Pa
         count_trained(loaded)
     save_model(load_model(checkpoint)[0], tokenizer, tmp_path)
     assert not (tmp_path / "adapter_config.json").exists() and count_trained(load_model(tmp_path)[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rank": 4}, r"unknown names \['rank'\] in lora={'rank': 4}"),
+        ({"r": 4, "lora_aplha": 8}, r"unknown names \['lora_aplha'\].*did you mean 'lora_alpha'"),
+        ({"task_type": "CAUSAL_LM"}, r"unknown names \['task_type'\]"),
+        ({5: 1, "r": 4}, r"unknown names \[5\]"),
+    ],
+)
+def test_unknown_names_of_an_adapter_are_refused(model, config, message):
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=message) as raised:
+        add_adapter(model, config)
+    assert "\n" not in str(raised.value)

@@ -141,3 +141,14 @@ def test_settings_out_of_range_are_refused(reward_model, bad, message):
         RewardModelLoss(reward_model, **bad)
     with pytest.raises(ValueError, match="must have a score"):
         RewardModelLoss(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("batch_sum_coeff", [0.0, 0.1])
+def test_a_step_without_pairs_has_no_loss(batch_sum_coeff):
+    class Zero(torch.nn.Module):
+        def score(self, rows):
+            return torch.zeros(len(rows))
+
+    rows = stack_rows([TensorDict({"chosen": TensorDict({}), "rejected": TensorDict({})})])[:0]
+    normalizers = RewardModelLoss(Zero(), batch_sum_coeff=batch_sum_coeff).normalizers(rows)
+    assert normalizers.num_rows == 0 and normalizers.mean_reward == (0.0 if batch_sum_coeff else None)

@@ -422,3 +422,11 @@ def test_an_action_token_without_a_token_before_it_is_refused(make_loss, rows):
     row[keys.ACTION_MASK][0] = True
     with pytest.raises(ValueError, match="first token"):
         make_loss()(stack_rows([row]))
+
+
+def test_rows_without_advantages_are_refused_with_the_remedy(model, tokenizer):
+    rows = {keys.TOKENS: torch.arange(3), keys.ACTION_MASK: torch.tensor([False, True, True])}
+    row = TensorDict(rows | {keys.LOG_PROBS: torch.zeros(3)})
+    loss_fn = RLOOLoss(TransformersWrapper(model, tokenizer=tokenizer, generate=False))
+    with pytest.raises(KeyError, match="advantage='advantage' is missing in the rows; compute it with MCAdvantage"):
+        loss_fn(stack_rows([row]))

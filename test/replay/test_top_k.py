@@ -145,3 +145,9 @@ def test_groups_that_never_complete_go_and_are_counted() -> None:
 def test_invalid_settings_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TopKSelector(**arguments)
+
+
+@pytest.mark.parametrize("by", ["reward", "variance"])
+def test_no_rows_stay_no_rows(by):
+    rows = stack_rows([TensorDict({"group_id": torch.tensor(0), ("next", "reward"): torch.ones(1, 1)})])
+    assert len(select_top_k(rows[:0], 2, by)) == 0 and len(select_top_k(select_top_k(rows[:0], 2), 2, by)) == 0

@@ -1,13 +1,15 @@
 """Layouts of preference datasets: functions from a source row to examples.
 
 A pair is ``{"prompt", "chosen", "rejected"}`` and a labeled example is ``{"prompt", "completion", "label"}``. The
-prompt is a list of chat messages, and a completion is a list of one assistant message. In ``user_defined`` formats
-both are plain text. Formats have Axolotl's names, ``<markup>.<layout>``. An invalid row raises a ``ValueError`` that
-names the column and the fix; the caller adds the location of the row.
+prompt is a list of chat messages, and a completion is a list of one assistant message. Messages keep all their fields,
+such as tool calls, and prompts are equal only if all fields are. In ``user_defined`` formats both are plain text.
+Formats have Axolotl's names, ``<markup>.<layout>``. An invalid row raises a ``ValueError`` that names the column and
+the fix; the caller adds the location of the row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from torchrl_rloo.data.templates import Messages
 
 Example = dict[str, Any]
+Message = dict[str, Any]
 Reader = Callable[..., list[Example]]  # (row, **options)
 
 _NEXT_ROLES = {  # valid roles after a role; the conversation ends with the answer, an assistant message
@@ -26,7 +29,7 @@ _NEXT_ROLES = {  # valid roles after a role; the conversation ends with the answ
 }
 _ROLES = {role: [role] for role in ("system", "user", "assistant", "tool")}
 _ROLE_AND_CONTENT = {"role": "role", "content": "content"}
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
+_LABELS = {1: True, 0: False, "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def _read_pair(prompt: str | None, chosen: str, rejected: str, row: Mapping) -> list[Example]:
@@ -43,7 +46,7 @@ def _read_prompt_first(row: Mapping) -> list[Example]:
     """Read a pair in ORPO's layout: a prompt column replaces the user message in lists of one exchange."""
     before, good = _split_answer(row, "chosen")
     exchange = len(_without_system(before)) <= 1
-    if exchange and row.get("prompt"):
+    if exchange and _is_given(row, "prompt"):
         context = _build_context(row, "prompt", [], "chosen")
     else:
         context = _build_context(row, None, before, "chosen")
@@ -86,13 +89,15 @@ def _read_nectar(row: Mapping) -> list[Example]:
         isinstance(answers, list) and all(isinstance(a, Mapping) and {"answer", "rank"} <= set(a) for a in answers)
     ):
         raise ValueError(f"column 'answers' must contain a list of {{'answer', 'rank'}}, got {_preview(answers)}")
+    if wrong := [a["rank"] for a in answers if not _is_number(a["rank"])]:
+        raise ValueError(f"column 'answers' must contain finite numbers as ranks, got {_preview(wrong)}; convert them")
     ranked = sorted(answers, key=lambda a: a["rank"])
     worse = [a for a in ranked if a["rank"] > ranked[0]["rank"]]
     if not worse:
         raise ValueError("column 'answers' must contain at least two different ranks; remove the row")
-    best = _require_text(ranked[0]["answer"], "answers")
+    best = _text_answer(ranked[0]["answer"], "answers")
     return [
-        _make_pair(context, [], best, ([], _require_text(a["answer"], "answers")), "answers", "answers") for a in worse
+        _make_pair(context, [], best, ([], _text_answer(a["answer"], "answers")), "answers", "answers") for a in worse
     ]
 
 
@@ -100,7 +105,7 @@ def _read_labeled(prompt: str, row: Mapping) -> list[Example]:
     """Read one answer and its label; messages before the answer are the prompt."""
     before, answer = _split_answer(row, "completion")
     context = _build_context(row, None if before and prompt == "chosen" else prompt, before, "completion")
-    return [{"prompt": context, "completion": _assistant_turn(answer), "label": _parse_label(row, "label")}]
+    return [{"prompt": context, "completion": [answer], "label": _parse_label(row, "label")}]
 
 
 def _read_user_pair(
@@ -122,7 +127,8 @@ def _read_user_pair(
     rejected = _fill(
         "rejected_format", rejected_format, rejected=_require_text(_require_column(row, field_rejected), field_rejected)
     )
-    _check_different(chosen, rejected, field_chosen, field_rejected)
+    if chosen == rejected:
+        raise _same_answer(field_chosen, field_rejected, chosen)
     return [{"prompt": prompt, "chosen": chosen, "rejected": rejected}]
 
 
@@ -202,6 +208,14 @@ def _preview(value: Any) -> str:
     return f"{value!r:.200}"
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_given(row: Mapping, name: str) -> bool:
+    return row.get(name) not in (None, "")
+
+
 def _require_column(row: Mapping, name: str) -> Any:
     if row.get(name) is None:
         found = sorted(column for column, value in row.items() if value is not None)
@@ -217,27 +231,39 @@ def _require_text(value: Any, column: str) -> str:
     return value
 
 
-def _require_messages(value: Any, column: str) -> Messages:
+def _require_list(value: Any, column: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"column {column!r} must contain text or a list of messages, got {_preview(value)}")
-    for k, message in enumerate(value):
+    return value
+
+
+def _require_messages(value: Any, column: str) -> Messages:
+    for k, message in enumerate(_require_list(value, column)):
         if not (isinstance(message, Mapping) and all(isinstance(message.get(f), str) for f in ("role", "content"))):
             raise ValueError(
                 f"message {k} of column {column!r} must have text as 'role' and 'content', got {_preview(message)}"
             )
-    return [{"role": m["role"], "content": m["content"]} for m in value]
+    # Drop None: Arrow adds it for optional fields that a message lacks
+    return [{field: entry for field, entry in message.items() if entry is not None} for message in value]
 
 
-def _split_answer(row: Mapping, column: str) -> tuple[Messages, str]:
-    """Return the messages before the answer and the text of the answer."""
+def _text_answer(value: Any, column: str) -> Message:
+    return {"role": "assistant", "content": _require_text(value, column)}
+
+
+def _split_answer(row: Mapping, column: str) -> tuple[Messages, Message]:
+    """Return the messages before the answer and the answer, an assistant message."""
     value = _require_column(row, column)
     if isinstance(value, str):
-        return [], _require_text(value, column)
+        return [], _text_answer(value, column)
     messages = _require_messages([value] if isinstance(value, Mapping) else value, column)
-    if messages[-1]["role"] != "assistant":
-        role = messages[-1]["role"]
+    answer = messages[-1]
+    if answer["role"] != "assistant":
+        role = answer["role"]
         raise ValueError(f"column {column!r} must end with role 'assistant', got role {role!r}; correct it")
-    return messages[:-1], _require_text(messages[-1]["content"], column)
+    if not answer.get("tool_calls"):
+        _require_text(answer["content"], column)
+    return messages[:-1], answer
 
 
 def _build_context(row: Mapping, prompt: str | None, before: Messages, column: str) -> Messages:
@@ -261,7 +287,7 @@ def _build_context(row: Mapping, prompt: str | None, before: Messages, column: s
         raise ValueError(f"column {column!r} has an answer without a prompt; choose a type with a prompt column")
 
     # Add the system message, and check the order of roles
-    if row.get("system") and context[0]["role"] != "system":
+    if _is_given(row, "system") and context[0]["role"] != "system":
         context = [{"role": "system", "content": _require_text(row["system"], "system")}, *context]
     last = None
     for k, role in enumerate([*(m["role"] for m in context), "assistant"]):
@@ -279,12 +305,12 @@ def _without_system(messages: Messages) -> Messages:
     return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
-def _comparable(messages: Messages) -> list[tuple[str, str]]:
-    return [(m["role"], m["content"].strip()) for m in _without_system(messages)]
+def _comparable(messages: Messages) -> Messages:
+    return [{**m, "content": m["content"].strip()} for m in _without_system(messages)]
 
 
 def _make_pair(
-    context: Messages, before: Messages, good: str, other: tuple[Messages, str], chosen: str, rejected: str
+    context: Messages, before: Messages, good: Message, other: tuple[Messages, Message], chosen: str, rejected: str
 ) -> Example:
     other_before, bad = other
     if _comparable(before) != _comparable(other_before):
@@ -292,25 +318,22 @@ def _make_pair(
             f"columns {chosen!r} and {rejected!r} must answer the same prompt, but differ before their last messages; "
             "correct them or remove the row"
         )
-    _check_different(good, bad, chosen, rejected)
-    return {"prompt": context, "chosen": _assistant_turn(good), "rejected": _assistant_turn(bad)}
-
-
-def _check_different(good: str, bad: str, chosen: str, rejected: str) -> None:
     if good == bad:
-        raise ValueError(f"columns {chosen!r} and {rejected!r} have the same answer, {good!r:.100}; remove the row")
+        raise _same_answer(chosen, rejected, good["content"])
+    return {"prompt": context, "chosen": [good], "rejected": [bad]}
 
 
-def _assistant_turn(text: str) -> Messages:
-    return [{"role": "assistant", "content": text}]
+def _same_answer(chosen: str, rejected: str, answer: str) -> ValueError:
+    return ValueError(f"columns {chosen!r} and {rejected!r} have the same answer, {answer!r:.100}; remove the row")
 
 
 def _parse_label(row: Mapping, column: str) -> bool:
     if row.get(column) is None:
         raise ValueError(f"KTO requires a label in column {column!r}; set it to true (desirable) or false in every row")
-    if (label := _LABELS.get(str(row[column]).strip().lower())) is None:
+    value = row[column].strip().lower() if isinstance(row[column], str) else row[column]
+    if isinstance(value, (list, dict)) or value not in _LABELS:
         raise ValueError(f"column {column!r} must be true, false, 1 or 0, got {row[column]!r:.80}; convert it")
-    return label
+    return _LABELS[value]
 
 
 def _rename_fields(row: Mapping, column: str, properties: Mapping[str, str], roles: Mapping[str, list[str]]) -> Any:
@@ -318,26 +341,28 @@ def _rename_fields(row: Mapping, column: str, properties: Mapping[str, str], rol
     value = _require_column(row, column)
     if isinstance(value, str):
         return value
-    # Invert the mapping of roles, to look them up by the dataset's names
+    # Invert the mappings, to look up the dataset's names
     role_of = {theirs: ours for ours, names in roles.items() for theirs in names}
+    name_of = {theirs: ours for ours, theirs in (_ROLE_AND_CONTENT | dict(properties)).items()}
     messages = []
-    for k, message in enumerate([value] if isinstance(value, Mapping) else value):
-        if not isinstance(message, Mapping) or any(properties.get(f, f) not in message for f in ("role", "content")):
+    for k, message in enumerate([value] if isinstance(value, Mapping) else _require_list(value, column)):
+        renamed = {name_of.get(f, f): v for f, v in message.items()} if isinstance(message, Mapping) else {}
+        if not {"role", "content"} <= set(renamed) or len(renamed) < len(message):
             raise ValueError(
                 f"message {k} of column {column!r} must have the fields of "
                 f"message_property_mappings={dict(properties)}; correct the mapping"
             )
-        role = message[properties.get("role", "role")]
-        if role not in role_of:
+        if not isinstance(renamed["role"], str) or renamed["role"] not in role_of:
             raise ValueError(
-                f"message {k} of column {column!r} has unknown role {role!r}; valid: {sorted(role_of)}; add it to roles"
+                f"message {k} of column {column!r} has unknown role {_preview(renamed['role'])}; valid: "
+                f"{sorted(role_of)}; add it to roles"
             )
-        messages.append({"role": role_of[role], "content": message[properties.get("content", "content")]})
+        messages.append({**renamed, "role": role_of[renamed["role"]]})
     return messages
 
 
 def _fill_prompt(row: Mapping, field_prompt: str, field_system: str | None, prompt_format: str) -> str:
-    system = row.get(field_system) if field_system else None
+    system = _require_text(row[field_system], field_system) if field_system and _is_given(row, field_system) else ""
     if system and "{system}" not in prompt_format:
         raise ValueError(
             f"prompt_format={prompt_format!r} must contain {{system}} for column {field_system!r}; add it, or set "
@@ -346,7 +371,7 @@ def _fill_prompt(row: Mapping, field_prompt: str, field_system: str | None, prom
     return _fill(
         "prompt_format",
         prompt_format,
-        system=system or "",
+        system=system,
         prompt=_require_text(_require_column(row, field_prompt), field_prompt),
     )
 
@@ -357,5 +382,5 @@ def _fill(name: str, template: str, **values: str) -> str:
         raise ValueError(f"{name}={template!r} must contain {{{needed}}}; add it")
     try:
         return template.format(**values)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(f"{name}={template!r} must name only {sorted(values)}; double other braces") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.cells import PlainRow
 from torchrl_rloo.data.preference_formats import LABELED_FORMATS, PAIRED_FORMATS, Example
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.data.sources import describe_source, read_source
@@ -22,6 +22,7 @@ from torchrl_rloo.data.templates import Messages, encode, encode_conversation, e
 from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES
 
 CHOSEN, REJECTED = "chosen", "rejected"  # sub-rows of a pair
+_MAX_MARGIN = 1e30  # float32 holds it, and products of it with rewards
 MARGIN = "margin"  # optional, float []: smallest desired difference between the rewards of a pair
 LABEL = "label"  # bool []: True if the completion of a labeled row is desirable
 
@@ -88,7 +89,7 @@ class PreferenceDataset(Sequence):
 
 def load_preferences(
     source: str | os.PathLike | Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]],
-    type: str,
+    type: str | Mapping[str, Any],
     *,
     objective: str = "dpo",
     split: str | None = "train",
@@ -112,16 +113,20 @@ def load_preferences(
       layouts the prompt must equal the beginning of the lists.
     - KTO: every layout requires a column ``label``, true for desirable completions.
     - ``user_defined.default``: plain text. Only the tokenizer's BOS, if any, and a final EOS are added.
+    - Messages keep all fields. The markups write roles and contents only, so they refuse messages with other fields,
+      such as tool calls.
 
     Args:
         source: see :func:`~torchrl_rloo.data.load_prompts`.
-        type: name of the format, such as ``"chatml.intel"`` or ``"chat_template.default"``.
+        type: name of the format, such as ``"chatml.intel"`` or ``"chat_template.default"``. A mapping, as in Axolotl's
+            YAML, holds the options of ``user_defined.default``; None in it is the default.
         objective: preference objective. ``"kto"`` reads labeled completions, all others read pairs.
         split: see :func:`~torchrl_rloo.data.load_prompts`.
         name: see :func:`~torchrl_rloo.data.load_prompts`.
         limit: number of rows to read from the start. None reads all.
         markup: name in ``MARKUPS`` or ``"tokenizer"``. None takes the type's.
-        drop_bad_rows: if True, drop invalid rows and list their faults in ``dropped``. By default the first raises.
+        drop_bad_rows: if True, drop invalid rows and list their faults in ``dropped``. By default the first raises. A
+            file that cannot be parsed raises in any case.
         margin_column: column of a pair's margin, a number: the smallest desired difference of rewards.
         **options: options of the type. ``chat_template.default`` has ``field_messages``, ``field_chosen``,
             ``field_rejected``, ``message_property_mappings`` and ``roles``. ``chat_template.argilla_chat`` has the
@@ -141,10 +146,15 @@ def load_preferences(
     if objective not in PREFERENCE_OBJECTIVES:
         raise ValueError(f"objective={objective!r} must be one of {list(PREFERENCE_OBJECTIVES)}")
     formats = PAIRED_FORMATS if PREFERENCE_OBJECTIVES[objective].paired else LABELED_FORMATS
-    if type not in formats:
+    if isinstance(type, Mapping):
+        given = {name: value for name, value in type.items() if value is not None}
+        if repeated := sorted(set(map(str, given)) & set(options)):
+            raise ValueError(f"options {repeated} are set in type={dict(type)!r:.200} and as arguments; remove one")
+        type, options = "user_defined.default", given | options
+    if not isinstance(type, str) or type not in formats:
         raise ValueError(f"type={type!r} must be one of {sorted(formats)} for objective={objective!r}")
     known = sorted(inspect.getfullargspec(formats[type]).kwonlyargs)
-    if unknown := sorted(set(options) - set(known)):
+    if unknown := sorted(map(str, set(options) - set(known))):
         raise ValueError(f"unknown options {unknown} of type={type!r}; valid: {known}")
     prefix = type.split(".")[0]
     markup = markup or (prefix if prefix in MARKUPS else TOKENIZER_MARKUP)
@@ -157,13 +167,16 @@ def load_preferences(
         try:
             if not isinstance(row, Mapping):
                 raise ValueError(f"a row must be a mapping from column names to values, got {row!r:.200}")
+            row = PlainRow(row)
             found = formats[type](row, **options)
             margin = {} if margin_column is None else {MARGIN: _margin(row, margin_column)}
+            _check_fields(found, markup)
             examples += [{**example, **margin} for example in found]
-        except ValueError as error:
+        except Exception as error:  # no fault of one row may end the load, whatever a value does
+            fault = str(error) if isinstance(error, ValueError) else f"{error.__class__.__name__}: {error}"
             if not drop_bad_rows:
-                raise ValueError(f"{where} as {type!r}: {error}") from error
-            faults.append(f"{where}: {error}")
+                raise ValueError(f"{where} as {type!r}: {fault}") from error
+            faults.append(f"{where}: {fault}")
     if not examples:
         raise ValueError(
             f"{describe_source(source)} has no valid row" + (f"; the first fault: {faults[0]}" if faults else "")
@@ -190,7 +203,7 @@ def load_preference_splits(
         eval_split: split of ``eval_source``. None takes that of ``source``.
         eval_size: largest number of held-out examples. They are chosen at random because sources may be sorted by
             subject.
-        seed: seed of the split of ``source``.
+        seed: seed of the choice of held-out examples.
         **options: arguments of :func:`load_preferences`.
 
     Returns:
@@ -211,7 +224,7 @@ def load_preference_splits(
         options |= {"limit": None} | ({"split": eval_split} if eval_split else {})
         held_out = list(load_preferences(eval_source, type, **options))
         if len(held_out) > eval_size:
-            held_out = random.Random(0).sample(held_out, eval_size)
+            held_out = random.Random(seed).sample(held_out, eval_size)
         seen = {str(example["prompt"]) for example in examples}
         if shared := sum(str(example["prompt"]) in seen for example in held_out):
             raise ValueError(
@@ -310,9 +323,21 @@ def mismatched_rows(rows: TensorDictBase) -> TensorDictBase:
     return stack_rows(result)
 
 
+def _check_fields(examples: Iterable[Example], markup: str) -> None:
+    """Raise if messages have fields that a markup does not write."""
+    for example in examples if markup in MARKUPS else ():
+        for part in example.values():
+            for message in part if isinstance(part, list) else ():
+                if lost := sorted(set(message) - {"role", "content"}):
+                    raise ValueError(
+                        f"a message has fields {lost}, which markup={markup!r} does not write; remove them, or set "
+                        f"markup={TOKENIZER_MARKUP!r} for the tokenizer's chat template"
+                    )
+
+
 def _margin(row: Mapping[str, Any], column: str) -> float:
     margin = row.get(column)
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) < _MAX_MARGIN:
         raise ValueError(f"margin_column={column!r} must contain a finite number, got {margin!r}")
     return float(margin)
 
@@ -340,6 +365,8 @@ def _encode_example(tokenizer, prompt: Messages | str, completion: Messages | st
             after = [*after, tokenizer.eos_token_id]
         return _row(before + after, [False] * len(before) + [True] * len(after))
     ids, mask = encode_conversation(tokenizer, [*prompt, *completion])
+    if not any(mask):
+        raise ValueError(f"the chat template writes no token of completion={completion!r:.200}; correct the template")
     end = start = len(mask) - mask[::-1].index(True)
     while start and mask[start - 1]:
         start -= 1

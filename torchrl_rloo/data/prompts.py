@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import hashlib
 import json
 import operator
@@ -16,14 +14,13 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.cells import check_query, plain_value
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
 from torchrl_rloo.lookup import import_object
 
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
-
-_PLAIN = (str, bytes, bool, int, float, type(None), decimal.Decimal, datetime.date, datetime.time, datetime.timedelta)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class PromptDataset(Sequence):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _plain(self.rows[operator.index(index)])
+        return plain_value(self.rows[operator.index(index)])
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -279,17 +276,19 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return checked rows ``{"query": ..., **columns}``, with the columns of the first row."""
     rows: list[dict[str, Any]] = []
+    first, names, chosen = "", set(), None
     for where, row in located:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise ValueError(f"{where} must be a mapping from column names to values, got {row!r:.200}")
-        if not rows:
-            first, given = where, set(row)
-            prompt, others = _choose_columns(list(row), prompt_column, column_map, columns)
-        if different := given ^ set(row) if columns is None else {prompt, *others} - set(row):
+        if chosen is None:
+            first, names = where, set(plain_value(list(row), f"{where}: a column's name"))
+            chosen = _choose_columns(list(row), prompt_column, column_map, columns)
+        prompt, others = chosen
+        if different := names ^ set(row) if columns is None else {prompt, *others} - set(row):
             remedy = "give all rows the same columns, or set columns to those to keep"
             raise ValueError(f"{where} and {first} differ in columns {sorted(different)}; {remedy}")
-        values = {name: _plain(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
-        query = _check_query(values[prompt], where, column_map.get(prompt, prompt))
+        values = {name: plain_value(row[name], f"{where}: column {name!r}") for name in (prompt, *others)}
+        query = check_query(values[prompt], where, column_map.get(prompt, prompt))
         if rows and type(query) is not type(rows[0][keys.QUERY]):
             raise ValueError(f"{first} and {where} mix plain text and chat messages; use one kind for all prompts")
         rows.append({keys.QUERY: query} | {new_name: values[name] for name, new_name in others.items()})
@@ -319,31 +318,10 @@ def _choose_columns(
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
         raise ValueError(f"columns={columns!r} must be a list of names from {others}")
     kept = others if columns is None else list(columns)
-    if reserved := [name for name in kept if name in keys.RESERVED]:
+    if reserved := [name for name in kept if name in keys.RESERVED or name == keys.TOOLS]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
         raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed} or columns")
     return source_name[prompt_column], {source_name[name]: name for name in kept}
-
-
-def _check_query(query: Any, where: str, column: str) -> str | Messages:
-    if not isinstance(query, (str, list)) or not query:
-        raise ValueError(f"{where}: prompt column {column!r} must contain text or messages, got {query!r:.200}")
-    if isinstance(query, str):
-        contents = [query]
-    else:
-        for k, message in enumerate(query):
-            if not isinstance(message, dict) or not all(isinstance(message.get(f), str) for f in ("role", "content")):
-                needed = "must have text as 'role' and 'content'"
-                raise ValueError(f"{where}: message {k} of prompt column {column!r} {needed}, got {message!r:.200}")
-        contents = [message["content"] for message in query if message["role"] != "system"]
-        if column == "messages" and query[-1]["role"] == "assistant":
-            remedy = "drop it or set prompt_column; use column_map={'messages': 'prompt'} to let the policy continue it"
-            raise ValueError(f"{where}: column 'messages' must not end with an assistant message; {remedy}")
-        # Drop None: Arrow adds it for optional fields that a message lacks, and templates take it for a value
-        query = [{field: value for field, value in message.items() if value is not None} for message in query]
-    if not any(content.strip() for content in contents):
-        raise ValueError(f"{where}: prompt column {column!r} must not be blank, got {query!r:.200}; remove the row")
-    return query
 
 
 def _as_chat(query: str | Messages, system_prompt: str | None = None, chat: bool = True) -> str | Messages:
@@ -375,20 +353,6 @@ def _drop_long(
     kept = dataset.select(i for i, length in enumerate(lengths) if length <= limit)
     kept.counts = replace(kept.counts, read=len(dataset), too_long=len(dataset) - len(kept))
     return kept
-
-
-def _plain(value: Any, where: str = "") -> Any:
-    """Copy a value as plain Python values: arrays, tensors and tuples become lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry, where) for entry in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(entry, where) for key, entry in value.items()}
-    if not isinstance(value, _PLAIN):
-        found = f"keys {list(value)!r:.80}" if isinstance(value, Mapping) else f"a value of type {type(value).__name__}"
-        raise ValueError(f"{where} has {found}, but requires plain values with text keys; convert it or set columns")
-    return value
 
 
 def _canonical(value: Any) -> str:

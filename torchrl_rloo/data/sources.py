@@ -1,7 +1,8 @@
 """Sources of rows: the hub, a file, or memory.
 
 The readers of local files name the line of a fault, keep the text of a ``.csv`` ("007" stays "007") and write no
-cache, unlike ``datasets.load_dataset``.
+cache, unlike ``datasets.load_dataset``. Text is UTF-8. Two values of one name in an object, or two columns of one name,
+are refused. Rows stay in memory, without a limit: compressed pages of a ``.parquet`` file may be far larger there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,14 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         TypeError: if the source is neither a path nor iterable.
         ValueError: if ``split`` or ``name`` does not fit the source, or if a file is malformed.
     """
-    described, rows = describe_source(source), source
+    described, rows, path = describe_source(source), source, None
     # Resolve a path or hub id
     if isinstance(source, (str, os.PathLike)):
-        path = Path(source).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(source))
+        if os.path.isdir(path):
             rows = _load_directory(path)
-        elif not path.is_file():
-            rows, split, name = _load_from_hub(os.fspath(source), path, split, name), None, None
+        elif not os.path.isfile(path):
+            rows, split, name, path = _load_from_hub(os.fspath(source), path, split, name), None, None, None
     if name is not None:
         raise ValueError(f"name={name!r} requires a hub dataset, got {described}; remove name")
 
@@ -54,13 +56,14 @@ def read_source(source: Any, split: str | None, name: str | None) -> Located:
         rows = rows[split]
     elif split not in (None, "train"):
         raise ValueError(f"split={split!r} requires a source with splits, got {described}; remove split")
-    if isinstance(rows, (str, os.PathLike)):
+    if rows is source and path is not None:
         return _read_file(path)
-    if not isinstance(rows, Iterable):
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise TypeError(
             f"source must be a path, a hub id, a datasets.Dataset or an iterable of mappings, got {described}"
         )
-    return ((f"row {i}", row) for i, row in enumerate(rows))
+    located = ((f"row {i}", row) for i, row in enumerate(rows))
+    return located if path is None else _readable(path, located)
 
 
 def _load_directory(path: Path) -> Any:
@@ -71,6 +74,8 @@ def _load_directory(path: Path) -> Any:
     except FileNotFoundError as error:
         message = f"source={str(path)!r} is a directory but not from save_to_disk; give a {_SUFFIXES} file in it"
         raise FileNotFoundError(message) from error
+    except Exception as error:
+        raise ValueError(f"source={str(path)!r} is damaged: {_one_line(error)}; save it again") from error
 
 
 def _load_from_hub(source: str, path: Path, split: str | None, name: str | None) -> Any:
@@ -91,42 +96,119 @@ def _load_from_hub(source: str, path: Path, split: str | None, name: str | None)
 def _read_file(path: Path) -> Located:
     if (suffix := path.suffix.lower()) not in _READERS:
         raise ValueError(f"source={str(path)!r} has unknown suffix {suffix!r}; convert it to {_SUFFIXES}")
+    yield from _readable(path, _open_rows(path, suffix))
+
+
+def _open_rows(path: Path, suffix: str) -> Located:
     with path.open("rb") as file:
-        try:
-            yield from ((f"{path}, {place}", row) for place, row in _READERS[suffix](file))
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}: malformed {suffix} file: {error}") from error
+        yield from ((f"{path}, {place}", row) for place, row in _READERS[suffix](file))
+
+
+def _readable(path: Path, located: Located) -> Located:
+    """Yield rows, and name the file or directory in the error of one that cannot be read."""
+    try:
+        yield from located
+    except (ValueError, RecursionError, OSError, csv.Error) as error:
+        kind = f"malformed {path.suffix.lower()} file" if path.suffix else "malformed directory"
+        raise ValueError(f"{path}: {kind}: {_one_line(error)}; correct or remove it") from error
+
+
+def _one_line(error: Exception) -> str:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:500]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        _require_distinct([name for name, _ in pairs])
+    return found
+
+
+def _require_distinct(names: Sequence[str]) -> None:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"names {repeated} occur more than once; rename or remove them")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _read_json_lines(lines: Iterable[bytes]) -> Located:
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield f"line {number}", json.loads(line)
-            except ValueError as error:  # drop the error's line number, which counts from this line
-                raise ValueError(f"line {number} must be one JSON object ({getattr(error, 'msg', error)})") from error
+        try:
+            text = line.decode("utf-8-sig")
+            if not text or text.isspace():
+                continue
+            row = _JSON.decode(text)
+        except (ValueError, RecursionError) as error:  # drop the error's line number, which counts from this line
+            raise ValueError(f"line {number} must be one JSON object ({getattr(error, 'msg', error)})") from error
+        yield f"line {number}", row
 
 
 def _read_json(file: io.BufferedIOBase) -> Located:
     content = file.read()
     if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # a byte order mark may come first
-        return ((f"row {i}", row) for i, row in enumerate(json.loads(content)))
-    return _read_json_lines(content.splitlines())
+        yield from _read_json_array(content.decode("utf-8-sig"))
+    else:
+        yield from _read_json_lines(content.splitlines())
+
+
+def _read_json_array(text: str) -> Located:
+    """Read the rows one by one, to name the row of a fault."""
+    place, number = _skip(text, text.index("[") + 1), 0
+    while number or text[place : place + 1] != "]":
+        try:
+            row, place = _JSON.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"row {number}: {error}") from error
+        yield f"row {number}", row
+        place, number = _skip(text, place), number + 1
+        if text[place : place + 1] != ",":
+            break
+        place = _skip(text, place + 1)
+    # Require the end of the array, and of the file
+    if text[place : place + 1] != "]":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+    if (end := _skip(text, place + 1)) < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _skip(text: str, place: int) -> int:
+    return _SPACE.match(text, place).end()
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _read_csv(file: io.BufferedIOBase) -> Located:
-    reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
-    for row in reader:
-        if None in row or None in row.values():  # DictReader marks surplus and missing values with None
-            raise ValueError(f"line {reader.line_num} must have one value for each of the columns {reader.fieldnames}")
-        yield f"line {reader.line_num}", row
+    reader = csv.DictReader(_decode_lines(file), strict=True)
+    _require_distinct(reader.fieldnames or [])
+    try:
+        for row in reader:
+            if None in row or None in row.values():  # DictReader marks surplus and missing values with None
+                raise ValueError(
+                    f"line {reader.line_num} must have one value for each of the columns {reader.fieldnames}"
+                )
+            yield f"line {reader.line_num}", row
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from error
+
+
+def _decode_lines(file: io.BufferedIOBase) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
 
 
 def _read_parquet(file: io.BufferedIOBase) -> Located:
     from pyarrow.parquet import ParquetFile  # comes with datasets
 
-    rows = (row for batch in ParquetFile(file).iter_batches() for row in batch.to_pylist())
-    return ((f"row {i}", row) for i, row in enumerate(rows))
+    table = ParquetFile(file)
+    _require_distinct(table.schema_arrow.names)
+    rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+    yield from ((f"row {i}", row) for i, row in enumerate(rows))
 
 
 _READERS = dict(zip(DATA_SUFFIXES, (_read_json_lines, _read_json, _read_parquet, _read_csv), strict=True))

@@ -151,7 +151,13 @@ def _render_prompt(tokenizer, query: Messages, template_kwargs: Mapping[str, Any
             f"query={query!r:.200} must be a string or a non-empty list of messages with 'role' and 'content'"
         )
     last = {"continue_final_message": True} if query[-1]["role"] == "assistant" else {"add_generation_prompt": True}
-    return _render_cut(tokenizer, query, {**template_kwargs, **last})
+    try:
+        return _render_cut(tokenizer, query, {**template_kwargs, **last})
+    except ValueError:
+        raise
+    except Exception as error:  # a template may raise anything for messages that it does not know
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"query={query!r:.200} cannot be rendered ({reason:.200}); correct its messages") from error
 
 
 def _encode_batch(tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:

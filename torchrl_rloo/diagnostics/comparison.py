@@ -129,7 +129,7 @@ class Comparison:
     def save(self, directory: str | Path) -> None:
         """Write ``comparison.json``, with the prompts whose first metric changed, and ``comparison.png``."""
         path = plot_comparison(self, Path(directory) / "comparison.png")
-        content = self.to_dict() | {"flipped": self.changed_prompts()}
+        content = self.to_dict() | {"changed_prompts": self.changed_prompts()}
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
         path.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
@@ -137,15 +137,15 @@ class Comparison:
         """Return the comparison as plain values for JSON."""
         return {
             "labels": list(self.labels),
-            "differing": {name: list(both) for name, both in self.differing_settings.items()},
+            "differing_settings": {name: list(both) for name, both in self.differing_settings.items()},
             "metrics": {
                 name: {
                     "prompts": m.prompts,
                     "first": m.first.mean,
                     "second": m.second.mean,
                     **m.test._asdict(),
-                    "gained": list(m.improved_ids),
-                    "lost": list(m.worsened_ids),
+                    "improved_ids": list(m.improved_ids),
+                    "worsened_ids": list(m.worsened_ids),
                 }
                 for name, m in self.metrics.items()
             },
@@ -181,6 +181,11 @@ def compare(first: EvaluationResult, second: EvaluationResult, *, same_settings:
     metrics = {}
     for name in [name for name in first.values if name in second.values]:
         ids = list(first.values[name])
+        if missing := first.values[name].keys() ^ second.values[name].keys():
+            raise ValueError(
+                f"metric={name!r} has {len(missing)} prompts in one evaluation only, e.g. prompt_id={min(missing)}; "
+                "evaluate both on the same dataset"
+            )
         before, after = (
             round_values(torch.tensor([r.values[name][i] for i in ids], dtype=torch.float64)) for r in (first, second)
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class TrainingPlan:
         max_new_tokens: largest number of tokens per turn.
         context_length: longest sequence that the model accepts, in tokens; None if unlimited.
         max_turns: largest number of policy turns per trajectory; None if unlimited.
-        max_tokens: largest number of tokens per trajectory, including the prompt; None leaves only the limits per turn.
+        max_tokens: largest number of tokens per trajectory, including the prompt and feedback; None leaves only the
+            limits per turn and ``context_length``.
 
     Raises:
         ValueError: if a size is out of range, or the sizes do not fit together.
@@ -41,8 +43,8 @@ class TrainingPlan:
         ...     max_new_tokens=16,
         ...     context_length=64,
         ... )
-        >>> plan.rows_per_step, plan.optimizer_steps, plan.tokens_per_row
-        (24, 60, 16)
+        >>> plan.rows_per_step, plan.optimizer_steps, plan.max_action_tokens, plan.longest_row
+        (24, 60, 16, 36)
     """
 
     steps: int
@@ -60,20 +62,8 @@ class TrainingPlan:
     max_tokens: int | None = None
 
     def __post_init__(self):
-        for name in (
-            "steps",
-            "prompts_per_step",
-            "num_generations",
-            "minibatches",
-            "epochs_per_batch",
-            "max_new_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("micro_batch_size", "max_turns", "max_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value} must be null or at least 1")
-        # Checks that need more than one field
+        self._check_sizes()
+        # Check that batches divide and that the longest prompt leaves room for its turns
         if self.rows_per_step % self.minibatches:
             raise ValueError(
                 f"minibatches={self.minibatches} must divide the rows per step, {self.prompts_per_step} prompts x "
@@ -85,13 +75,27 @@ class TrainingPlan:
                 f"prompts_per_step={self.prompts_per_step} exceeds the {self.train_prompts} training prompts; add "
                 f"prompts, or set it to at most {self.train_prompts}"
             )
-        longest = self.max_prompt_tokens + self.tokens_per_row
-        if self.context_length is not None and longest > self.context_length:
+        if self.max_tokens is not None and self.max_tokens <= self.max_prompt_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} leaves no token for the policy after the longest prompt, of "
+                f"{self.max_prompt_tokens} tokens; raise it, or set max_prompt_length to drop the longest prompts"
+            )
+        if self.context_length is not None and self.longest_row > self.context_length:
             raise ValueError(
                 f"the longest prompt has {self.max_prompt_tokens} tokens and the policy may add "
-                f"{self.tokens_per_row}; the sum of {longest} exceeds the model's context of {self.context_length}. "
-                "Lower max_new_tokens, or set max_prompt_length to drop the longest prompts"
+                f"{self.longest_row - self.max_prompt_tokens}; the sum of {self.longest_row} exceeds the model's "
+                f"context of {self.context_length}. Lower max_new_tokens, set max_tokens={self.context_length}, or set "
+                "max_prompt_length to drop the longest prompts"
             )
+
+    def _check_sizes(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "eval_prompts" else 1
+            if value is None and "None" in field.type:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                kind = "null or an integer of" if "None" in field.type else "an integer of"
+                raise ValueError(f"{field.name}={value!r} must be {kind} at least {least}")
 
     @property
     def rows_per_step(self) -> int:
@@ -99,11 +103,17 @@ class TrainingPlan:
         return self.prompts_per_step * self.num_generations
 
     @property
-    def tokens_per_row(self) -> int:
-        """Largest number of tokens that the policy may add to a prompt."""
-        turns = self.max_new_tokens * (self.max_turns or 1)
-        room = turns if self.max_tokens is None else self.max_tokens - self.max_prompt_tokens
-        return max(self.max_new_tokens, room if self.max_turns is None else min(turns, room))
+    def longest_row(self) -> int:
+        """Largest number of tokens of a trajectory, without feedback; of one turn if their number is unlimited."""
+        full = self.max_prompt_tokens + self.max_new_tokens * (self.max_turns or 1)
+        return full if self.max_tokens is None else min(full, self.max_tokens)
+
+    @property
+    def max_action_tokens(self) -> int | None:
+        """Upper bound of a trajectory's action tokens, after a prompt of any length; None if unlimited."""
+        limits = [limit - 1 for limit in (self.max_tokens, self.context_length) if limit is not None]
+        turns = [] if self.max_turns is None else [self.max_new_tokens * self.max_turns]
+        return min(turns + limits, default=None)
 
     @property
     def optimizer_steps(self) -> int:
@@ -117,7 +127,8 @@ class TrainingPlan:
     def __str__(self) -> str:
         rows, updates = self.rows_per_step, self.minibatches * self.epochs_per_batch
         epochs = self.epochs(self.steps)
-        tokens = self.steps * rows * self.tokens_per_row
+        most = self.max_action_tokens
+        tokens = "any number of" if most is None else f"at most {self.steps * rows * most:,}"
         turns = "any number of turns" if self.max_turns is None else count(self.max_turns, "turn")
         on_policy = "all on-policy" if updates == 1 else f"the first of each {updates} on-policy"
         return "\n".join(
@@ -128,7 +139,7 @@ class TrainingPlan:
                 f"per step = {self.optimizer_steps:,} optimizer steps, {on_policy}",
                 f"{self.train_prompts:,} training prompts, {epochs:.2f} epochs; {self.eval_prompts:,} held out",
                 f"prompts up to {self.max_prompt_tokens} tokens, {turns} of up to "
-                f"{self.max_new_tokens}; at most {tokens:,} action tokens",
+                f"{self.max_new_tokens}; {tokens} action tokens",
             ]
         )
 

@@ -193,5 +193,7 @@ def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[T
                 raise TypeError(
                     f"TorchRL's {name} edits conversations as text, but here they are ids; {_TORCHRL_REMEDIES[name]}"
                 )
+    if any(isinstance(transform, RewardTransform) for transform in (*transforms, *after_rewards)):
+        raise ValueError("a RewardTransform in transforms or after_rewards would score rows twice; pass it as rewards=")
     if any(isinstance(transform, KLRewardTransform) for transform in transforms):
         raise ValueError("KLRewardTransform in transforms would act before the rewards; put it in after_rewards")

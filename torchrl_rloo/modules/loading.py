@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
-from torchrl_rloo.lookup import check_path
+from torchrl_rloo.lookup import check_path, did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 
 if TYPE_CHECKING:
@@ -201,8 +202,8 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model already has an adapter, or ``lora_dropout`` is not 0. A policy trains in evaluation
-            mode, without dropout, so that its log-probs equal the sampler's.
+        ValueError: if the model already has an adapter, a name is unknown, or ``lora_dropout`` is not 0. A policy
+            trains in evaluation mode, without dropout, so that its log-probs equal the sampler's.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -218,6 +219,12 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ImportError("an adapter requires peft: pip install 'torchrl_rloo[peft]'") from error
+    known = [field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name != "task_type"]
+    if unknown := [name for name in config if name not in known]:
+        hint = did_you_mean(str(unknown[0]), known)
+        raise ValueError(
+            f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
+        )
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
 
 

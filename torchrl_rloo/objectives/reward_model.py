@@ -128,7 +128,8 @@ class RewardModelLoss(LossModule):
                 sums = torch.cat([torch.stack(self._score(part)).sum(0).double().cpu() for part in parts])
             total[1] = row_weights(rows).double().cpu() @ sums
         number, reward = mean_over_ranks(total.cpu(), process_group).tolist()
-        return Normalizers(number, mean_reward=reward / (2 * number) if self.batch_sum_coeff else None)
+        mean_reward = reward / (2 * number) if number else 0.0  # no rank has a pair
+        return Normalizers(number, mean_reward=mean_reward if self.batch_sum_coeff else None)
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RewardModelLossOutput:
         """Compute the loss of pairs ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""

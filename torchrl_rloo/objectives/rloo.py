@@ -365,7 +365,11 @@ class _Batch(NamedTuple):
 
 def _gather_advantages(rows: TensorDictBase, key: NestedKey, actions: ActionTokens) -> torch.Tensor:
     """Return ``[B, 1]``, or ``[B, A]`` if rows have an advantage per token."""
-    values = ragged(rows, key)
+    try:
+        values = ragged(rows, key)
+    except KeyError:
+        remedy = "compute it with MCAdvantage, the transform of the replay buffer, before the loss"
+        raise KeyError(f"advantage={key!r} is missing in the rows; {remedy}") from None
     if all(v.numel() == 1 for v in values):
         return torch.stack([v.reshape(1) for v in values]).to(actions.mask.device)
     tokens = ragged(rows, keys.TOKENS)

@@ -77,6 +77,8 @@ def select_top_k(
         >>> select_top_k(rows, 2, "variance")["group_size"].tolist()
         [2, 2]
     """
+    if not len(rows):
+        return rows
     values, groups = returns(rows), rows[keys.GROUP_ID].reshape(-1)
     if values.ndim != 1:
         raise ValueError(f"returns gave {tuple(values.shape)}, but must give one value for each row: [{len(rows)}]")

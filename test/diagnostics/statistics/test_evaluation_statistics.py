@@ -153,7 +153,9 @@ def test_values_beyond_shares_have_a_t_interval():
     interval = mean_interval(values)
     half = 2.776445 * values.double().std().item() / math.sqrt(5)
     assert interval == (1.0, pytest.approx(1 - half), pytest.approx(1 + half))
-    assert mean_interval(torch.full((4,), 7.0)) == (7.0, 7.0, 7.0)
+    for equal in (7.0, -0.1, 1.1, 0.1 + 0.2 + 1):  # equal values show no spread
+        mean, low, high = mean_interval(torch.full((7,), equal).double())
+        assert mean == pytest.approx(equal) and math.isnan(low) and math.isnan(high)
     assert all(math.isnan(end) for end in mean_interval(torch.tensor([0.3]))[1:])
     with pytest.raises(ValueError, match="empty"):
         mean_interval(torch.zeros(0))
@@ -185,3 +187,16 @@ def test_coverage_is_near_the_level_also_of_hard_tasks(a, b):
     values = torch.binomial(torch.full_like(chance, 4.0), chance) / 4
     held = [low <= a / (a + b) <= high for _, low, high in (mean_interval(row, draws=4) for row in values)]
     assert 0.93 <= sum(held) / len(held) <= 0.99
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("prompts", [2, 3, 7, 30])
+def test_equal_shares_have_a_wide_interval(value, prompts):
+    mean, low, high = mean_interval(torch.full((prompts,), value).double())
+    assert low <= mean <= high and high - low > 0.3 / prompts**0.5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused(bad):
+    with pytest.raises(ValueError, match="values=.* must be finite"):
+        mean_interval(torch.tensor([0.5, bad]))

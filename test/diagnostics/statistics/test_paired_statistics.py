@@ -88,3 +88,48 @@ def test_other_shapes_are_refused():
     for first, second in ((torch.zeros(2), torch.zeros(3)), (torch.zeros(0), torch.zeros(0))):
         with pytest.raises(ValueError, match="must have equal shapes"):
             paired_test(first, second)
+
+
+@pytest.mark.parametrize("first", [[0.25, 0.5], [0.1, 0.2], [0.5] * 6, [0.25] * 3 + [0.5], [0.7, 0.1, 0.4]])
+@pytest.mark.parametrize("gain", [0.0, 0.25, 0.3, -0.1, 1e-3])
+def test_equal_differences_have_an_interval_of_some_width_or_none(first, gain):
+    first = torch.tensor(first).double()
+    test = paired_test(first, first + gain)
+    inside = bool(((first + gain >= 0) & (first + gain <= 1)).all())
+    assert math.isnan(test.low) == math.isnan(test.high) == (not inside)
+    if inside:
+        assert test.low < gain < test.high and test.high - test.low > 0.5 / len(first)
+    scaled = paired_test(10 * first, 10 * (first + gain))  # no bounds are known of other scores
+    assert math.isnan(scaled.low) and math.isnan(scaled.high) and scaled.p_value == test.p_value
+
+
+def test_equal_differences_have_the_binary_interval_of_as_many_changes():
+    test = paired_test(torch.tensor([0.5, 0.25, 0.75, 0.5]), torch.tensor([0.75, 0.5, 1.0, 0.75]))
+    assert (test.low, test.high) == paired_binary_interval(1, 0, 4)
+
+
+# differences of a prompt, and their probabilities: many samples of few prompts have equal differences
+RARE = {"gain": ([0.0, 0.5], [0.9, 0.1]), "loss": ([0.0, -0.25], [0.8, 0.2]), "shift": ([0.25, 0.5], [0.9, 0.1])}
+RARE |= {"both": ([0.0, 0.5, -0.5], [0.8, 0.1, 0.1]), "always": ([0.25], [1.0])}
+
+
+@pytest.mark.parametrize("prompts", [2, 4, 8])
+@pytest.mark.parametrize("kind", RARE)
+def test_intervals_cover_the_difference_where_samples_often_agree(kind, prompts):
+    values, chances = (torch.tensor(numbers).double() for numbers in RARE[kind])
+    drawn = values[torch.multinomial(chances, prompts * 200, True, generator=torch.Generator().manual_seed(0))]
+    first = (-values.min()).clamp(min=0).expand(prompts)
+    tests = [paired_test(first, first + difference) for difference in drawn.view(200, prompts)]
+    truth = float(values @ chances)
+    assert sum(test.low <= truth <= test.high for test in tests) >= 0.95 * 200 - 2 * math.sqrt(200 * 0.95 * 0.05)
+    assert all(test.high - test.low > 1e-6 for test in tests)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_refused(bad):
+    values = torch.tensor([0.5, bad, 1.0])
+    for call in (lambda: paired_test(values, values), lambda: paired_test(torch.ones(3), values)):
+        with pytest.raises(ValueError, match="must be finite"):
+            call()
+    with pytest.raises(ValueError, match="must be finite"):
+        sign_flip_test(values)

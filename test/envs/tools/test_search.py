@@ -161,3 +161,9 @@ def test_a_search_leaves_the_process_fit_for_vllm():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "cat" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("title", ["", "Two  spaces", " otters", "tabs\t\tstay", "a   b"])
+def test_a_title_is_shown_as_it_is(title):
+    shown = SearchTool([{"title": title, "text": "Otters  sleep."}]).call(None, query="otters").splitlines()
+    assert shown[0].startswith(f"[1] {title} (score " if title else "[1] (score ") and shown[1] == "Otters  sleep."

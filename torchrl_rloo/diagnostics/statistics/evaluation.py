@@ -122,7 +122,7 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
     if all values are 0 or all are 1 (0 of 20 gives 0 to 0.16). Values that are not all 0 or 1 use their effective
     number of Bernoulli trials, :math:`\mu (1-\mu) P / s^2`, and a Student quantile (Korn and Graubard 1998). On hard or
     easy tasks this interval keeps its coverage, where t and bootstrap intervals fall far below the level. Other values
-    have a t interval.
+    have a t interval, or NaN as bounds if they are equal: equal values do not show how much they vary.
 
     Args:
         values: ``[P]``, one value per prompt.
@@ -134,7 +134,7 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
         The mean with its bounds, which are NaN for a single value that is not 0 or 1.
 
     Raises:
-        ValueError: if there are no values.
+        ValueError: if there are no values, or a value is not finite.
 
     Example:
         >>> interval = mean_interval(torch.zeros(20))
@@ -152,8 +152,8 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
         return Interval(mean, math.nan, math.nan)
     # Values outside of [0, 1] have no binomial model: use a t interval
     t = student_quantile(0.5 + level / 2, n - 1)
-    if float(values.min()) < 0 or float(values.max()) > 1:
-        half = t * math.sqrt(variance / n)
+    if not is_share(values):
+        half = math.nan if is_constant(values) else t * math.sqrt(variance / n)
         return Interval(mean, mean - half, mean + half)
     # Wilson's interval at the number of Bernoulli trials that have the observed variance
     limit = max(draws, 1.0) * n
@@ -162,8 +162,24 @@ def mean_interval(values: torch.Tensor, *, draws: float = 1.0, level: float = CO
 
 
 def round_values(values: torch.Tensor) -> torch.Tensor:
-    """Convert values to float64, rounded to 12 decimals to remove the rounding errors of sums."""
+    """Convert values to float64, rounded to 12 decimals to remove the rounding errors of sums.
+
+    Raises:
+        ValueError: if a value is not finite.
+    """
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"values={values.tolist()!r:.200} must be finite; remove prompts without a score")
     return values.double().round(decimals=12)
+
+
+def is_constant(values: torch.Tensor) -> bool:
+    """Return whether all values are equal."""
+    return bool((values == values[0]).all())
+
+
+def is_share(values: torch.Tensor) -> bool:
+    """Return whether all values are in [0, 1]."""
+    return bool(((values >= 0) & (values <= 1)).all())
 
 
 def is_binary(values: torch.Tensor) -> bool:

@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from torchrl_rloo.diagnostics.statistics.evaluation import CONFIDENCE_LEVEL, is_binary, round_values, student_quantile
+from torchrl_rloo.diagnostics.statistics.evaluation import (
+    CONFIDENCE_LEVEL,
+    is_binary,
+    is_constant,
+    is_share,
+    round_values,
+    student_quantile,
+)
 
 _ENUMERATED = 16  # largest number of differing prompts whose sign patterns are all enumerated
 _DRAWN = 100_000  # sign patterns drawn for more prompts
@@ -23,8 +30,8 @@ class PairedTest(NamedTuple):
 
     Attributes:
         difference: mean difference over the prompts.
-        low: lower bound of its confidence interval.
-        high: upper bound of its confidence interval.
+        low: lower bound of its confidence interval; NaN where the values give none.
+        high: upper bound of its confidence interval; NaN where the values give none.
         p_value: two-sided p-value of the hypothesis that the policies do not differ.
         p_error: standard error of ``p_value`` from the draw of sign patterns; 0 if it is exact.
         better: number of prompts on which the second has the higher value.
@@ -46,7 +53,9 @@ def paired_test(
     """Compare two policies' values on the same prompts.
 
     If all values are 0 or 1, it uses McNemar's exact test and :func:`paired_binary_interval`. Otherwise it uses
-    :func:`sign_flip_test`, which equals McNemar's test on binary values, and a t interval.
+    :func:`sign_flip_test`, which equals McNemar's test on binary values, and a t interval. Equal differences have no
+    t interval, as they do not show how much they vary. Of at least two values in ``[0, 1]`` they have
+    :func:`paired_binary_interval` of the same mean; of other values their bounds are NaN.
 
     Args:
         first: ``[P]``, values of the first policy, for at least one prompt.
@@ -58,7 +67,7 @@ def paired_test(
         The mean difference with its interval, p-value and counts.
 
     Raises:
-        ValueError: if the shapes differ or there is no prompt.
+        ValueError: if the shapes differ, there is no prompt, or a value is not finite.
 
     Example:
         >>> test = paired_test(torch.tensor([0, 0, 0, 0, 0, 1.0]), torch.ones(6))
@@ -71,13 +80,13 @@ def paired_test(
             f"{list(second.shape)}"
         )
     first, second = round_values(first), round_values(second)
-    difference = second - first
+    difference = round_values(second - first)
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
     if is_binary(first) and is_binary(second):
         low, high = paired_binary_interval(better, worse, len(difference), level)
         p_value, p_error = mcnemar_test(better, worse), 0.0
     else:
-        low, high = _t_interval(difference, level)
+        low, high = _mean_difference_interval(difference, is_share(first) and is_share(second), level)
         p_value, p_error = sign_flip_test(difference, seed=seed)
     return PairedTest(float(difference.mean()), low, high, p_value, p_error, better, worse)
 
@@ -116,7 +125,7 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
         >>> sign_flip_test(torch.tensor([0.5, 0.25, 0.0]))
         (0.5, 0.0)
     """
-    size = difference.double().abs()
+    size = round_values(difference).abs()
     size = size[size > 0]
     m = len(size)
     if not m:
@@ -136,14 +145,16 @@ def sign_flip_test(difference: torch.Tensor, *, seed: int = 0) -> tuple[float, f
     return p, math.sqrt(p * (1 - p) / _DRAWN)
 
 
-def paired_binary_interval(better: int, worse: int, total: int, level: float = CONFIDENCE_LEVEL) -> tuple[float, float]:
+def paired_binary_interval(
+    better: float, worse: float, total: int, level: float = CONFIDENCE_LEVEL
+) -> tuple[float, float]:
     """Return the confidence interval of the difference of two paired shares (Bonett and Price 2012).
 
     It is a Wald interval after adding one prompt to each kind of change, so its width is positive without changes.
 
     Args:
-        better: number of prompts that only the second policy solves.
-        worse: number of prompts that only the first policy solves.
+        better: number of prompts that only the second policy solves, or the sum of its gains of at most 1.
+        worse: number of prompts that only the first policy solves, or the sum of the losses of at most 1.
         total: number of all prompts.
         level: confidence level.
 
@@ -156,9 +167,13 @@ def paired_binary_interval(better: int, worse: int, total: int, level: float = C
     return max(-1.0, up - down - half), min(1.0, up - down + half)
 
 
-def _t_interval(difference: torch.Tensor, level: float) -> tuple[float, float]:
-    n = len(difference)
-    if n == 1:
+def _mean_difference_interval(difference: torch.Tensor, shares: bool, level: float) -> tuple[float, float]:
+    """Return the t interval of the mean, or the binary one of equal differences of shares."""
+    n, mean = len(difference), float(difference.mean())
+    if n == 1 or (is_constant(difference) and not shares):
         return math.nan, math.nan
+    if is_constant(difference):
+        total = float(difference.sum())
+        return paired_binary_interval(max(total, 0.0), max(-total, 0.0), n, level)
     half = student_quantile(0.5 + level / 2, n - 1) * float(difference.std()) / math.sqrt(n)
-    return float(difference.mean()) - half, float(difference.mean()) + half
+    return mean - half, mean + half

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
@@ -15,7 +16,16 @@ from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
 MAX_SOURCE_CHARS = 20_000  # of Python source: parsing takes about 100 times its size in memory
 MAX_MALFORMED_CHARS = 200  # kept of a malformed call
 
-_DECODER = json.JSONDecoder(strict=False)  # accepts line breaks in strings, which models write in code
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # either value may be meant
+        name = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
+        raise ValueError(f'there are two values of "{name[:80]}"')
+    return found
+
+
+DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_unique)  # models write line breaks in strings of code
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_LONG_READS = 8
@@ -28,7 +38,7 @@ def decode(text: str, start: int) -> tuple[Any, int, str | None]:
         ``(value, end, None)``, or ``(None, start, error message)``.
     """
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
         return None, start, f"invalid JSON: {error.msg} at character {error.pos - start}"
     except (ValueError, RecursionError) as error:  # an integer with too many digits, or too deep nesting
@@ -93,9 +103,22 @@ def parse_literal(body: str) -> Any:
     if len(body) > MAX_SOURCE_CHARS:
         return None
     try:
-        return json.loads(json.dumps(ast.literal_eval(body)))
+        tree = ast.parse(body, mode="eval")
+        if repeats_name(tree):
+            return None
+        return json.loads(json.dumps(ast.literal_eval(tree)))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def repeats_name(tree: ast.AST) -> bool:
+    """Return whether a dict of a Python expression, or a call, has two values of one name."""
+    names = [
+        [ast.dump(key) for key in node.keys if key] if isinstance(node, ast.Dict) else [k.arg for k in node.keywords]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict | ast.Call)
+    ]
+    return any(len(set(each)) < len(each) for each in names)
 
 
 def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolCall | MalformedCall]:
@@ -117,9 +140,9 @@ def parse_calls(value: Any, text: str, ids: re.Pattern[str] = _ID) -> list[ToolC
     arguments = inner.get("arguments", inner.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _DECODER.decode(arguments)
+            arguments = DECODER.decode(arguments)
         except (ValueError, RecursionError):
-            error = '"arguments" must be an object, got a string that is not JSON'
+            error = '"arguments" must be an object, got a string that is not JSON with distinct names'
     # Check the parts, and report one error; a wrong name comes first
     if not isinstance(name, str) or not name:
         error = 'a call must be an object with a "name" and "arguments"'

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
 import math
 import os
 import re
-import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,11 +17,13 @@ from time import monotonic
 from typing import Any
 
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.tools.mcp_results import format_result
+from torchrl_rloo.envs.tools.mcp_stdio import open_stdio
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0  # the SDK itself kills a process that does not end within 4 s
-_MAX_PAGES = 100  # of a server's list of tools, which might be endless
+_MAX_PAGES, _MAX_TOOLS = 100, 1000  # of a server's list of tools, which might be endless
 
 Transport = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -35,8 +35,9 @@ class ConnectionLostError(ToolError):
 class MCPTools(Sequence[Tool]):
     """Sequence of the tools of an MCP server, to combine with others: ``[*MCPTools.stdio("my-server"), calculator]``.
 
-    Names, descriptions and schemas are the server's. The result of a call is the server's texts, joined by line breaks;
-    images, audio and links are described. Errors, timeouts and lost connections become texts for the policy.
+    Names, descriptions and schemas are the server's; other characters of a name become ``_``. The result of a call is
+    the server's texts, joined by line breaks; images, audio and links are described. Errors,
+    timeouts and lost connections become texts for the policy.
 
     The next call reconnects to a server that was lost. Without ``per_trajectory``, a lost call is repeated once if the
     server declares the tool read-only or idempotent. Others are not repeated: they may have had their effect.
@@ -56,7 +57,8 @@ class MCPTools(Sequence[Tool]):
 
     Raises:
         ConnectionLostError: if the server cannot be reached.
-        ValueError: if a limit is not above 0.
+        ValueError: if a limit is not above 0, or the server has more than 1000 tools, or one with an invalid name or
+            schema.
         ImportError: if ``mcp`` is not installed.
 
     Example:
@@ -121,6 +123,9 @@ class MCPTools(Sequence[Tool]):
     ) -> MCPTools:
         """Start a server as a process and connect to it; :meth:`close` or the end of this process ends it.
 
+        A line of its output, such as a result, has at most 8 MiB; a longer one ends the server, which counts as lost.
+        Lines that are no JSON objects are dropped.
+
         Args:
             command: program to start.
             args: arguments of the program.
@@ -129,12 +134,8 @@ class MCPTools(Sequence[Tool]):
             **settings: arguments of the class.
         """
         _import_mcp()
-        from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        server = StdioServerParameters(
-            command=command, args=list(args), env=None if env is None else dict(env), cwd=cwd and os.fspath(cwd)
-        )
-        return cls(lambda: stdio_client(server, errlog=sys.__stderr__ or sys.stderr), **settings)
+        return cls(lambda: open_stdio(command, args, env, cwd), **settings)
 
     @classmethod
     def http(cls, url: str, *, headers: Mapping[str, str] | None = None, **settings: Any) -> MCPTools:
@@ -188,10 +189,12 @@ class MCPTools(Sequence[Tool]):
         self._shared = self._connect()
         client, specs, cursor = await self._shared.client(), [], None
         for _ in range(_MAX_PAGES):
-            page = await asyncio.wait_for(client.list_tools(cursor=cursor), self.connect_timeout)
+            page = await _listed(client.list_tools(cursor=cursor), self.connect_timeout)
             specs += page.tools
             if (cursor := page.next_cursor) is None:
                 break
+        if cursor is not None or len(specs) > _MAX_TOOLS:
+            raise ValueError(f"the server lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages; use another server")
         return specs
 
     def _shared_connection(self) -> _Connection:
@@ -360,32 +363,20 @@ async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
             yield streams
 
 
-def format_result(result: Any) -> str:
-    """Return the SDK's ``CallToolResult`` as the text that the policy is shown."""
-    parts = [_part(content) for content in result.content]
-    if not parts and result.structured_content is not None:
-        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
-    return "\n".join(parts) or "(nothing)"
-
-
-def _part(content: Any) -> str:
-    if content.type == "text":
-        return content.text
-    if content.type in ("image", "audio"):
-        return f"[{content.type}: {content.mime_type}, {len(content.data) * 3 // 4} bytes]"
-    if content.type == "resource_link":
-        return f"[link: {content.name}, {content.uri}]"
-    resource = content.resource
-    if hasattr(resource, "text"):
-        return resource.text
-    return f"[file: {resource.uri}, {resource.mime_type}, {len(resource.blob) * 3 // 4} bytes]"
-
-
 def _reason(error: BaseException | None) -> str:
     """Describe the innermost error of nested exception groups."""
     while getattr(error, "exceptions", None):
         error = error.exceptions[0]
     return "it was closed before it was connected" if error is None else f"{type(error).__name__}: {error}"
+
+
+async def _listed(request: Any, seconds: float) -> Any:
+    """Wait for a page of a server's tools."""
+    try:
+        return await asyncio.wait_for(request, seconds)
+    except Exception as error:
+        reason = " ".join(_reason(error).split())
+        raise ConnectionLostError(f"the tool's server did not list its tools: {reason:.500}") from error
 
 
 def _import_mcp() -> None:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.json_calls import MAX_MALFORMED_CHARS, MAX_SOURCE_CHARS, Scanner, decode, parse_calls
+from torchrl_rloo.envs.tools.json_calls import (
+    MAX_MALFORMED_CHARS,
+    MAX_SOURCE_CHARS,
+    Scanner,
+    decode,
+    parse_calls,
+    repeats_name,
+)
 
 Parser = Callable[[str], "list[ToolCall | MalformedCall]"]
 
@@ -77,7 +84,7 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
     """
     found, place = [], 0
     while (head := _FUNCTION.search(text, place)) is not None:
-        name, place, arguments = head[1].strip(), head.end(), {}
+        name, place, arguments, repeated = head[1].strip(), head.end(), {}, False
         # Read each parameter up to its end tag, since its value may contain any other text
         while (parameter := _PARAMETER.match(text, place)) is not None:
             end = text.find("</parameter>", parameter.end())
@@ -85,10 +92,14 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
                 error = f"<parameter={parameter[1]}> is not closed by </parameter>"
                 return [*found, _malformed(text, head.start(), len(text), error)]
             value = text[parameter.end() : end]
+            repeated = repeated or parameter[1].strip() in arguments
             arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
             place = end + len("</parameter>")
         # Require the end tag: without it, parameters may be missing
-        if (end_tag := _END.match(text, place)) is not None:
+        if (end_tag := _END.match(text, place)) is not None and repeated:
+            found.append(_malformed(text, head.start(), end_tag.end(), "a parameter has two values"))
+            place = end_tag.end()
+        elif end_tag is not None:
             found.append(ToolCall(name, arguments, untyped=True))
             place = end_tag.end()
         else:
@@ -155,7 +166,12 @@ def _built_in(body: str) -> ToolCall | MalformedCall:
         if end > MAX_SOURCE_CHARS:
             raise ValueError
         call = ast.parse(body[:end], mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        if (
+            not isinstance(call, ast.Call)
+            or call.args
+            or any(k.arg is None for k in call.keywords)
+            or repeats_name(call)
+        ):
             raise ValueError
         arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import FunctionType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from torchrl_rloo.envs.tools.json_calls import parse_literal
+from torchrl_rloo.envs.tools.json_calls import DECODER, parse_literal
 
 _KINDS = {
     "string": (str, "a string"),
@@ -22,6 +22,7 @@ _KINDS = {
 }
 _PYTHON_CONSTANTS = {"true": True, "false": False, "none": None}  # matched in any case
 _JSON_TYPES = (str, int, float, bool, list, dict, Any, type(None))
+_MAX_DEPTH = 32  # nested schemas
 _MAX_SHOWN_CHARS = 80  # of a wrong value
 
 
@@ -72,6 +73,45 @@ def _is_json_type(hint: Any) -> bool:
     if origin is dict and args[0] is not str:
         return False
     return origin is Literal or (origin in (list, dict, Union, UnionType) and all(map(_is_json_type, args)))
+
+
+def check_schema(schema: Any, where: str, depth: int = _MAX_DEPTH) -> None:
+    """Raise if the keywords that :func:`fit_arguments` reads do not have the form that JSON Schema gives them.
+
+    Args:
+        schema: JSON Schema, or True or False.
+        where: location for error messages.
+        depth: largest number of nested schemas.
+
+    Raises:
+        ValueError: if a keyword has another form, or schemas are nested too deeply.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping) or depth == 0:
+        wanted = f"nested less than {_MAX_DEPTH} deep" if depth == 0 else "an object"
+        raise ValueError(f"{where} must be a JSON Schema, {wanted}, got {schema!r:.100}")
+    for keyword, (fits, wanted) in _KEYWORDS.items():
+        if keyword in schema and not fits(schema[keyword]):
+            raise ValueError(f"{where} has {keyword}={schema[keyword]!r:.100}, which must be {wanted}; correct it")
+    # Check the schemas within
+    more = [schema[keyword] for keyword in ("items", "additionalProperties") if keyword in schema]
+    for inner in (*schema.get("properties", {}).values(), *schema.get("anyOf", ()), *schema.get("oneOf", ()), *more):
+        check_schema(inner, where, depth - 1)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+
+
+_KEYWORDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (lambda value: isinstance(value, str) or _is_texts(value), "text or a list of texts"),
+    "properties": (lambda value: isinstance(value, Mapping) and _is_texts(list(value)), "an object"),
+    "required": (_is_texts, "a list of texts"),
+    "enum": (lambda value: isinstance(value, list | tuple), "a list"),
+    "anyOf": (lambda value: isinstance(value, list | tuple), "a list"),
+    "oneOf": (lambda value: isinstance(value, list | tuple), "a list"),
+}
 
 
 def fit_arguments(
@@ -195,7 +235,7 @@ def _decode(text: Any, schema: Any) -> Any:
     if not isinstance(text, str) or not kinds or "string" in kinds:
         return text
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         body = text.strip()
     if body.lower() in _PYTHON_CONSTANTS:

@@ -117,7 +117,7 @@ class SearchTool(Tool):
         if not hits:
             return f"No document has any of the words of {query[:200]!r}. Try other words."
         return "\n\n".join(
-            f"[{place}] {hit.document.title} (score {hit.score:.2f})".replace("  ", " ") + f"\n{hit.snippet}"
+            f"[{place}]{hit.document.title and ' '}{hit.document.title} (score {hit.score:.2f})\n{hit.snippet}"
             for place, hit in enumerate(hits, 1)
         )
 

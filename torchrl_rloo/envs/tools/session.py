@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ from torchrl_rloo.rewards.protocol import is_async
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -77,7 +79,7 @@ class ToolSession:
         tool = self.tools[call.name]
         try:
             arguments = fit_arguments(call.arguments, tool.parameters, untyped=call.untyped)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return ToolResult(tool.name, self._error(str(error)), "invalid")
         if not tool.sequential:
             return await self._make(tool, arguments, deadline)
@@ -121,7 +123,8 @@ class ToolSession:
             raise RuntimeError(f"the session is closed: {tool.name} cannot be called")
         if tool.state_key not in self._states:
             started: list[float] = []
-            work = event_loop.call(_guard(tool.open, (self.columns,), started=started))
+            columns = copy.deepcopy(self.columns)  # rewards and other trajectories read the same values
+            work = event_loop.call(_guard(tool.open, (columns,), started=started))
             self._states[tool.state_key] = _State(tool, _start(work), started)
         held, asked_at = self._states[tool.state_key], time.monotonic()
         # Wait for at most the limit from the start of the function, or from now if it has started before
@@ -229,7 +232,7 @@ def _guard(
 
 def _failed(method: Callable[..., Any], error: BaseException) -> _Outcome:
     try:
-        message = str(error)
+        message = str.__str__(str(error))  # a subclass might format itself in any way
     except BaseException as another:
         message = f"(its message raised {type(another).__name__})"
     if not isinstance(error, ToolError):
@@ -240,7 +243,19 @@ def _failed(method: Callable[..., Any], error: BaseException) -> _Outcome:
 
 def _text(value: Any, max_chars: int) -> str:
     """Return a result as text for the policy, cut to the limit, with characters that every tokenizer can encode."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text, ended = (str.__str__(value), True) if isinstance(value, str) else _json(value, max_chars)
     if len(text) > max_chars:
-        text = f"{text[:max_chars]}\n[{len(text) - max_chars} more characters are left out]"
+        more = len(text) - max_chars if ended else "all"
+        text = f"{text[:max_chars]}\n[{more} more characters are left out]"
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+
+
+def _json(value: Any, max_chars: int) -> tuple[str, bool]:
+    """Return the beginning of a value's JSON, longer than the limit unless it ends before, and whether it ends."""
+    pieces, length = [], 0
+    for piece in _JSON.iterencode(value):  # piece by piece: a value may be huge, or not end
+        pieces.append(piece)
+        length += len(piece)
+        if length > max_chars:
+            return "".join(pieces), False
+    return "".join(pieces), True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, get_type_hints
 
-from torchrl_rloo.envs.tools.schema import function_schema
+from torchrl_rloo.envs.tools.schema import check_schema, function_schema
 from torchrl_rloo.rewards.protocol import is_async
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -67,8 +67,11 @@ class Tool:
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any], *, timeout: float | None = None):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"name={name!r} must be 1 to 64 letters, digits and _ . -")
-        if parameters.get("type") != "object":
-            raise ValueError(f"parameters of {name} must be a schema of type 'object', got {dict(parameters)!r:.200}")
+        if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
+            raise ValueError(f"parameters of {name} must be a schema of type 'object', got {parameters!r:.200}")
+        if not isinstance(description, str):
+            raise ValueError(f"description={description!r:.100} of {name} must be text")
+        check_schema(parameters, f"parameters of {name}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout} of {name} must be None or above 0")
         self.name, self.description, self.parameters, self.timeout = name, description, dict(parameters), timeout

@@ -1,0 +1,42 @@
+"""Transport of an MCP server that is a process of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from torchrl_rloo.envs.tools import mcp_relay
+
+
+def open_stdio(
+    command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike | None
+) -> AbstractAsyncContextManager[Any]:
+    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`.
+
+    Args:
+        command: program to start.
+        args: arguments of the program.
+        env: environment variables in addition to the few that are safe to inherit.
+        cwd: working directory of the process. None is this process's.
+
+    Raises:
+        FileNotFoundError: if there is no such program; the relay that starts it could not tell.
+    """
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    # Find the program as its process would: its directory and its PATH count
+    place = os.path.join(cwd or "", command) if os.sep in command else command
+    if (found := shutil.which(place, path=(env or {}).get("PATH"))) is None:
+        raise FileNotFoundError(f"command={command!r} is no program; correct the path")
+    relay = ["-I", "-S", mcp_relay.__file__, str(mcp_relay.MAX_LINE_BYTES), os.path.abspath(found)]
+    server = StdioServerParameters(
+        command=sys.executable,
+        args=[*relay, *args],
+        env=None if env is None else dict(env),
+        cwd=cwd and os.fspath(cwd),
+    )
+    return stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
