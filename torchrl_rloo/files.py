@@ -156,15 +156,19 @@ def remove_temporaries(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Refuse symbolic links at ``names`` in a folder and below them, where libraries would write through them.
+def refuse_links(folder: Path, names: Iterable[str], *, below: bool = False) -> None:
+    """Refuse symbolic links at ``names`` in a folder.
+
+    Args:
+        folder: folder of the names.
+        names: names of folders or files, which need not exist.
+        below: if True, also refuse links in these folders, where a library would write through them.
 
     Raises:
-        OSError: if there is one. The message names it and the remedy.
+        OSError: if there is a link. The message names it and the remedy.
     """
     for name in names:
-        tree = [folder / name, *((folder / name).rglob("*") if not (folder / name).is_symlink() else ())]
-        for path in tree:
+        for path in (folder / name, *((folder / name).rglob("*") if below else ())):
             if path.is_symlink():
                 with explained(path):
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))

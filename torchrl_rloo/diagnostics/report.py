@@ -23,6 +23,7 @@ Row = Mapping[str, Any]
 
 _COLORS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
 _ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
+_LABEL = 80  # characters shown of a metric's name
 _SAMPLES = 4  # completions shown per step
 
 
@@ -172,8 +173,8 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
 
 def _label(name: str) -> str:
     """Return a name as Matplotlib shows it: no formula, no control characters, not hidden by an underscore."""
-    text = "".join(c if c.isprintable() else "\ufffd" for c in name).replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
+    text = "".join(c if c.isprintable() else "\ufffd" for c in name[:_LABEL]).replace("$", r"\$")
+    return f" {text}" if text[:1] in ("_", "") else text
 
 
 def _style(axes: Axes, steps: Sequence[int]) -> None:

@@ -215,6 +215,8 @@ def read_state(path: Path) -> dict[str, Any]:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
                 raise ValueError("an entry is compressed or encrypted")
+            if any(entry.filename.endswith("constants.pkl") for entry in entries):
+                raise ValueError("it is a TorchScript archive")
             if len({entry.filename for entry in entries}) < len(entries):
                 raise ValueError("two entries have the same name")
             if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:

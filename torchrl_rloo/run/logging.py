@@ -187,7 +187,7 @@ class RunLogger:
         if self._loggers is not None:
             return
         self._lock = DirectoryLock(self.directory)
-        refuse_links(self.directory, LOGGER_FILES)
+        refuse_links(self.directory, LOGGER_FILES, below=True)
         for kind in _KINDS:
             with atomic_write(self._file(kind)) as file:
                 file.write("".join(map(_line, self._records[kind])).encode())
@@ -215,7 +215,9 @@ def _parse_lines(file: Path, content: bytes) -> list[dict[str, Any]]:
     try:
         lines = content.decode().split("\n")[:-1]  # splitlines would also split inside text
         records = [json.loads(line) for line in lines]
-        if not all(isinstance(record, dict) and type(record["step"]) is int for record in records):
+        if content[-1:] not in (b"", b"\n") or not all(
+            isinstance(record, dict) and type(record["step"]) is int for record in records
+        ):
             raise ValueError("a line is not a record of a step")
     except (ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}; restore it, or set resume=never to start over") from error

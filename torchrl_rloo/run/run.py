@@ -241,8 +241,9 @@ class Run:
             restore_state(state["parts"], **self.parts)
             set_rng_state(state["rng"])
         except Exception as error:  # parts raise errors of any type
+            reason = " ".join(str(error).split())
             raise ValueError(
-                f"cannot restore {path}: {error}; remove the file to continue from the checkpoint before it, or set "
+                f"cannot restore {path}: {reason}; remove the file to continue from the checkpoint before it, or set "
                 "resume=never to start over"
             ) from error
         self.step, self._cpu_before = step, state["cpu_seconds"]
