@@ -249,7 +249,7 @@ CACHED = {"a": [0.5, "reason " * 50], "b": [1.0, "other"], "c": [0.25, "new"]}
 
 
 def attack(count: int, seed: int) -> dict[str, Any]:
-    """Attack checkpoints (three of four) and caches with seeded mutations.
+    """Try seeded mutations of checkpoints (three of four) and caches.
 
     Args:
         count: number of attacks.
