@@ -112,7 +112,7 @@ FORBIDDEN = f"document.querySelectorAll('{TAGS}').length"
 
 
 def test_transcripts_of_hostile_texts(browser, tmp_path):
-    tokenizer, attacks = build_tokenizer(), texts(120, seed=1)
+    tokenizer, attacks = build_tokenizer(), texts(80, seed=1)
     rows = [hostile_row(tokenizer, text, number) for number, text in enumerate(attacks)]
     page = write_transcripts(
         tmp_path / "'\"><b class=attacked>.html",

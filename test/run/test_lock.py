@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import threading
@@ -145,6 +146,48 @@ def _is_locked(directory: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+NATIVE_FORK = """
+import ctypes, os, sys, time
+from torchrl_rloo.run import DirectoryLock
+lock = DirectoryLock(sys.argv[1])
+child = ctypes.CDLL(None).fork()  # runs none of Python's hooks
+if child == 0:
+    time.sleep(600)
+print(os.getpid(), child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_that_keeps_the_lock_after_the_end_is_told(tmp_path, fork_server):
+    process = fork_server.start(NATIVE_FORK, [tmp_path])
+    pid, child = map(int, wait_until(lambda: process.stdout.split()))
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone(pid)
+    try:
+        with pytest.raises(lock.DirectoryInUseError, match=f"process {pid} .* has ended and left a child that keeps"):
+            lock.DirectoryLock(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    wait_until_gone(child)
+    lock.DirectoryLock(tmp_path).close()
+
+
+def test_a_lock_file_of_another_is_not_removed(tmp_path):
+    with lock.DirectoryLock(tmp_path):
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").write_text("of another")
+    assert (tmp_path / ".lock").read_text() == "of another"
+
+
+def test_a_directory_that_is_moved_or_removed_under_its_lock(tmp_path):
+    with lock.DirectoryLock(tmp_path / "a"):
+        (tmp_path / "a").rename(tmp_path / "b")
+        with lock.DirectoryLock(tmp_path / "a"):  # a new directory of the old name
+            assert _is_locked(tmp_path / "a") and _is_locked(tmp_path / "b")
+    with lock.DirectoryLock(tmp_path / "c"):
+        shutil.rmtree(tmp_path / "c")
 
 
 def test_one_process_has_one_run_in_a_directory_at_a_time(tmp_path):

@@ -114,7 +114,8 @@ def _release(key: tuple[int, int], pid: int, sole: bool) -> None:
         if held.holders == 0:
             del _held[key]
             with suppress(OSError):  # the directory may be gone or read-only by now
-                held.path.unlink(missing_ok=True)
+                if _is_at(held.descriptor, held.path):
+                    held.path.unlink()
             os.close(held.descriptor)
 
 
