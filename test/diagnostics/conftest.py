@@ -66,15 +66,24 @@ class Browser:
                 return message["result"]
             self.events.append(message)
 
-    def open(self, page: Path, address: str = "", *, width: int = 1400, height: int = 900, dark: bool = False) -> None:
-        """Load a page from scratch."""
+    def open(
+        self,
+        page: Path,
+        address: str = "",
+        *,
+        width: int = 1400,
+        height: int = 900,
+        dark: bool = False,
+        ready: str = "document.querySelector('#transcript .token')",
+    ) -> None:
+        """Load a page from scratch, and wait for the condition ``ready``."""
         self.events.clear()
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self("Page.navigate", url="about:blank")
         self("Page.navigate", url=page.as_uri() + address)
-        self.wait("location.protocol === 'file:' && document.querySelector('#transcript .token')")
+        self.wait(f"location.protocol === 'file:' && document.readyState === 'complete' && {ready}")
 
     def js(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
@@ -116,7 +125,7 @@ class Browser:
         bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [event for event in self.events if event["method"] in bad]
         requests = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        found += [url for url in requests if not url.startswith(("file:", "about:"))]
+        found += [url for url in requests if not url.startswith(("file:", "about:", "data:image/png;"))]
         return found + self.js("violations") + ([True] if self.js("'pwned' in window") else [])
 
     def close(self) -> None:

@@ -6,12 +6,14 @@ import logging
 import math
 import pickle
 import re
+import sqlite3
 import subprocess
 import sys
 
 import pytest
 from aiohttp import web
 
+from torchrl_rloo.rewards.cache import DiskCache
 from torchrl_rloo.rewards.http_json import RemoteRewardError
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward_async
@@ -278,3 +280,24 @@ def test_a_missing_column_is_named(serve):
 
 def test_rubrics_have_what_they_need():
     assert all("{completion}" in text and "{prompt}" in text for text in RUBRICS.values())
+
+
+@pytest.mark.parametrize(
+    "stored", [[2.0, "x"], [-0.1, "x"], ["1", "x"], [True, "x"], [math.nan, "x"], [1.0, 3], [1.0], {"a": 1}, None, 1.0]
+)
+def test_a_cached_value_that_is_no_verdict_is_asked_again(serve, tmp_path, stored):
+    service = serve(echo)
+    judge = judge_of(service, cache=tmp_path / "c")
+    call(judge)
+    with sqlite3.connect(tmp_path / "c") as db:
+        keys = [row[0] for row in db.execute("SELECT key FROM answers")]
+    for key in keys:
+        DiskCache(tmp_path / "c").put(key, stored)
+    assert call(judge).scores == SCORES and len(service.bodies) == 8
+
+
+def test_scores_do_not_depend_on_the_cache(serve, tmp_path, caplog):
+    (tmp_path / "c").write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 20)
+    judge = judge_of(serve(echo), cache=tmp_path / "c")
+    assert [call(judge).scores for _ in range(3)] == [SCORES] * 3
+    assert caplog.text.count("the run continues without the cache") == 1

@@ -204,7 +204,8 @@ def test_the_quarantine_never_fails_a_run_and_never_fills_the_disk(tmp_path, cap
     quarantine.add("g", {"value": Rude()})
     for i in range(MAX_LINES + 5):
         quarantine.add("f", {"i": i})
-    assert len(path.read_text().splitlines()) == MAX_LINES and "disabled: RuntimeError: no" in caplog.text
+    assert len(path.read_text().splitlines()) == MAX_LINES and "RuntimeError: no" in caplog.text
+    assert quarantine.lost == {"g": 1}
     Quarantine(tmp_path / "bad.jsonl" / "below_a_file").add("f", {})
     Quarantine(None).add("f", {})
     with pytest.raises(ValueError, match="is a folder"):

@@ -37,6 +37,7 @@ from torchrl_rloo.cli.schema import (
 )
 from torchrl_rloo.cli.settings_file import settings_file
 from torchrl_rloo.cli.values import check_values
+from torchrl_rloo.files import make_folder, write_text
 
 C = TypeVar("C")
 PROGRAM: ContextVar[str | None] = ContextVar("PROGRAM", default=None)  # command that runs the recipe; None: its file
@@ -148,17 +149,21 @@ def _check_effects(cfg: Any, overrides: Sequence[str]) -> None:
 
 
 def run_recipe(main: Callable[[C], None], cfg: C) -> None:
-    """Run a recipe; turn an error into one line and exit code 1.
+    """Run a recipe, with its output directory locked; turn an error into one line and exit code 1.
 
     Settings may name modules in the working directory by their dotted path. The traceback of an error is written to
     ``traceback.txt`` in the output directory, and to the terminal with ``--traceback``.
     """
     sys.path.insert(0, str(Path.cwd()))
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    from torchrl_rloo.run.lock import DirectoryInUseError, DirectoryLock  # imports torch
+
     try:
-        main(cfg)
+        with DirectoryLock(cfg.output_dir):
+            main(cfg)
     except Exception as error:
-        _fail(error, cfg.__dict__.get("traceback", False), Path(cfg.output_dir))
+        foreign = isinstance(error, DirectoryInUseError)  # the other process may have a traceback there
+        _fail(error, cfg.__dict__.get("traceback", False), None if foreign else Path(cfg.output_dir))
 
 
 def _fail(error: Exception, with_traceback: bool, output: Path | None = None) -> None:
@@ -168,9 +173,8 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None) ->
     hint = "--traceback shows where"
     if output is not None:
         with suppress(OSError):  # the error may be about this folder
-            output.mkdir(parents=True, exist_ok=True)
-            file = output / "traceback.txt"
-            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+            make_folder(output)
+            file = write_text(output / "traceback.txt", "".join(traceback.format_exception(error)))
             hint = f"traceback in {file}"
     print(f"error: {_line(error)} ({hint})" if output else f"error: {_line(error)}", file=sys.stderr, flush=True)
     raise SystemExit(1)

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
+from torchrl_rloo.files import append, make_folder
 
 
 class GroupState(str, Enum):
@@ -119,7 +120,7 @@ class GroupLedger:
         self._attempts: dict[int, int] = {}  # next attempt of groups that a checkpoint put back
         self._audit = None if audit is None else Path(audit)
         if self._audit is not None:
-            self._audit.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._audit.parent)
             self._write_position("started")
 
     def lease(self, count: int) -> list[Lease]:
@@ -284,8 +285,7 @@ class GroupLedger:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._audit is not None:
-            with self._audit.open("a") as file:
-                file.write(json.dumps({"time": time.time()} | record) + "\n")
+            append(self._audit, (json.dumps({"time": time.time()} | record) + "\n").encode())
 
 
 class Audit(NamedTuple):

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchrl_rloo.diagnostics.report import save_figure
 from torchrl_rloo.diagnostics.statistics.calibration import (
     brier_score,
     fit_temperature,
     negative_log_likelihood,
     reliability,
 )
+from torchrl_rloo.files import write_text
 from torchrl_rloo.functional.statistics import wilson_interval
 
 if TYPE_CHECKING:
@@ -164,11 +166,8 @@ def write_calibration(found: Calibration, directory: str | Path) -> Path:
         Path of the JSON file.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     plot_calibration(found, directory / CALIBRATION_PLOT)
-    path = directory / CALIBRATION_FILE
-    path.write_text(json.dumps(asdict(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    return write_text(directory / CALIBRATION_FILE, json.dumps(asdict(found), indent=2, allow_nan=False) + "\n")
 
 
 def plot_calibration(found: Calibration, path: str | Path) -> Path:
@@ -189,7 +188,7 @@ def plot_calibration(found: Calibration, path: str | Path) -> Path:
     axes[0, 0].legend(fontsize=8, loc="lower right", frameon=True, framealpha=0.85, edgecolor="none")
     axes[1, 0].set_ylabel("share of pairs")
     path = Path(path)
-    figure.savefig(path)
+    return save_figure(figure, Path(path))
     return path
 
 

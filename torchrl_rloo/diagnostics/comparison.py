@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
+from torchrl_rloo.diagnostics.report import save_figure
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, round_values
 from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
+from torchrl_rloo.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,7 +133,7 @@ class Comparison:
         path = plot_comparison(self, Path(directory) / "comparison.png")
         content = self.to_dict() | {"changed_prompts": self.changed_prompts()}
         text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        write_text(path.with_suffix(".json"), text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values for JSON."""
@@ -252,10 +254,7 @@ def plot_comparison(comparison: Comparison, path: str | Path, *, metrics: Sequen
         axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    return save_figure(figure, Path(path))
 
 
 def _draw_intervals(

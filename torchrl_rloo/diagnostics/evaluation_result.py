@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, best_at_k, maj_at_k, mean_interval
+from torchrl_rloo.files import atomic_write, make_folder, write_text
 
 FORMATS = ("parquet", "jsonl")  # file formats of saved completions
 
@@ -190,7 +191,7 @@ class EvaluationResult:
         """
         check_format(format)
         directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         # Delete an older evaluation first: its summary must not describe the new completions
         (directory / _SUMMARY).unlink(missing_ok=True)
         for other in directory.glob(f"{_SAMPLES}.*"):
@@ -200,10 +201,10 @@ class EvaluationResult:
             _write_parquet(rows, self.settings.scorers, directory / f"{_SAMPLES}.parquet")
         else:
             lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-            (directory / f"{_SAMPLES}.jsonl").write_text("".join(lines), encoding="utf-8")
+            write_text(directory / f"{_SAMPLES}.jsonl", "".join(lines))
         summary = {"settings": asdict(self.settings), "metrics": self.plain_metrics, "failed": self.failed}
         text = json.dumps(summary, indent=2, ensure_ascii=False, default=str)
-        (directory / _SUMMARY).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        write_text(directory / _SUMMARY, text + "\n")
         return directory
 
     @classmethod
@@ -317,4 +318,5 @@ def _write_parquet(rows: Sequence[dict[str, Any]], scorers: Sequence[str], path:
     types |= {"truncated": pyarrow.bool_(), "tokens": integer, "task": text}
     types |= {f"score/{name}": pyarrow.float64() for name in scorers}
     types["columns"] = text
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema=pyarrow.schema(types.items())), path)
+    with atomic_write(path) as file:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema=pyarrow.schema(types.items())), file)

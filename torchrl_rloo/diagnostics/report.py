@@ -13,13 +13,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrl_rloo.files import atomic_write, make_folder, write_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 
 _COLORS = ("#1f5fa8", "#c8553d", "#3b8a5a", "#8a5fb0", "#b08a2e", "#4a4a4a")
 _ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
+_LABEL = 80  # characters shown of a metric's name
 _SAMPLES = 4  # completions shown per step
 
 
@@ -87,9 +91,14 @@ def plot_curves(history: Sequence[Row], path: str | Path, *, panels: Sequence[Se
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     for index, panel in enumerate(chosen):
         _draw(figure.add_subplot(rows, columns, index + 1), panel, names, history)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return save_figure(figure, Path(path))
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure as a PNG, create its directory if missing, and return the path."""
+    make_folder(path.parent)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
     return path
 
 
@@ -135,17 +144,17 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
     # Draw a curve for each metric, smoothed where single values are noisy, with a band for its interval
     drawn: list[float] = []
     for index, name in enumerate(_match_names(names, panel.patterns)):
-        color = _COLORS[index % len(_COLORS)]
+        color, label = _COLORS[index % len(_COLORS)], _label(name)
         entries = [entry for entry in history if _is_finite(entry.get(name))]
         steps, values = [entry["step"] for entry in entries], [entry[name] for entry in entries]
         drawn += values
         if panel.smoothed and len(values) >= 10:
             window = max(3, len(values) // 20)
-            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label=name)
+            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35, label=label)
             axes.plot(steps, _running_mean(values, window), color=color, linewidth=2, label=f"mean of last {window}")
         else:
             marker = "o" if panel.points or len(values) < 10 else None
-            axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=4, label=name)
+            axes.plot(steps, values, color=color, linewidth=1.4, marker=marker, markersize=4, label=label)
         if all(f"{name}_{end}" in names for end in _ENDS):
             low, high = ([entry.get(f"{name}_{end}", math.nan) for entry in entries] for end in _ENDS)
             axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
@@ -154,12 +163,18 @@ def _draw(axes: Axes, panel: _Panel, names: Sequence[str], history: Sequence[Row
         axes.set_ylim(-0.03, 1.03)
     else:
         axes.margins(y=0.12)
-    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.set_title(_label(panel.title), fontsize=11, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2} if len(axes.lines) > 3 else {}
     axes.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none", **place)
     _style(axes, [entry["step"] for entry in history])
+
+
+def _label(name: str) -> str:
+    """Return a name as Matplotlib shows it: no formula, no control characters, not hidden by an underscore."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in name[:_LABEL]).replace("$", r"\$")
+    return f" {text}" if text[:1] in ("_", "") else text
 
 
 def _style(axes: Axes, steps: Sequence[int]) -> None:
@@ -215,7 +230,7 @@ def write_report(
     curves = plot_curves(history, directory / "curves.png", panels=panels)
     record = {**summary, "settings": settings} if settings else summary
     text = json.dumps(_replace_nan(record), indent=2, ensure_ascii=False, allow_nan=False, default=str)
-    (directory / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    write_text(directory / "summary.json", text + "\n")
     # Assemble the page
     sections = [
         _render_section("Summary", _render_table(summary)),
@@ -227,10 +242,9 @@ def write_report(
         sections.append(_render_section("Definitions of metrics", _render_table(shown)))
     if settings:
         sections.append(_render_section("Settings", _render_table(settings)))
-    page = directory / "report.html"
-    text = _PAGE.replace("%TITLE%", html.escape(title)).replace("%SECTIONS%", "\n".join(sections))
-    page.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return page
+    parts = {"TITLE": html.escape(title), "POLICY": _POLICY, "SECTIONS": "\n".join(sections)}
+    text = re.sub("|".join(f"%{name}%" for name in parts), lambda found: parts[found[0].strip("%")], _PAGE)
+    return write_text(directory / "report.html", text.replace("\0", "\ufffd"))
 
 
 def _select_definitions(history: Sequence[Row], definitions: Mapping[str, str]) -> dict[str, str]:
@@ -296,10 +310,12 @@ def _render_cards(rows: Sequence[Row]) -> str:
     return "\n".join(_render_table({key: row[key] for key in row if key != "step"}) for row in rows[:_SAMPLES])
 
 
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="%POLICY%">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>%TITLE%</title>
 <style>

@@ -24,6 +24,7 @@ from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_blocks, find_calls, group_contexts
+from torchrl_rloo.files import make_folder, write_text
 
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly
@@ -313,9 +314,8 @@ def _write(
         "rows": entries,
     }
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_page(title, data), encoding="utf-8", errors="replace", newline="\n")
-    return path
+    make_folder(path.parent)
+    return write_text(path, _page(title, data))
 
 
 def _page(title: str, data: Mapping[str, Any]) -> str:

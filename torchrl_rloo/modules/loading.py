@@ -12,6 +12,7 @@ import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
+from torchrl_rloo.files import explained, make_folder
 from torchrl_rloo.lookup import check_path, did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 
@@ -157,6 +158,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     """Save a model with its tokenizer in Hugging Face format.
 
     It first deletes weights in the folder: weights of an earlier model, such as an adapter, would be loaded with these.
+    It also deletes symbolic links, through which the files would be written elsewhere.
 
     Args:
         model: model, or its LoRA adapter.
@@ -167,14 +169,17 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         ``folder`` as a path.
     """
     folder = Path(folder)
+    make_folder(folder)
     for stale in (
+        *(path for path in folder.iterdir() if path.is_symlink()),
         *folder.glob("*.safetensors"),
         *folder.glob("*.safetensors.index.json"),
         folder / "adapter_config.json",
     ):
         stale.unlink(missing_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with explained(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 

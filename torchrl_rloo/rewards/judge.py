@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.cache import DiskCache, cache_key
+from torchrl_rloo.rewards.cache import LenientCache, cache_key
 from torchrl_rloo.rewards.http_json import JsonEndpoint, JsonSession, RemoteRewardError, gather_all
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.rubrics import REMINDER, NoScoreError, fill_scale, judge_messages, parse_verdict, read_rubric
@@ -59,8 +59,8 @@ class LLMJudge:
         extra_body: entries to add to the request or to replace. None removes an entry, as in
             ``{"max_tokens": None, "max_completion_tokens": 2000}``.
         max_chars: maximum number of characters per value; the middle of longer values is left out.
-        cache: path of a :class:`~torchrl_rloo.rewards.cache.DiskCache`, keyed by the request without the address. None
-            disables it.
+        cache: path of a :class:`~torchrl_rloo.rewards.cache.DiskCache`, keyed by the request without the address. After
+            an error, requests continue without it, with one warning. None disables it.
         timeout: seconds per attempt.
         total_timeout: seconds per request, with all attempts.
         retries: maximum number of attempts after the first (connection errors, time-outs, 408, 425, 429, 5xx), and
@@ -116,7 +116,7 @@ class LLMJudge:
         body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(extra_body or {})}
         self.body = {field: value for field, value in body.items() if value is not None}
         self.max_chars, self.retries, self.__name__ = max_chars, retries, name
-        self.cache = None if cache is None else DiskCache(cache)
+        self.cache = None if cache is None else LenientCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
         self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env)
@@ -135,7 +135,6 @@ class LLMJudge:
         Raises:
             KeyError: if the dataset lacks a column of ``columns``.
             RemoteRewardError: if the endpoint refuses every request, or the key is missing.
-            OSError: if the cache cannot be read.
         """
         if missing := sorted(set(self.columns.values()) - set(columns)):
             raise KeyError(f"{self.__name__} requires columns {missing}; the rows have {sorted(columns)}")
@@ -167,7 +166,7 @@ class LLMJudge:
         if self.cache is None:
             return {}
         found = await asyncio.to_thread(self.cache.get_many, requests)  # may wait for the lock of another process
-        return {key: Verdict(*value) for key, value in found.items()}
+        return {key: Verdict(*value) for key, value in found.items() if _is_verdict(value)}
 
     async def _ask_all(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, Verdict]:
         if not requests:
@@ -191,10 +190,7 @@ class LLMJudge:
         # Rescale the score to between 0 and 1
         verdict = Verdict((score - self.scale[0]) / (self.scale[1] - self.scale[0]), reason)
         if self.cache is not None:
-            try:
-                await asyncio.to_thread(self.cache.put, key, verdict[:2])
-            except OSError as error:  # keep the verdict, which is already paid for
-                log.warning("reward %s: %s", self.__name__, error)
+            await asyncio.to_thread(self.cache.put, key, verdict[:2])
         return verdict._replace(seconds=clock() - start)
 
     async def _ask_with_reminders(self, session: JsonSession, body: dict[str, Any]) -> tuple[float, str]:
@@ -218,6 +214,13 @@ class LLMJudge:
             more = f"; and {len(failed) - _MAX_QUOTED} more" if len(failed) > _MAX_QUOTED else ""
             counts = f"{len(failed)} of {len(verdicts)} rows not scored"
             log.warning("reward %s: %s: %s%s", self.__name__, counts, quoted, more)
+
+
+def _is_verdict(value: Any) -> bool:
+    """Return whether a cached value is a score in [0, 1] with a reason."""
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)):
+        return False
+    return type(value[0]) in (int, float) and 0 <= value[0] <= 1
 
 
 def _transcript(prompt: Any) -> str:

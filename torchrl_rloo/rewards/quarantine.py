@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.files import append, atomic_write, make_folder
+
 MAX_LINES = 1000  # per function
+MAX_WARNINGS = 10  # per function
 MAX_TRACEBACK_CHARS = 4000  # last characters of a traceback that are kept
 
 _LOGGER = logging.getLogger(__name__)
@@ -20,13 +23,15 @@ _LOGGER = logging.getLogger(__name__)
 class Quarantine:
     """JSON-lines file of failed samples, at most 1,000 per function.
 
-    A failed write is logged and ends the recording for that function; it does not end the run.
+    A failed write loses its line, never the run: the first of several in a row is logged, and the next line is tried
+    again. The file is never written through a symbolic link.
 
     Args:
         path: file, created with its folder at the first line. None disables it.
 
     Attributes:
         lines: function -> number of lines written.
+        lost: function -> number of lines that could not be written.
 
     Raises:
         ValueError: if ``path`` is a folder.
@@ -37,6 +42,8 @@ class Quarantine:
         if self.path is not None and self.path.is_dir():
             raise ValueError(f"quarantine={str(path)!r} is a folder; set the path of a file, such as bad.jsonl")
         self.lines: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self._fails = False  # whether the last write failed
 
     def add(self, function: str, entry: Mapping[str, Any]) -> None:
         """Append a line of the function's name and ``entry``, with the ``repr`` of values that are not JSON."""
@@ -44,13 +51,15 @@ class Quarantine:
             return
         try:
             line = _line({"function": function} | dict(entry))
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(line + "\n")
+            make_folder(self.path.parent)
+            append(self.path, (line + "\n").encode())
         except Exception as error:  # a full disk, values whose repr raises
-            _LOGGER.warning("cannot write to quarantine %s, disabled: %s: %s", self.path, type(error).__name__, error)
-            self.lines[function] = MAX_LINES
+            if not self._fails and self.lost[function] < MAX_WARNINGS:
+                _LOGGER.warning("lost a line of quarantine %s: %s: %s", self.path, type(error).__name__, error)
+            self._fails = True
+            self.lost[function] += 1
         else:
+            self._fails = False
             self.lines[function] += 1
 
     def rewind(self, step: int) -> None:
@@ -59,18 +68,17 @@ class Quarantine:
         Args:
             step: first ``trainer_state.global_step`` to remove; 0 removes all lines.
         """
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self.path.is_file():
             return
-        kept = [line for line in self.path.read_text().splitlines(keepends=True) if _step(line) < step]
-        rest = self.path.with_name(f"{self.path.name}.part")
-        rest.write_text("".join(kept))
-        rest.replace(self.path)
+        kept = [line for line in self.path.read_bytes().splitlines(keepends=True) if _step(line) < step]
+        with atomic_write(self.path) as file:
+            file.write(b"".join(kept))
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):  # the process was killed in the middle of the line
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):  # a partial or foreign line
         return math.inf
 
 

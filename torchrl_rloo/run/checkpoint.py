@@ -18,8 +18,10 @@ Example:
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
+import secrets
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -29,11 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_rloo.run.atomic import atomic_write
+from torchrl_rloo.files import atomic_write, make_folder
+from torchrl_rloo.run.lock import DirectoryLock
 
 _log = logging.getLogger(__name__)
 
-_FILE_NAME = re.compile(r"step_(\d{8,})\.pt")
+_FILE_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})\.pt")
 # Exact types: a subclass (np.float64 of float, a namedtuple of tuple) can be saved, but not loaded with weights_only.
 _SCALARS = (str, int, float, bool, type(None))
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -44,7 +47,8 @@ _MAPPINGS = (dict, OrderedDict)
 class Checkpointer:
     """Checkpoint files of one run: ``step_00000040.pt`` and so on.
 
-    Only one process may write to the directory. Others may read at the same time.
+    The first :meth:`save` or :meth:`clear` locks the directory for this process, until :meth:`close` or the end of the
+    object. Other processes may read at the same time. Folders and links with names of checkpoints are no checkpoints.
 
     Args:
         directory: directory of the files, created if necessary.
@@ -52,6 +56,7 @@ class Checkpointer:
 
     Raises:
         ValueError: if ``keep`` is less than 1.
+        OSError: if the directory cannot be created.
 
     Example:
         >>> import tempfile
@@ -66,7 +71,22 @@ class Checkpointer:
             raise ValueError(f"keep={keep!r} must be at least 1")
         self.directory = Path(directory)
         self.keep = keep
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock: DirectoryLock | None = None
+        make_folder(self.directory)
+
+    def lock(self) -> None:
+        """Lock the directory for writing, if this object has not done so.
+
+        Raises:
+            DirectoryInUseError: if another process writes to the directory.
+        """
+        if self._lock is None or not self._lock.held:
+            self._lock = DirectoryLock(self.directory)
+
+    def close(self) -> None:
+        """Release the lock; the next save takes it again."""
+        if self._lock is not None:
+            self._lock.close()
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint durably to disk, and then remove all but the newest ``keep``.
@@ -84,13 +104,17 @@ class Checkpointer:
         Raises:
             TypeError: if the state contains any other type. The message gives its place, and nothing is written.
             ValueError: if ``step`` is negative.
+            OSError: if the file cannot be written, such as on a full disk. Older checkpoints stay as they are.
+            DirectoryInUseError: if another process writes to the directory.
         """
-        if step < 0:
-            raise ValueError(f"step={step!r} must be at least 0")
+        if not 0 <= step < 10**18:
+            raise ValueError(f"step={step!r} must be at least 0 and below 10**18")
         # Check before writing, so that an invalid state leaves no file
         state = dict(state)
-        _check(state, "state")
+        check_state(state, "state")
+        self.lock()
         path = self._path(step)
+        _move_folder_away(path)
         with atomic_write(path) as file:
             torch.save(state, file)
         # Remove other checkpoints only now that this one is complete
@@ -107,13 +131,15 @@ class Checkpointer:
 
     def clear(self) -> None:
         """Remove all checkpoints, so that a run that starts over is not resumed from the previous one."""
+        self.lock()
         for step in self.steps():
             self._path(step).unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints in ascending order."""
-        matches = (_FILE_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        with os.scandir(self.directory) as entries:
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        return sorted(int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match)
 
     def load(self, step: int | None = None) -> dict[str, Any] | None:
         """Load a checkpoint with all tensors on the CPU.
@@ -128,18 +154,38 @@ class Checkpointer:
             FileNotFoundError: if there is no checkpoint of ``step``.
             RuntimeError: if the checkpoint of ``step`` is damaged, or if all are.
         """
-        steps = self.steps()
-        if step is not None and step not in steps:
+        if step is None:
+            newest = self.newest()
+            return None if newest is None else newest[1]
+        if step not in (steps := self.steps()):
             raise FileNotFoundError(f"step={step} must be one of the checkpoints {steps} in {self.directory}")
-        for candidate in [step] if step is not None else reversed(steps):
-            try:
-                return _read(self._path(candidate))
-            except Exception as error:  # the type depends on the place of the damage
-                _log.warning("cannot read checkpoint %s: %s", self._path(candidate), error)
-        if steps:
-            wanted = f"the checkpoint of step {step}" if step is not None else f"any of the checkpoints {steps}"
+        try:
+            return read_state(self._path(step))
+        except Exception as error:  # the type depends on the place of the damage
+            path = self._path(step)
             raise RuntimeError(
-                f"cannot read {wanted} in {self.directory}; see the warnings, and remove damaged files to continue"
+                f"cannot read the checkpoint of step {step}, {path}: {_line(error)}; load another of {steps}"
+            ) from error
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return file and state of the newest checkpoint that is readable; warn of damaged ones.
+
+        Returns:
+            None if there is no checkpoint.
+
+        Raises:
+            RuntimeError: if all checkpoints are damaged.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return self._path(step), read_state(self._path(step))
+            except Exception as error:  # the type depends on the place of the damage
+                _log.warning("cannot read checkpoint %s, the one before it is used: %s", self._path(step), _line(error))
+        if steps:
+            raise RuntimeError(
+                f"cannot read any of the checkpoints {steps} in {self.directory}; see the warnings, and restore one or "
+                "remove the damaged files to start over"
             )
         return None
 
@@ -147,23 +193,63 @@ class Checkpointer:
         return self.directory / f"step_{step:08d}.pt"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums and would accept flipped bits
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"the checksum of its entry {damaged} is wrong")
-    return torch.load(path, map_location="cpu", weights_only=True)
+def _move_folder_away(path: Path) -> None:
+    """Rename a folder that has the name of the checkpoint to save."""
+    if path.is_dir() and not path.is_symlink():
+        other = path.with_name(f"{path.name}.folder-{secrets.token_hex(4)}")
+        _log.warning("renamed the folder %s to %s, because a checkpoint gets its name", path, other.name)
+        path.rename(other)
 
 
-def _check(value: Any, path: str) -> None:
+def read_state(path: Path) -> dict[str, Any]:
+    """Load a checkpoint file, or raise if it is not exactly as :meth:`Checkpointer.save` writes one.
+
+    Entries are stored without compression and cannot overlap, so a file takes no more memory than its own size.
+
+    Raises:
+        Exception: of any type, which depends on the place of the damage.
+    """
+    with open(path, "rb") as file:
+        # torch.load compares no checksums and would accept flipped bits
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+                raise ValueError("an entry is compressed or encrypted")
+            if any(entry.filename.endswith("constants.pkl") for entry in entries):
+                raise ValueError("it is a TorchScript archive")
+            if len({entry.filename for entry in entries}) < len(entries):
+                raise ValueError("two entries have the same name")
+            if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+                raise ValueError("its entries are larger than the file")
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"the checksum of its entry {damaged} is wrong")
+        file.seek(0)
+        if file.read(4) != b"PK\3\4":
+            raise ValueError("it does not begin with its archive")
+        file.seek(0)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    if type(state) not in _MAPPINGS:
+        raise TypeError(f"the state is a {type(state).__name__}, but must be a dict")
+    check_state(state, "state")
+    return state
+
+
+def _line(error: Exception) -> str:
+    """Return an error as one line of at most 300 characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def check_state(value: Any, path: str) -> None:
+    """Raise a ``TypeError`` that names the place of a value that a checkpoint must not contain."""
     kind = type(value)
     if kind in _MAPPINGS:
         for key, item in value.items():
             _check_key(key, path)
-            _check(item, f"{path}[{key!r}]")
+            check_state(item, f"{path}[{key!r}]")
     elif kind in _SEQUENCES:
         for index, item in enumerate(value):
-            _check(item, f"{path}[{index}]")
+            check_state(item, f"{path}[{index}]")
     elif kind not in _SCALARS and kind not in _TENSORS:
         raise TypeError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, but a checkpoint must contain only tensors, str, int, "

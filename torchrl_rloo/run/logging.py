@@ -10,8 +10,9 @@ from typing import Any
 
 from torchrl.record.loggers.common import Logger
 
-from torchrl_rloo.run.atomic import atomic_write, synced_size
-from torchrl_rloo.run.loggers import build_logger, check_loggers
+from torchrl_rloo.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
+from torchrl_rloo.run.lock import DirectoryLock
+from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
 
 _KINDS = ("metrics", "timings", "completions")
@@ -65,7 +66,8 @@ class RunLogger:
         if unused:
             raise ValueError(f"logger_kwargs has arguments for {unused}, which loggers={list(loggers)} must contain")
         self.directory = Path(directory).absolute()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
+        self._lock: DirectoryLock | None = None
         self._logger_names = tuple(loggers)
         self._headline = tuple(headline)
         self._progress = make_progress(progress, total_steps)
@@ -103,8 +105,9 @@ class RunLogger:
         self._append("metrics", [{"step": step, **_without_infinities(values)}])
         if times:
             self._append("timings", [{"step": step, **_without_infinities(times)}])
-        for logger in self._loggers:
-            logger.log_metrics({**values, **times}, step=step)
+        for logger, name in zip(self._loggers, self._logger_names, strict=True):
+            with explained(self.directory / name):
+                logger.log_metrics({**values, **times}, step=step)
         shown = values | times
         self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
 
@@ -128,7 +131,8 @@ class RunLogger:
             reserved = [key for key in _RESERVED if key in row]
             if reserved:
                 raise ValueError(f"a row of table {name!r} has the reserved column {reserved[0]!r}; rename it")
-        plain = [{str(key): _plain(value, key) for key, value in row.items()} for row in rows]
+        name = _encodable(name)
+        plain = [{_encodable(str(key)): _plain(value, key) for key, value in row.items()} for row in rows]
         self._open()
         self._append("completions", [{"step": step, "table": name, **row} for row in plain])
         for logger in self._loggers:
@@ -150,7 +154,7 @@ class RunLogger:
         """Restore files and loggers to a checkpoint, and drop all later entries.
 
         Raises:
-            ValueError: if a file is shorter than at the checkpoint.
+            ValueError: if a file is shorter than at the checkpoint, or damaged.
         """
         self._close_loggers()
         for kind in _KINDS:
@@ -160,8 +164,7 @@ class RunLogger:
                     f"{self._file(kind)} has {len(text)} bytes, fewer than the {state[kind]} of the checkpoint; "
                     "restore it, or set resume=never to start over"
                 )
-            lines = text[: state[kind]].decode().split("\n")[:-1]  # splitlines would also split inside text
-            self._records[kind] = [json.loads(line) for line in lines]
+            self._records[kind] = _parse_lines(self._file(kind), text[: state[kind]])
         for record in [*self._records["metrics"], *self._records["timings"]]:
             record.update({name: math.nan for name, value in record.items() if value is None})
         self._open()
@@ -170,6 +173,8 @@ class RunLogger:
         """Show the last step and close the loggers."""
         self._progress.close()
         self._close_loggers()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> RunLogger:
         return self
@@ -181,14 +186,17 @@ class RunLogger:
         """Write the recorded entries to the files and open the loggers, once it is known whether the run resumes."""
         if self._loggers is not None:
             return
+        self._lock = DirectoryLock(self.directory)
+        refuse_links(self.directory, LOGGER_FILES, below=True)
         for kind in _KINDS:
             with atomic_write(self._file(kind)) as file:
                 file.write("".join(map(_line, self._records[kind])).encode())
         records = [*self._records["metrics"], *self._records["timings"]]
-        self._loggers = [
-            build_logger(name, self.directory, records, self._logger_kwargs.get(name, {}))
-            for name in self._logger_names
-        ]
+        self._loggers = []
+        for name in self._logger_names:
+            with explained(self.directory / name):
+                kwargs = self._logger_kwargs.get(name, {})
+                self._loggers.append(build_logger(name, self.directory, records, kwargs))
 
     def _close_loggers(self) -> None:
         for logger in self._loggers or ():
@@ -197,11 +205,23 @@ class RunLogger:
 
     def _append(self, kind: str, records: list[dict[str, Any]]) -> None:
         self._records[kind].extend(records)
-        with open(self._file(kind), "ab") as file:
-            file.write("".join(map(_line, records)).encode())
+        append(self._file(kind), "".join(map(_line, records)).encode())
 
     def _file(self, kind: str) -> Path:
         return self.directory / f"{kind}.jsonl"
+
+
+def _parse_lines(file: Path, content: bytes) -> list[dict[str, Any]]:
+    try:
+        lines = content.decode().split("\n")[:-1]  # splitlines would also split inside text
+        records = [json.loads(line) for line in lines]
+        if content[-1:] not in (b"", b"\n") or not all(
+            isinstance(record, dict) and type(record["step"]) is int for record in records
+        ):
+            raise ValueError("a line is not a record of a step")
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error}; restore it, or set resume=never to start over") from error
+    return records
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -214,8 +234,10 @@ def _numbers(values: Mapping[str, Any], argument: str) -> dict[str, float]:
         raise ValueError(f"{argument} has the reserved name 'step'; rename it")
     numbers = {}
     for name, value in values.items():
+        if not isinstance(name, str) or _encodable(name) in numbers:
+            raise TypeError(f"{argument} has the name {name!r}, which must be a text that differs from all others")
         try:
-            numbers[name] = float(value)
+            numbers[_encodable(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{argument}[{name!r}] must be a number, got {value!r}") from error
     return numbers
@@ -232,15 +254,19 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str):
-        # Sampled bytes may decode to half a surrogate pair, which cannot be encoded
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return _encodable(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
+        return {_encodable(str(key)): _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "tolist"):  # tensors and NumPy's arrays and scalars
         return _plain(value.tolist(), place)
     raise TypeError(f"column {place} has a {type(value).__name__}, but must have text, numbers, lists or dicts")
+
+
+def _encodable(text: str) -> str:
+    """Escape halves of surrogate pairs, to which sampled bytes may decode, because UTF-8 cannot encode them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _text(value: Any) -> str:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import atexit
 import gc
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from torchrl_rloo.files import refuse_links
 from torchrl_rloo.lookup import snake_case
 from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
 from torchrl_rloo.run.interrupt import StopSignal
+from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.logging import RunLogger
 from torchrl_rloo.run.settings import RESUME, check_same_settings, write_settings
 from torchrl_rloo.run.timing import StepTimer, cpu_seconds
+
+_ENTRIES = {  # entries of a checkpoint and their types
+    "step": (int,),
+    "cpu_seconds": (float, int),
+    "settings": (dict, OrderedDict),
+    "rng": (dict,),
+    "parts": (dict,),
+}
 
 
 class Run:
@@ -24,6 +37,9 @@ class Run:
 
     Entering restores the newest checkpoint. After each step, :meth:`steps` writes the logged metrics and, if it is due,
     a checkpoint. SIGINT or SIGTERM ends the loop after the current step, with a checkpoint.
+
+    Inside the ``with`` block the directory is locked: another process or another run of this process cannot enter it.
+    After the block, this and other processes may continue the run.
 
     Args:
         directory: directory of all files of the run.
@@ -47,7 +63,9 @@ class Run:
 
     Raises:
         ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint,
-            or its step is above ``total_steps``.
+            its step is above ``total_steps``, or its newest readable checkpoint has other entries.
+        DirectoryInUseError: on entering, if another process or run writes to the directory.
+        OSError: on entering, if the directory is not writable or has no space for a checkpoint.
         TypeError: if a part has no ``state_dict`` or is named ``"logger"``.
 
     Example:
@@ -103,15 +121,25 @@ class Run:
         self._cpu_before, self._timings = 0.0, {}
 
     def __enter__(self) -> Run:
-        if self._resume == "never":
-            self._checkpoints.clear()
-        elif (state := self._checkpoints.load()) is not None:
-            self._restore(state)
-        gc.collect()
-        gc.freeze()  # exclude models, prompts and libraries from collections at every step
-        atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
-        self._stack.enter_context(self._stop)
-        self._stack.enter_context(self.logger)
+        with ExitStack() as stack:  # an error on the way unlocks the directory
+            # Lock and check the directory
+            stack.enter_context(DirectoryLock(self.directory, sole=True))
+            stack.callback(self._checkpoints.close)
+            self._checkpoints.lock()
+            refuse_links(self.directory, ("checkpoints", "transcripts", "model"))
+            _check_space(self.directory, self.parts.values())
+            # Continue from the newest checkpoint
+            if self._resume == "never":
+                self._checkpoints.clear()
+            elif (newest := self._checkpoints.newest()) is not None:
+                self._restore(*newest)
+            # Prepare the process
+            gc.collect()
+            gc.freeze()  # exclude models, prompts and libraries from collections at every step
+            atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
+            stack.enter_context(self._stop)
+            stack.enter_context(self.logger)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -198,18 +226,61 @@ class Run:
         state = {"step": self.step, "cpu_seconds": self.cpu_seconds, "settings": self.settings, "rng": rng_state()}
         self._checkpoints.save(self.step, state | {"parts": gather_state(**self.parts)})
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        saved = state["settings"]
+    def _restore(self, path: Path, state: Mapping[str, Any]) -> None:
+        # Check the state before anything is restored
+        _check_entries(path, state)
+        saved, step = state["settings"], state["step"]
         check_same_settings(saved, self.settings, self.defaults, extend=self._resume == "extend", where=self.directory)
-        restore_state(state["parts"], **self.parts)
-        set_rng_state(state["rng"])
-        self.step, self._cpu_before = state["step"], state["cpu_seconds"]
-        if self.step > self.total_steps:
+        if step > self.total_steps:
             raise ValueError(
-                f"total_steps={self.total_steps} must be at least step {self.step} of the checkpoint in "
+                f"total_steps={self.total_steps} must be at least step {step} of the checkpoint in "
                 f"{self.directory}; raise the number of steps, or set resume=never to start over"
             )
+        # Restore the parts and the random generators
+        try:
+            restore_state(state["parts"], **self.parts)
+            set_rng_state(state["rng"])
+        except Exception as error:  # parts raise errors of any type
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"cannot restore {path}: {reason}; remove the file to continue from the checkpoint before it, or set "
+                "resume=never to start over"
+            ) from error
+        self.step, self._cpu_before = step, state["cpu_seconds"]
         print(f"resumed after step {self.step} from {self._checkpoints.directory}", flush=True)
+
+
+def _check_entries(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` if the entries of a state are not those that a run saves."""
+    wrong = sorted(set(_ENTRIES) ^ set(state), key=str)
+    wrong += [name for name, types in _ENTRIES.items() if name in state and type(state[name]) not in types]
+    if not wrong and path.stem != f"step_{state['step']:08d}":
+        wrong = ["step"]
+    if wrong:
+        raise ValueError(
+            f"{path} is no checkpoint of a run, or a damaged one: see its entries {wrong}; remove it to continue from "
+            "the checkpoint before it, or set resume=never to start over"
+        )
+
+
+def _check_space(directory: Path, parts: Iterable[Any]) -> None:
+    """Raise an ``OSError`` if the disk has less free space than the models and optimizers of a checkpoint take."""
+    needed = sum(map(_bytes_of, parts))
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise OSError(
+            f"directory={directory} has {free / 1e6:.1f} MB of free disk space, but a checkpoint takes at least "
+            f"{needed / 1e6:.1f} MB; free space, or set another output directory"
+        )
+
+
+def _bytes_of(part: Any) -> int:
+    """Return the bytes of the tensors of a model or optimizer; 0 for other parts."""
+    if isinstance(part, torch.nn.Module):
+        tensors = (t for t in part.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor))
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())  # tied weights are stored once
+    if isinstance(part, torch.optim.Adam):  # and AdamW; two moments, which exist only after the first step
+        return 2 * sum(p.nbytes for group in part.param_groups for p in group["params"] if p.requires_grad)
+    return 0
 
 
 def meters(*parts: Any) -> dict[str, float]:

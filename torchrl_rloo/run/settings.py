@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torchrl_rloo.files import make_folder, write_text
+
+_log = logging.getLogger(__name__)
 
 FILE = "settings.json"
 RESUME = ("auto", "extend", "never")
@@ -33,10 +37,8 @@ def differences(
 
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a run to :data:`FILE` in its directory, for :func:`check_resumable` and for people."""
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{FILE}.{os.getpid()}.part"  # a name for each process
-    part.write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-    part.replace(directory / FILE)
+    make_folder(directory)
+    write_text(directory / FILE, json.dumps(settings, indent=1, default=str))
 
 
 def check_resumable(
@@ -57,10 +59,14 @@ def check_resumable(
     directory = Path(directory)
     if resume == "never" or not (directory / FILE).is_file() or not any((directory / "checkpoints").glob("step_*")):
         return
-    saved, (current, plain_defaults) = (
-        json.loads((directory / FILE).read_text(encoding="utf-8")),
-        json.loads(json.dumps([settings, defaults], default=str)),
-    )
+    try:
+        saved = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
+            raise ValueError(f"it has a {type(saved).__name__} instead of settings")
+    except (ValueError, RecursionError) as error:
+        _log.warning("cannot read %s, the settings in the checkpoint are compared instead: %s", directory / FILE, error)
+        return
+    current, plain_defaults = json.loads(json.dumps([settings, defaults], default=str))
     check_same_settings(saved, current, plain_defaults, extend=resume == "extend", where=directory)
 
 

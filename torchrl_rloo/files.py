@@ -1,0 +1,190 @@
+"""Writing of files: atomic, durable, through no symbolic link, with errors that name the path and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARIES = ".incomplete*.tmp"  # pattern of the temporary names
+SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block
+_FULL = "free space, or set another output directory"
+_REASONS = {
+    errno.ENOSPC: ("the disk is full", _FULL),
+    errno.EDQUOT: ("the disk quota is used up", _FULL),
+    errno.EFBIG: ("the file would exceed the size limit of this process", "raise it (ulimit -f)"),
+    errno.EROFS: ("the file system is read-only", "make it writable, or set another output directory"),
+    errno.EACCES: ("permission denied", "make it writable for this user, or set another output directory"),
+    errno.EPERM: ("operation not permitted", "make it writable for this user, or set another output directory"),
+    errno.ELOOP: ("it is a symbolic link, which is not followed", "remove it"),
+    errno.EISDIR: ("it is a folder", "move it away"),
+    errno.EEXIST: ("it is no folder", "move it away"),
+    errno.ENOTDIR: ("a part of its path is a file", "move that file away, or set another output directory"),
+    errno.ENXIO: ("it is not a regular file", "remove it"),
+}
+
+
+@contextmanager
+def explained(path: str | os.PathLike) -> Iterator[None]:
+    """Replace an ``OSError`` of the block by one whose line names the path, the reason and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain(error, path) from error
+
+
+def _explain(error: OSError, path: str | os.PathLike) -> OSError:
+    if error.errno is None or error.strerror is None:  # explained before
+        return error
+    reason, remedy = _REASONS.get(error.errno, (error.strerror, "check the path and its disk"))
+    found = type(error)(f"cannot write {os.fspath(path)}: {reason}; {remedy}")
+    found.errno = error.errno
+    return found
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder with its parents, if it is missing.
+
+    Raises:
+        OSError: if that is impossible. The message names the path and the remedy.
+    """
+    with explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+class _Recorder(io.FileIO):
+    """File that keeps the error of a failed write, which writers of formats hide behind their own."""
+
+    fault: OSError | None = None
+
+    def write(self, content) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.fault = error
+            raise
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces ``path`` when the block ends without an exception.
+
+    After an exception or a kill, ``path`` is unchanged. Each write has a new temporary name, which a kill leaves behind
+    for :func:`remove_temporaries`. A symbolic link at ``path`` is replaced; its target stays as it is.
+
+    Args:
+        path: file to write, in an existing directory.
+
+    Yields:
+        The temporary file, open for binary writing.
+
+    Raises:
+        OSError: if the file cannot be written. The message names the path and the remedy.
+    """
+    temporary = path.with_name(f".incomplete-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    with explained(path):
+        raw = _Recorder(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE_FLAGS, 0o666), "wb")
+    try:
+        try:
+            with io.BufferedWriter(raw) as file:
+                yield file
+                file.flush()
+                with explained(path):
+                    os.fsync(file.fileno())
+        except Exception as error:
+            if raw.fault is None:
+                raise
+            raise _explain(raw.fault, path) from error
+        with explained(path):
+            os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    with explained(path):
+        sync_directory(path.parent)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write UTF-8 text atomically, with lone surrogates as escapes, and return the path.
+
+    Raises:
+        OSError: if the file cannot be written. The message names the path and the remedy.
+    """
+    with atomic_write(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+    return path
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append all of ``content`` to a regular file or nothing; create the file if it is missing.
+
+    Raises:
+        OSError: if the file cannot be written or is a symbolic link. The message names the path and the remedy.
+    """
+    with explained(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | SAFE_FLAGS, 0o666)
+        try:
+            size = regular_size(descriptor)
+            try:
+                while content:
+                    content = content[os.write(descriptor, content) :]
+            except OSError:
+                os.ftruncate(descriptor, size)  # a partial line would damage the next one
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def regular_size(descriptor: int) -> int:
+    """Return the size of an open file in bytes, or raise if it is not a regular file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+    return status.st_size
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove the temporary files that killed writers left in a folder."""
+    for path in folder.glob(TEMPORARIES):
+        with suppress(OSError):  # a folder with such a name
+            path.unlink(missing_ok=True)
+
+
+def refuse_links(folder: Path, names: Iterable[str], *, below: bool = False) -> None:
+    """Refuse symbolic links at ``names`` in a folder.
+
+    Args:
+        folder: folder of the names.
+        names: names of folders or files, which need not exist.
+        below: if True, also refuse links in these folders, where a library would write through them.
+
+    Raises:
+        OSError: if there is a link. The message names it and the remedy.
+    """
+    for name in names:
+        for path in (folder / name, *((folder / name).rglob("*") if below else ())):
+            if path.is_symlink():
+                with explained(path):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def synced_size(path: Path) -> int:
+    """Flush an appended file to disk and return its size in bytes."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in ``directory`` to disk, so that they survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
