@@ -113,7 +113,7 @@ def test_combined_attacks(sandbox: Sandbox, drawn: st.DataObject):
 
 
 def test_random_attacks_are_contained():
-    assert attacks.attack(48, seed=1) == {"tried": 48, "contained": 48, "failures": []}
+    assert attacks.attack(48, seed=2) == {"tried": 48, "contained": 48, "failures": []}
 
 
 def test_the_attacks_can_fail(sandbox: Sandbox):

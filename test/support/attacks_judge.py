@@ -48,6 +48,13 @@ PROBLEMS = [
         {"fn_name": "heapq", "inputs": [[[2, 1]]], "outputs": [[1, 2]]},
     ),
     Problem(
+        "sorted",
+        "def sorted(x): return [i for i in range(9) if i in x]",
+        "json list",
+        ["assert sorted([2, 1]) == [1, 2]", "assert list(sorted(range(2))) == [0, 1]"],
+        {"entry_point": "sorted"},
+    ),
+    Problem(
         "order",
         "def order(x): return sorted(x)",
         "len check order",
@@ -146,10 +153,11 @@ class Reduced:
 import pickle; PICKLED = pickle.dumps(Reduced())
 """
 BASES = ["()", "(int,)", "(str,)", "(list,)", "(dict,)", "(tuple,)", "(float,)", "(Exception,)"]
-# Bodies of a function that does not compute
+# Bodies of a function that does not compute; "" leaves the function out
 CONSTANTS = [f"return {v}" for v in ("0", "0.0", "1", "True", "''", "[]", "[0]", "{}", "[[]]", "(1, 1)", "PICKLED")]
 BODIES = [
     *CONSTANTS,
+    *([""] * 5),
     "return a[-1]",
     "return Lie()",
     "return [Lie()]",
@@ -219,9 +227,7 @@ def build_attack(
 ) -> Attack:
     """Combine the parts of a hostile program; ``body=None`` keeps the right function."""
     name = PROBLEMS[problem].name
-    wrong = (
-        None if body is None else f"def {name}(*a, **k):\n    {body.format(name=name) if '{name}' in body else body}"
-    )
+    wrong = body and f"def {name}(*a, **k):\n    {body.replace('{name}', name)}"
     parts = [
         LIE.replace("BASE", base) + PICKLED,
         carrier.format(n=1 + len(target), name=name),
