@@ -72,6 +72,8 @@ NAMES = [
     ("isinstance", "a is b", "(None, None)", "True"),
     ("json", "{'k': a}", "(3,)", "{'k': 3}"),
     ("candidate", "a", "(3,)", "3"),
+    ("check", "a", "(3,)", "3"),
+    ("Solution", "a", "(3,)", "3"),
     ("tests", "a", "(3,)", "3"),
 ]
 

@@ -51,7 +51,7 @@ PROBLEMS = [
         "sorted",
         "def sorted(x): return [i for i in range(9) if i in x]",
         "json list",
-        ["assert sorted([2, 1]) == [1, 2]", "assert list(sorted(range(2))) == [0, 1]"],
+        ["assert sorted([2, 1]) == [1, 2]", "assert list(sorted((1, 0))) == [0, 1]"],
         {"entry_point": "sorted"},
     ),
     Problem(
@@ -279,7 +279,7 @@ def attack(count: int, seed: int = 0, batch: int = 32) -> dict[str, Any]:
     draw = random.Random(seed)
     attacks = [random_attack(draw) for _ in range(count)]
     failures = []
-    sandbox = Sandbox(timeout=5, cpu_seconds=1, memory=128 << 20)
+    sandbox = Sandbox(timeout=60, cpu_seconds=1, memory=128 << 20)
     for start in range(0, count, batch):
         part = attacks[start : start + batch]
         for tried, score in zip(part, score_attacks(part, sandbox), strict=True):

@@ -108,6 +108,11 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
     ("x = 1", "def check(candidate):\n    assert candidate([1, 2]) == 2\n", {"entry_point": "len"}),
     ("from math import factorial as f", {"fn_name": "factorial", "inputs": [[3]], "outputs": [6]}, {}),
     ("import json\njson.loads = lambda x: 3", {"fn_name": "json", "inputs": [[1]], "outputs": [3]}, {}),
+    (
+        "x = 1",
+        {"fn_name": "f", "inputs": [[0]], "outputs": [[None]]},
+        {"prelude": "class Solution:\n    def f(self, x): ...\n"},
+    ),
     ("# sum", {"inputs": ["1"], "outputs": [""]}, {}),
     # Objects whose methods answer for the program
     (LIAR + "Point = Liar\ndef f(x): return Liar()", ["assert f(3) == Point(6, 0)", "assert Point(6) == f(3)"], {}),
@@ -170,6 +175,8 @@ UNUSABLE: list[tuple[Any, dict[str, Any]]] = [
     (["assert f(1) == helper(1)"], {"entry_point": "f"}),
     (["assert f(1) == 1"], {"entry_point": "lambda"}),
     (["assert f(1) == 1"], {"entry_point": 7}),
+    (["assert f(1) == 1"], {"entry_point": "f().g().h"}),
+    (["assert f(1) == 1"], {"entry_point": "Solution()."}),
     (["assert f(1) == 1"], {"entry_point": [["f"]]}),
     (["assert f(1) == " + "-" * 50_000 + "1"], {}),
     ("[" * 50_000, {}),
@@ -264,6 +271,18 @@ RIGHT: list[tuple[str, tuple[str, str], Any, dict[str, Any]]] = [
     ),
     ("class Solution:\n    def sum(self, a, b): return a + b", ("+", "-"), SUM, {}),
     ("class Solution:\n    def f(self, x): return x", ("return x", "return 7"), ["assert Solution().f(3) == 3"], {}),
+    (
+        "class Solution:\n    def f(self, x): return x",
+        ("return x", "return 7"),
+        "def check(candidate):\n    assert candidate(x=3) == 3\n",
+        {"entry_point": "Solution().f"},
+    ),
+    (
+        "class Solution:\n    def f(self, x): return x or None",
+        ("return x", "return 7"),
+        {"fn_name": "f", "inputs": [[0], [4]], "outputs": [[None], [4]]},
+        {"prelude": "class Solution:\n    def f(self, x):\n        pass\n"},
+    ),
     (
         "class Own(ValueError): pass\ndef f(): raise Own('no')",
         ("ValueError", "KeyError"),

@@ -96,7 +96,7 @@ class CodeTests:
     Args:
         column: column of tests.
         entry_point: column with the name under test, or a list of names; optional. The first is the function for
-            ``check``. A row with None derives the names from its tests.
+            ``check``, also a method such as ``Solution().f``. A row with None derives the names from its tests.
         setup: column of code that runs before the assertions (MBPP's ``test_setup_code``). None disables it.
         prelude: column of code that runs before the program, in its process (HumanEval's prompt). Tests use its
             functions. None disables it.
@@ -262,13 +262,18 @@ def make_tasks(
     Raises:
         BrokenTestsError: if the tests cannot run with any program.
     """
-    if isinstance(tests[0], Call):
-        candidate, names = tests[0].name, TestNames((), (), (), False)
+    # Separate the function that the judge calls from the names that the tests read
+    kinds = ["call" if isinstance(test, Call) else "check" if _CHECK.search(test) else "assert" for test in tests]
+    called = tests[0].name if kinds[0] == "call" else given[0] if "check" in kinds else ""
+    owner, _, name = called.rpartition("().")
+    if kinds[0] == "call":
+        names = TestNames((), (), (), False)
         entries = [["call", test.arguments, test.expected] for test in tests]
     else:
-        entries = [["check" if _CHECK.search(test) else "assert", test] for test in tests]
-        candidate = given[0] if any(kind == "check" for kind, _ in entries) else None
-        names = resolve_names(tuple(tests), setup, prelude, given[1:] if candidate else given, candidate)
+        given = tuple(text.partition("().")[0] for text in (given[1:] if called else given))
+        names = resolve_names(tuple(tests), setup, prelude, given, owner or name)
+        entries = [list(entry) for entry in zip(kinds, tests, strict=True)]
+    candidate = [name, owner or "Solution"] if called else []
     judge = {
         "prelude": prelude if names.prelude else "",
         "setup": setup,
@@ -277,20 +282,19 @@ def make_tasks(
         "library": names.library,
         "candidate": candidate,
     }
-    required = {*names.program, candidate} - {*names.instances, None}
-    return judge, {"prelude": prelude, "names": sorted(required)}
+    return judge, {"prelude": prelude, "names": sorted({*names.program, *candidate} - {*names.instances})}
 
 
 def as_names(entry_point: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the names under test, empty for None.
 
     Raises:
-        BrokenTestsError: if one is not an identifier.
+        BrokenTestsError: if one is not an identifier, nor a method such as ``Solution().f``.
     """
-    names = [entry_point] if isinstance(entry_point, str) else entry_point or ()
+    names = [entry_point] if entry_point and isinstance(entry_point, str) else entry_point or ()
     if not isinstance(names, Sequence):
         raise BrokenTestsError(f"entry_point={entry_point!r:.100} must be a name or a list of names")
-    check_names(names)
+    check_names([part for name in names for part in (name.split("().", 1) if isinstance(name, str) else [name])])
     return tuple(names)
 
 

@@ -199,9 +199,9 @@ class Judge:
 
     Args:
         task: settings of the tests. ``prelude`` and ``setup`` are texts that run before them. ``program`` lists the
-            names of the program, and ``candidate`` is the name of the function for ``check`` and calls, or None.
-            ``library`` lists triples of a name, a module and its attribute. ``tests`` lists ``["assert", text]``,
-            ``["check", text]`` and ``["call", arguments, result]``.
+            names of the program. ``candidate`` has the name of the function for ``check`` and calls and the class that
+            can have it as a method, or nothing. ``library`` lists triples of a name, a module and its attribute.
+            ``tests`` lists ``["assert", text]``, ``["check", text]`` and ``["call", arguments, result]``.
 
     Raises:
         SyntaxError: if a text is not Python.
@@ -220,15 +220,15 @@ class Judge:
         for name, module, attribute in self.task["library"]:
             source = importlib.import_module(module)
             self.namespace[name] = getattr(source, attribute) if attribute else source
-        candidate = self.task["candidate"]
-        wanted = [*self.task["program"], *([candidate, "Solution"] if candidate else [])]
+        wanted = [*self.task["program"], *self.task["candidate"]]
         found = self.link.request("names", wanted)
         if type(found) is not dict:
             raise ProgramError("unreadable names")
         self.own = {name: found[name] for name in wanted if name in found}
         prelude, setup = self.before
         self.execute(prelude)
-        self.namespace.pop(candidate, None)  # the prelude's stub
+        for name in self.task["candidate"]:
+            self.namespace.pop(name, None)  # the prelude's stub
         self.execute(setup)
 
     def execute(self, code: tuple[Any, Any]) -> None:
@@ -242,16 +242,16 @@ class Judge:
         exec(rest, self.namespace)
 
     def find_candidate(self) -> Any:
-        """Return the function under test, also as a method of ``Solution``.
+        """Return the function under test, also as a method of a new instance.
 
         Raises:
             NameError: if the program does not define it.
         """
-        name = self.task["candidate"]
+        name, owner = self.task["candidate"]
         if name in self.own:
             return self.own[name]
-        if "Solution" in self.own:
-            return getattr(self.own["Solution"](), name)
+        if owner in self.own:
+            return getattr(self.own[owner](), name)
         raise NameError(f"name {name!r} is not defined")
 
     def run(self, test: list[Any]) -> None:

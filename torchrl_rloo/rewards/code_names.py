@@ -64,9 +64,9 @@ class TextNames:
     read: frozenset[str]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def resolve_names(
-    tests: tuple[str, ...], setup: str, prelude: str, given: tuple[str, ...], candidate: str | None = None
+    tests: tuple[str, ...], setup: str, prelude: str, given: tuple[str, ...], candidate: str = ""
 ) -> TestNames:
     """Resolve the names in the tests of a row.
 
@@ -77,7 +77,7 @@ def resolve_names(
             it defines a class, all its names are the program's, whose process holds the instances.
         given: names under test. Empty derives them: the names that nothing else gives. In a test without any, it is
             the function that the test calls first, even if that has the name of a built-in.
-        candidate: name of the function that is passed to ``check``; None without one. Inside of ``check`` the name of
+        candidate: name of the function that is passed to ``check``; "" without one. Inside of ``check`` the name of
             a built-in remains the built-in.
 
     Raises:
@@ -113,7 +113,7 @@ def check_names(names: Sequence[str]) -> None:
             raise BrokenTestsError(f"name={name!r:.100} under test must be an identifier that a program can define")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def read_names(text: str) -> TextNames:
     """Return the global names of a text.
 
@@ -215,7 +215,7 @@ def _calls(node: ast.AST) -> Iterator[str]:
         yield node.func.id
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _prelude_names(prelude: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that a prelude gives to the tests, and those that it gives to the program."""
     try:
