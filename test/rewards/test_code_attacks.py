@@ -32,8 +32,8 @@ def sandbox() -> Iterator[Sandbox]:
 
 def score(sandbox: Sandbox, programs: list[str], tests: Any, partial: bool, columns: dict[str, Any]) -> list[Any]:
     """Score programs on one row."""
-    function = CodeTests(sandbox=sandbox, partial=partial, prelude="prelude")
-    columns = {name: [columns.get(name)] * len(programs) for name in ("prelude", "entry_point")}
+    function = CodeTests(sandbox=sandbox, partial=partial, prelude="prelude", setup="setup")
+    columns = {name: [columns.get(name)] * len(programs) for name in ("prelude", "setup", "entry_point")}
     return function(["?"] * len(programs), programs, [[1]] * len(programs), tests=[tests] * len(programs), **columns)
 
 

@@ -137,6 +137,36 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
     ("def f(x): return float('nan')", ["assert f(1) == f(1)", "assert [f(1)] == [f(1)]", "assert f(2) in [f(2)]"], {}),
     ("def f(x): return [float('nan')] * 2", ["assert f(1) == f(1)", "assert [f(1)[0]] == [f(1)[1]]"], {}),
     ("def f(x): return type(x)", [*SIX, "assert f(3)() == 6"], {}),
+    ("class M(type):\n    def __eq__(c, o): return True\nclass f(metaclass=M): pass", [*SIX, "assert f == 6"], {}),
+    ("class A:\n    __getattr__ = lambda s, n: print\ndef f(x): return A()", [*SIX, "assert f(1).shape == (2, 2)"], {}),
+    (
+        "class A:\n    __getitem__ = lambda s, n: s\ndef f(x): return A()",
+        ["assert f(1)[0] == 5", "assert f(1)[0][1] == []"],
+        {},
+    ),
+    ("class int2(int): pass\nint2.__module__ = 'builtins'; int2.__name__ = 'int'\ndef f(x): return int2(5)", SIX, {}),
+    # The module of the program, and the setup of the tests
+    (
+        "import sys\nclass M(type(sys)):\n    __getattr__ = lambda s, n: s\nsys.modules['candidate'] = M('candidate')",
+        SIX,
+        {},
+    ),
+    (
+        "import builtins\nbuiltins.vars = lambda m: {'f': int, 'abs': bool}",
+        ["assert abs(f(3) - 6) < 1"],
+        {"entry_point": "f"},
+    ),
+    (
+        "def isclose(a, b): return True\ndef f(): return 9",
+        ["assert isclose(f(), 1)"],
+        {"setup": "from math import isclose"},
+    ),
+    (
+        "def same(a, b): return True\ndef f(): return 9",
+        ["assert same(f(), 1)"],
+        {"setup": "def same(a, b): return a == b"},
+    ),
+    ("def Node(v): return 7\ndef f(n): return 6", ["assert f(root) == 5"], {"setup": "root = Node(1)"}),
     # Exceptions that end an iteration of the tests
     (
         "def f(x): raise StopIteration",
@@ -242,6 +272,29 @@ RIGHT: list[tuple[str, tuple[str, str], Any, dict[str, Any]]] = [
         {},
     ),
     ("import re\ndef f(x): return re.match('a+$', x)", ("a+", "b+"), ["assert f('aa')", "assert not f('ab')"], {}),
+    (
+        "def f(x): return b'\\xff'.decode()",
+        ("xff", "x41"),
+        ["try: f(1)\nexcept UnicodeError: pass\nelse: assert f == 1"],
+        {},
+    ),
+    ("def f(x): return '\\ud800' + x", ("ud800", "ud801"), ["assert f('\\ud801') == '\\ud800\\ud801'"], {}),
+    (
+        "class set:\n    n = 0\n    def add(s, x): s.n += x",
+        ("+=", "-="),
+        ["s = set()\ns.add(3)\nassert s.n == 3"],
+        {"entry_point": "set"},
+    ),
+    (
+        "def f(x): return 2 * x",
+        ("2 *", "3 *"),
+        [
+            "for i in (1, 2):\n    assert f(i) == i * 2",
+            "def t(n):\n    return f(n)\nassert t(1) == 2",
+            "assert [f(x) for x in range(3)] == [0, 2, 4] and (y := f(3)) == y == 6",
+        ],
+        {},
+    ),
     # Several functions and classes
     (
         "def a(x): return x + 1\ndef b(x): return a(x) * 2",

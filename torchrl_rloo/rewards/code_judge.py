@@ -178,12 +178,16 @@ class ProgramConnection:
 def _build_error(kind: str, text: str, operation: str) -> Exception:
     """Return an exception of the program; one that ends an iteration only comes from ``next``."""
     raised = getattr(builtins, kind, None)
-    if isinstance(raised, type) and issubclass(raised, Exception):
-        if operation == "next" or not issubclass(raised, (StopIteration, StopAsyncIteration)):
-            try:
-                return raised(text)
-            except TypeError:  # needs more arguments
-                pass
+    ends = (StopIteration, StopAsyncIteration)
+    if not (isinstance(raised, type) and issubclass(raised, Exception)) or (
+        issubclass(raised, ends) and operation != "next"
+    ):
+        return ProgramError(f"{kind}: {text}")
+    for base in raised.__mro__:
+        try:
+            return base(text)
+        except TypeError:  # needs more arguments
+            continue
     return ProgramError(f"{kind}: {text}")
 
 
