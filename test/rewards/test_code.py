@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.cheats import CHEATS
 from torchrl_rloo.rewards.code import BrokenTestsError, CodeTests, parse_tests, same_output
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
@@ -131,53 +132,6 @@ VALUES = [  # program, test that passes
 def test_values_between_program_and_tests(sandbox: Sandbox, program: str, test: str):
     assert score(sandbox, program, [test]) == 1.0
     assert score(sandbox, program, [test + "\nassert False"]) == 0.0
-
-
-CHEATS = [
-    "import sys; sys.exit(0)",
-    "import os; os._exit(0)",
-    "quit()",
-    "def double(x):\n    import os; os._exit(0)",
-    "def double(x): raise SystemExit(0)",
-    "def double(x): raise KeyboardInterrupt",
-    "import threading, os\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef double(x): return 0",
-    "import threading, sys\nthreading.Thread(target=sys.exit, args=(0,)).start()\ndef double(x): return 0",
-    "print('[true, null]'); print('passed'); print(3)\ndef double(x): print('[true, null]')",
-    "import os\ndef double(x):\n    for f in range(9):\n"
-    "        try: os.write(f, b'[true, null]\\n')\n        except OSError: pass",
-    "import os\ndef double(x):\n    while True: os.write(3, b'[\"value\", true, []]\\n')",
-    "import os; os.write(3, b'[' * 100_000 + b'\\n')",
-    'import os; os.write(3, b\'["value", {"a": 1}]\\n["value", [1], [[2]]]\\n\')',
-    "import os; os.close(3)\ndef double(x): return 2 * x",
-    "class Any:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
-    "    def __bool__(s): return True\n    def __hash__(s): return 0\ndef double(x): return Any()",
-    "class Any(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n"
-    "def double(x): return Any()",
-    "class Any(list):\n    def __eq__(s, o): return True\ndef double(x): return [Any()]",
-    "import builtins\nbuiltins.AssertionError = builtins.isinstance = builtins.all = lambda *a: True\n"
-    "def double(x): return 0",
-    "import code_peers\ncode_peers.encode = lambda *a: True\ncode_peers.RemoteObject.__eq__ = lambda *a: True\n"
-    "def double(x): return 0",
-    "import operator, json\noperator.eq = lambda *a: True\njson.dumps = lambda *a: '[true, null]'\n"
-    "def double(x): return 0",
-    "def double(x): return 0\ndef all(x): return True\nisinstance = print = len = abs = double",
-    "import sys, gc\ndef double(x):\n    frame = sys._getframe()\n    while frame:\n"
-    "        for v in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
-    "            if isinstance(v, str) and 'assert' in v: exec(v.split('==')[1], globals()); return\n"
-    "        frame = frame.f_back\n"
-    "    texts = [o for o in gc.get_objects() if 'abab' in repr(o)[:999]]\n    return texts",
-    "import os, sys\nprint(os.pread(0, 9999, 0), sys.argv, os.listdir('.'))\ndef double(x): return 0",
-    "while True: pass",
-    "def double(x):\n    while True: pass",
-    "def double(x): return [0] * 10**9",
-    "def double(x): return 'x' * 60_000_000",
-    "def double(x):\n    a = []\n    a.append(a)\n    return a",
-    "def double(x): return double(x)",
-    "import ctypes\ndef double(x): ctypes.string_at(0)",
-    "def double(x): return lambda: x",
-    "def double(x: return",
-    "",
-]
 
 
 LOOP = "while True: pass"  # uses all of its CPU time

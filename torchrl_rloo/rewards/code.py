@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, resolve_names
+from torchrl_rloo.rewards.code_peers import encode
 from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 
+_LOGGER = logging.getLogger(__name__)
 _PYTHON = ("", "py", "python", "python3")
-_SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_peers; code_peers.judge()"
+_SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
+_CHECK = re.compile(r"^def check\(", re.MULTILINE)
+_STATEMENT = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
+_TIME_LIMITS = ("timed_out", "cpu")
+_LARGE_SHARE = 0.5  # of the time of a call, in programs that reach a time limit
 
 
-class BrokenTestsError(ValueError):
-    """Error of tests that cannot run with any program."""
+@dataclass(frozen=True)
+class Call:
+    """Test that a function or method of ``Solution`` returns ``expected``.
+
+    Attributes:
+        name: name of the function.
+        arguments: its arguments, encoded by :func:`~torchrl_rloo.rewards.code_peers.encode`.
+        expected: its result as JSON, or a list with the result.
+    """
+
+    name: str
+    arguments: Any
+    expected: Any
+
+
+class Verdict(NamedTuple):
+    """Score of a program, its reason, and the seconds of its processes: all, and in runs that reached a time limit."""
+
+    score: float | None
+    reason: str
+    seconds: float = 0.0
+    stalled: float = 0.0
 
 
 def same_output(actual: str, expected: str) -> bool:
@@ -37,30 +68,47 @@ class CodeTests:
       and must print the output, ignoring white space. With a ``fn_name`` (APPS), the pairs are the arguments and the
       result of that function or method of ``Solution``.
 
-    A program never runs in a process that knows the expected results. Expected outputs stay in this process.
-    Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back (see
-    :mod:`torchrl_rloo.rewards.code_peers`). A program that exits early, prints a verdict, patches built-ins or returns
-    an object that equals everything therefore fails. Two weaknesses remain:
+    **Names.** Tests take only the names under test from the program: ``fn_name``, those of ``entry_point``, or else
+    those that nothing but the program can give. A missing one is a failure, even if it is the name of a built-in. All
+    other names are the tests' own: built-ins, imports, definitions of ``setup``, functions of ``prelude``, and pure
+    modules of the standard library (see :mod:`torchrl_rloo.rewards.code_names`).
+
+    **Cheats.** A program never runs in a process that knows the expected results. Expected outputs stay in this
+    process. Assertions run in a second sandboxed process, which sends calls to the program and gets plain values back
+    (see :mod:`torchrl_rloo.rewards.code_judge`). A program that exits early, prints a verdict, patches built-ins or
+    returns an object that equals everything therefore fails. These weaknesses remain:
 
     - A program that knows the inputs can look up the results instead of computing them.
-    - A program can influence tests that compare two objects of its classes, or that check a result with another of its
-      functions.
+    - A program can influence tests that check a result with another name under test. An example is a class whose
+      instances are the expected results. It can also change an argument with which a test compares the result.
+    - NaN passes tests that only refute a comparison, such as ``not abs(f(2) - 4) > 1e-6``.
+
+    **Time.** A call takes at most ``ceil(B / workers) * (row_timeout + sandbox.timeout)`` seconds, plus the start of
+    the sandbox, for any programs. Rows run concurrently. The assertions of a row share one time limit of the sandbox.
+    Its pairs end at the first that reaches a time limit, and when they have taken ``row_timeout`` seconds; the
+    remaining ones fail.
 
     A row abstains (None) if its tests are missing or broken: unknown form, unequal numbers of inputs and outputs, a
-    syntax error, or no entry point for ``check``. It also abstains if a test passes a function, an instance of the
-    test's class, or another value that cannot be sent to a process. Any failure of the program, time-outs included,
-    scores 0.0.
+    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test passes a
+    function, an instance of the test's class, or another value that cannot be sent to a process. Any failure of the
+    program, time-outs included, scores 0.0.
 
     Args:
         column: column of tests.
-        entry_point: column with the name of the function for ``check``; optional.
+        entry_point: column with the name under test, or a list of names; optional. The first is the function for
+            ``check``, also a method such as ``Solution().f``. A row with None derives the names from its tests.
         setup: column of code that runs before the assertions (MBPP's ``test_setup_code``). None disables it.
-        prelude: column of code that runs before the program, in its process (HumanEval's prompt). None disables it.
+        prelude: column of code that runs before the program, in its process (HumanEval's prompt). Tests use its
+            functions. None disables it.
         partial: True runs all tests and scores the share that pass; False stops at the first failure. Assertions share
             one time limit, so those after a time-out fail.
         sandbox: sandbox and limits of the programs, which hold for each process. Default: ``Sandbox()``.
+        workers: number of rows that run concurrently. Default: number of CPUs of this process.
+        row_timeout: seconds after which no further pair of a row starts. Default: twice ``sandbox.timeout``.
+        max_chars: longest program in characters; a longer one scores 0.0 unread.
 
     Raises:
+        ValueError: if ``workers``, ``row_timeout`` or ``max_chars`` is not positive.
         SandboxUnavailableError: if this system cannot isolate programs fully, unless ``sandbox`` allows that.
 
     Example:
@@ -79,10 +127,18 @@ class CodeTests:
         prelude: str | None = None,
         partial: bool = False,
         sandbox: Sandbox | None = None,
+        workers: int | None = None,
+        row_timeout: float | None = None,
+        max_chars: int = 100_000,
     ):
         self.column, self.entry_point, self.setup, self.prelude = column, entry_point, setup, prelude
-        self.partial = partial
+        self.partial, self.max_chars = partial, max_chars
         self.sandbox = Sandbox() if sandbox is None else sandbox
+        self.workers = len(os.sched_getaffinity(0)) if workers is None else workers
+        self.row_timeout = 2 * self.sandbox.timeout if row_timeout is None else row_timeout
+        for name in ("workers", "row_timeout", "max_chars"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
     def __call__(
         self,
@@ -98,55 +154,148 @@ class CodeTests:
             KeyError: if a column is missing.
             RuntimeError: if the sandbox fails, independently of the program.
         """
+        # Collect the rows
         required = [name for name in (self.column, self.setup, self.prelude) if name is not None]
         for name in required:
             if name not in columns:
                 raise KeyError(f"code_tests requires column {name!r}; the rows have {sorted(columns)}")
         read = [*required, self.entry_point] if self.entry_point in columns else required
         rows = [{name: columns[name][i] for name in read} for i in range(len(completions))]
-        judged = [self._judge(final_text(c), row) for c, row in zip(completions, rows, strict=True)]
+        texts = [final_text(completion) for completion in completions]
+        # Judge them, each in a thread that waits for its processes
+        if min(self.workers, len(rows)) <= 1:
+            verdicts = [self._judge(text, row) for text, row in zip(texts, rows, strict=True)]
+        else:
+            with ThreadPoolExecutor(min(self.workers, len(rows))) as pool:
+                verdicts = list(pool.map(self._judge, texts, rows))
+        # Report
+        self._warn_of_time_outs(verdicts)
         if log_extra is not None:
-            log_extra("code_tests_reason", [reason for _, reason in judged])
-        return [score for score, _ in judged]
+            log_extra("code_tests_reason", [verdict.reason for verdict in verdicts])
+        return [verdict.score for verdict in verdicts]
 
-    def _judge(self, text: str, row: Mapping[str, Any]) -> tuple[float | None, str]:
-        program = _join_code(row[self.prelude] if self.prelude else None) + last_block(text, _PYTHON)
+    def _warn_of_time_outs(self, verdicts: Sequence[Verdict]) -> None:
+        stalled, seconds = sum(v.stalled for v in verdicts), sum(v.seconds for v in verdicts)
+        if stalled > _LARGE_SHARE * seconds:
+            _LOGGER.warning(
+                "time-outs took %.1f of %.1f s of code_tests, in %d of %d rows: reduce the timeout=%g of the sandbox "
+                "or raise workers=%d",
+                *(stalled, seconds, sum(v.stalled > 0 for v in verdicts), len(verdicts)),
+                *(self.sandbox.timeout, self.workers),
+            )
+
+    def _judge(self, text: str, row: Mapping[str, Any]) -> Verdict:
+        prelude, setup = (join_code(row[name] if name else None) for name in (self.prelude, self.setup))
+        program = last_block(text, _PYTHON)
         try:
-            tests = parse_tests(row[self.column], row.get(self.entry_point))
-            if isinstance(tests[0], tuple):
-                passed, reason = self._run_pairs(program, tests)
+            # Parse the tests first: a broken row abstains whatever its program is
+            given = as_names(row.get(self.entry_point))
+            tests = parse_tests(row[self.column], given)
+            pairs = isinstance(tests[0], tuple)
+            tasks = None if pairs else make_tasks(tests, setup, prelude, given)
+            if len(program) > self.max_chars:
+                return Verdict(0.0, f"program has {len(program)} characters, more than max_chars={self.max_chars}")
+            if not _STATEMENT.search(program):
+                return Verdict(0.0, "program has no statement")
+            if pairs:
+                passed, reason, runs = self._run_pairs(prelude + program, tests)
             else:
-                passed, reason = self._run_assertions(
-                    program, tests, _join_code(row[self.setup] if self.setup else None)
-                )
-        except BrokenTestsError as error:
-            return None, f"broken tests: {error}"
+                passed, reason, runs = self._run_assertions(program, *tasks)
+        except (BrokenTestsError, RecursionError) as error:  # only tests are parsed here
+            return Verdict(None, f"broken tests: {error}")
+        seconds, stalled = (sum(r.seconds for r in runs if not s or is_stalled(r)) for s in (False, True))
         if passed == len(tests):
-            return 1.0, "passed"
-        return passed / len(tests) if self.partial else 0.0, f"{passed} of {len(tests)} passed; {reason}"
+            return Verdict(1.0, "passed", seconds, stalled)
+        score = passed / len(tests) if self.partial else 0.0
+        return Verdict(score, f"{passed} of {len(tests)} passed; {reason}", seconds, stalled)
 
-    def _run_pairs(self, program: str, pairs: list[tuple[str, str]]) -> tuple[int, str]:
-        """Return the number of passed pairs and the reason of the first failure."""
-        passed, reason = 0, ""
+    def _run_pairs(self, program: str, pairs: list[tuple[str, str]]) -> tuple[int, str, list[SandboxResult]]:
+        """Return the number of passed pairs, the reason of the first failure, and the runs."""
+        passed, reason, runs = 0, "", []
         for given, expected in pairs:
+            if sum(run.seconds for run in runs) >= self.row_timeout:
+                return passed, reason or f"row_timeout={self.row_timeout:g} s", runs
             result = self.sandbox.run(program, given)
+            runs.append(result)
             if result.ok and same_output(result.stdout, expected):
                 passed += 1
                 continue
             reason = reason or (f"printed {result.stdout[:100]!r}" if result.ok else _describe_end(result))
-            if not self.partial:
+            if not self.partial or is_stalled(result):
                 break
-        return passed, reason
+        return passed, reason, runs
 
-    def _run_assertions(self, program: str, tests: list[str], setup: str) -> tuple[int, str]:
-        task = json.dumps({"setup": setup, "tests": tests, "partial": self.partial})
-        result = self.sandbox.run(_JUDGE, task, guest=_SERVE, guest_stdin=program)
-        verdicts = [json.loads(line) for line in result.stdout.splitlines()]
+    def _run_assertions(
+        self, program: str, judge: Mapping[str, Any], guest: Mapping[str, Any]
+    ) -> tuple[int, str, list[SandboxResult]]:
+        """Return the number of passed assertions, the reason of the first failure, and the run."""
+        judge_text, guest_text = (
+            json.dumps({**judge, "partial": self.partial}),
+            json.dumps({**guest, "program": program}),
+        )
+        result = self.sandbox.run(_JUDGE, judge_text, guest=_SERVE, guest_stdin=guest_text)
+        # The last line is incomplete if a limit ended the judge
+        verdicts = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
         for verdict in verdicts:
             if isinstance(verdict, dict):
                 raise BrokenTestsError(verdict["broken"])
         reasons = [reason for passed, reason in verdicts if not passed]
-        return sum(passed for passed, _ in verdicts), reasons[0] if reasons else _describe_end(result)
+        return sum(passed for passed, _ in verdicts), reasons[0] if reasons else _describe_end(result), [result]
+
+
+def is_stalled(result: SandboxResult) -> bool:
+    """Return whether a time limit ended a program."""
+    return result.reason in _TIME_LIMITS
+
+
+def make_tasks(
+    tests: Sequence[str] | Sequence[Call], setup: str, prelude: str, given: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tasks of the judge and of the program's process.
+
+    Args:
+        tests: tests of :func:`parse_tests`, except pairs.
+        setup: code that runs before the tests.
+        prelude: code that runs before the program.
+        given: names under test. Empty derives them from the tests.
+
+    Raises:
+        BrokenTestsError: if the tests cannot run with any program.
+    """
+    # Separate the function that the judge calls from the names that the tests read
+    kinds = ["call" if isinstance(test, Call) else "check" if _CHECK.search(test) else "assert" for test in tests]
+    called = tests[0].name if kinds[0] == "call" else given[0] if "check" in kinds else ""
+    owner, _, name = called.rpartition("().")
+    if kinds[0] == "call":
+        names = TestNames((), (), (), False)
+        entries = [["call", test.arguments, test.expected] for test in tests]
+    else:
+        given = tuple(text.partition("().")[0] for text in (given[1:] if called else given))
+        names = resolve_names(tuple(tests), setup, prelude, given, owner or name)
+        entries = [list(entry) for entry in zip(kinds, tests, strict=True)]
+    candidate = [name, owner or "Solution"] if called else []
+    judge = {
+        "prelude": prelude if names.prelude else "",
+        "setup": setup,
+        "tests": entries,
+        "program": names.program,
+        "library": names.library,
+        "candidate": candidate,
+    }
+    return judge, {"prelude": prelude, "names": sorted({*names.program, *candidate} - {*names.instances})}
+
+
+def as_names(entry_point: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names under test, empty for None.
+
+    Raises:
+        BrokenTestsError: if one is not an identifier, nor a method such as ``Solution().f``.
+    """
+    names = [entry_point] if entry_point and isinstance(entry_point, str) else entry_point or ()
+    if not isinstance(names, Sequence):
+        raise BrokenTestsError(f"entry_point={entry_point!r:.100} must be a name or a list of names")
+    check_names([part for name in names for part in (name.split("().", 1) if isinstance(name, str) else [name])])
+    return tuple(names)
 
 
 def _describe_end(result: SandboxResult) -> str:
@@ -154,22 +303,22 @@ def _describe_end(result: SandboxResult) -> str:
     return f"{result.reason} with code {result.exit_code}" + (f": {lines[-1][:200]}" if lines else "")
 
 
-def _join_code(code: str | Sequence[str] | None) -> str:
+def join_code(code: str | Sequence[str] | None) -> str:
     """Join lines of code to one text, "" for None."""
     code = code or ""
     code = code if isinstance(code, str) else "\n".join(code)
     return f"{code}\n" if code else ""
 
 
-def parse_tests(tests: Any, entry_point: str | None = None) -> list[str] | list[tuple[str, str]]:
+def parse_tests(tests: Any, given: Sequence[str] = ()) -> list[str] | list[Call] | list[tuple[str, str]]:
     """Parse the tests of a row into assertions or pairs of input and output.
 
     Args:
         tests: value of the column, in a form that :class:`CodeTests` lists.
-        entry_point: name of the function for ``check(candidate)``; None if there is none.
+        given: names under test; the first is the function for ``check(candidate)``.
 
     Returns:
-        List of Python snippets, or of pairs ``(input, output)``.
+        List of Python snippets, of calls, or of pairs ``(input, output)``.
 
     Raises:
         BrokenTestsError: if the value has none of these forms or holds no test.
@@ -188,24 +337,18 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> list[str] | list[
         return _parse_pairs({key: [test.get(key) for test in tests] for key in ("input", "output")})
     if not all(isinstance(test, str) for test in tests):
         raise BrokenTestsError(f"tests={tests!r:.100} must be a list of texts or of pairs of input and output")
-    return [_with_call(test, entry_point) for test in tests]
-
-
-def _with_call(test: str, entry_point: str | None) -> str:
-    if not re.search(r"^def check\(", test, re.MULTILINE):
-        return test
-    if not entry_point:
+    if not given and any(_CHECK.search(test) for test in tests):
         raise BrokenTestsError("check(candidate) requires an entry point: a column with the name of the function")
-    return f"{test}\ncheck({entry_point})\n"
+    return list(tests)
 
 
-def _parse_pairs(tests: Mapping[str, Any]) -> list[str] | list[tuple[str, str]]:
+def _parse_pairs(tests: Mapping[str, Any]) -> list[Call] | list[tuple[str, str]]:
     given = tests.get("inputs", tests.get("input"))
     expected = tests.get("outputs", tests.get("output"))
     if not given or not isinstance(given, list) or not isinstance(expected, list) or len(given) != len(expected):
         raise BrokenTestsError(f"tests={dict(tests)!r:.100} must have as many inputs as outputs, at least one")
     if name := tests.get("fn_name"):
-        return [_call_test(name, arguments, result) for arguments, result in zip(given, expected, strict=True)]
+        return [_make_call(name, arguments, result) for arguments, result in zip(given, expected, strict=True)]
     return [(_join_lines(i), _join_lines(o)) for i, o in zip(given, expected, strict=True)]
 
 
@@ -218,14 +361,15 @@ def _join_lines(text: Any) -> str:
     return text
 
 
-def _call_test(name: str, arguments: Any, expected: Any) -> str:
-    """Build an assertion that a function returns ``expected``, as JSON or as the only entry of a list."""
-    if not str(name).isidentifier() or not isinstance(arguments, list):
+def _make_call(name: Any, arguments: Any, expected: Any) -> Call:
+    check_names((name,))
+    if not isinstance(arguments, list):
         raise BrokenTestsError(f"fn_name={name!r} requires a list of arguments per call, got {arguments!r:.100}")
-    return (
-        "import json\n"
-        f"try: _function = {name}\n"
-        f"except NameError: _function = Solution().{name}\n"
-        f"_result = json.loads(json.dumps(_function(*{arguments!r})))\n"
-        f"assert _result == {expected!r} or [_result] == {expected!r}, f'{{_result!r:.100}}'\n"
-    )
+    try:
+        return Call(name, encode(arguments, _refuse), json.loads(json.dumps(expected)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BrokenTestsError(f"fn_name={name!r} has a call that is not plain data: {error}") from None
+
+
+def _refuse(value: Any) -> int:
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")

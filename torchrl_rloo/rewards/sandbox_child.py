@@ -201,6 +201,7 @@ def main() -> str:
     for name in COMMON:
         __import__(name)
     load("code_peers")
+    load("code_judge")
     # Report missing restrictions, and run nothing without them unless that is allowed
     containment = Containment(settings["limits"])
     channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")

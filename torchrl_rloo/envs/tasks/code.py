@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
+from torchrl_rloo.rewards.code_names import reference_names
 
 _FUNCTIONS = (
     ("add_{n}", "adds {n} to a number", "x + {n}", lambda x, n: x + n),
@@ -21,7 +22,8 @@ def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
 
     MBPP has ``test_list``, HumanEval ``test`` and ``entry_point``. Others have ``inputs`` and ``outputs`` of a program,
     or with ``fn_name`` of a function; APPS and TACO have them as JSON in ``input_output``. HumanEval's prompt is also
-    the ``prelude`` of the program, since its tests call helpers that it defines.
+    the ``prelude`` of the program, since its tests call helpers that it defines. MBPP's reference solution ``code``
+    gives the names under test: those that it defines and the tests read. Its tests get its imports that they use.
 
     Args:
         example: row of the dataset.
@@ -43,9 +45,11 @@ def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
     # MBPP
     if "test_list" in example:
         setup = example.get("test_setup_code") or "\n".join(example.get("test_imports") or [])
+        names, imports = reference_names(example.get("code") or "", "\n".join([setup, *example["test_list"]]))
+        setup = "\n".join(part for part in (imports, setup) if part)
         tests = [f"{setup}\n{test}" if setup else test for test in example["test_list"]]
         prompt = f"{text}\nYour code should pass this test:\n{example['test_list'][0]}"
-        return {"prompt": prompt, "tests": tests, "entry_point": None, "prelude": None}
+        return {"prompt": prompt, "tests": tests, "entry_point": names or None, "prelude": None}
     # HumanEval
     if "entry_point" in example:
         function = example["entry_point"]
