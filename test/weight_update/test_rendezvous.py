@@ -25,7 +25,7 @@ from support.waiting import PATIENCE
 from torchrl_rloo.weight_update import rendezvous
 from torchrl_rloo.weight_update.collective import Collective, CollectiveReceiver
 from torchrl_rloo.weight_update.protocol import TensorInfo
-from torchrl_rloo.weight_update.rendezvous import Rendezvous, _answer
+from torchrl_rloo.weight_update.rendezvous import Group, RemoteStore, Rendezvous, TrainerStore, _answer
 
 CPU = torch.device("cpu")
 SECONDS = 20.0
@@ -62,6 +62,10 @@ def connected(transport: Collective, timeout: float = SECONDS) -> Iterator[Any]:
         yield link
     finally:
         link.close()
+
+
+def group_of(link: Any) -> Group:
+    return Rendezvous._open[os.getpid(), "127.0.0.1", 0]._groups[bytes.fromhex(link.options["group"])]
 
 
 def dial(link: Any) -> socket.socket:
@@ -212,7 +216,7 @@ def test_strangers_do_not_join_and_delay_nobody(attack: str):
     began = time.process_time()
     with ExitStack() as held, connected(Collective()) as link:
         strangers = [held.enter_context(STRANGERS[attack](link)) for _ in range(5)]
-        group = Rendezvous._open[os.getpid(), "127.0.0.1", 0]._groups[bytes.fromhex(link.options["group"])]
+        group = group_of(link)
         for stranger in strangers:
             try:
                 stranger.sendall(struct.pack("!i", len(CALL)) + CALL)
@@ -299,15 +303,48 @@ def test_a_worker_refuses_a_trainer_without_the_secret():
         thread.join(PATIENCE)
 
 
-@pytest.mark.parametrize("call", ["close", "__class__", "set_timeout", "wait", "queue_pop", "list_keys"])
-def test_members_may_make_the_calls_of_a_store_only(call: str):
-    assert b"ValueError: call=" in _answer(dist.HashStore(), f'["{call}"]'.encode())
+CALLS = ["null", "[]", "[[]]", '["set"]', '["get", "absent"]', '["add", "a", "b"]', '{"set": 1}', "\xff", "[" * 100_000]
+
+
+@pytest.mark.parametrize("call", [*(f'["{n}"]' for n in ("close", "__class__", "call", "wait", "list_keys")), *CALLS])
+def test_a_bad_call_of_a_member_is_an_error_of_that_call(call: str):
+    store = TrainerStore(1.0)
+    store.set("a", b"x")
+    assert b"Error: " in _answer(store, call.encode("latin-1")) and store.get("a") == b"x"
+
+
+def test_stores_do_what_those_of_torch_do():
+    with connected(Collective()) as link:
+        group = group_of(link)
+        worker = RemoteStore(link.options, SECONDS)
+        stores = [dist.HashStore(), group.store, worker]
+        for store in stores[:1] + stores[2:]:
+            store.set("k", bytes(range(256)))
+            assert (store.get("k"), store.add("n", 2), store.add("n", 3)) == (bytes(range(256)), 2, 5)
+            assert (store.check(["k", "n"]), store.check(["k", "absent"])) == (True, False)
+            assert store.compare_set("k", "other", "new") == bytes(range(256))
+            assert store.compare_set("new", "", "made") == b"made" and store.num_keys() >= 3
+            assert store.delete_key("k") and not store.delete_key("k")
+            with pytest.raises(Exception, match="imeout"):
+                store.wait(["k"], timedelta(seconds=0.05))
+        assert group.store.get("new") == b"made"
+        worker.close()
+
+
+def test_a_closed_link_ends_its_threads_before_anyone_joined():
+    before = set(threading.enumerate())
+    with connected(Collective(), timeout=10 * PATIENCE):
+        started = set(threading.enumerate()) - before
+        assert started
+    for thread in started:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_secrets_are_fresh_and_in_no_message(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.DEBUG), connected(Collective()) as one, connected(Collective()) as other:
         deliver(one)
         assert one.options["secret"] != other.options["secret"] and len(one.options["secret"]) == 64
-        group = Rendezvous._open[os.getpid(), "127.0.0.1", 0]._groups[bytes.fromhex(one.options["group"])]
+        group = group_of(one)
         shown = caplog.text + repr(one) + repr(group) + str(vars(Rendezvous)) + " ".join(psutil.Process().cmdline())
         assert one.options["secret"] not in shown

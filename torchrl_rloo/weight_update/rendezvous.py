@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,6 @@ _MAX_PENDING = 64  # connections without a proof; a further one replaces the old
 _MAX_MESSAGE = 1 << 20  # bytes
 _RETRY_SECONDS = 0.1
 _POLL_SECONDS = 0.002
-_CALLS = frozenset({"set", "get", "add", "check", "compare_set", "delete_key", "num_keys"})
 
 
 def prove(secret: bytes, *parts: bytes) -> bytes:
@@ -53,8 +52,7 @@ class Group:
     def __init__(self, rendezvous: Rendezvous, timeout: float):
         self.rendezvous = rendezvous
         self.name, self.secret = secrets.token_bytes(_NAME_BYTES), secrets.token_bytes(DIGEST_BYTES)
-        self.store = dist.HashStore()
-        self.store.set_timeout(timedelta(seconds=timeout))
+        self.store = TrainerStore(timeout)
         self.sockets: set[socket.socket] = set()
 
     def options(self) -> dict[str, Any]:
@@ -62,7 +60,8 @@ class Group:
         return {"port": self.rendezvous.port, "group": self.name.hex(), "secret": self.secret.hex()}
 
     def close(self) -> None:
-        """Close the connections of the workers. The last group of a listener closes it."""
+        """Close the store and the connections of the workers. The last group of a listener closes it."""
+        self.store.closed = True
         self.rendezvous.remove(self)
 
 
@@ -173,7 +172,105 @@ class Rendezvous:
         return group
 
 
-class RemoteStore(dist.Store):
+class GroupStore(dist.Store):
+    """Store of a group. Values are bytes, or text of their Latin-1 characters within :meth:`call`.
+
+    Args:
+        timeout: seconds to wait for a key.
+    """
+
+    def __init__(self, timeout: float):
+        super().__init__()
+        self.seconds = timeout
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Make one call that does not wait."""
+        raise NotImplementedError
+
+    def clone(self) -> GroupStore:
+        """Return this store, which threads may share."""
+        return self
+
+    def has_extended_api(self) -> bool:
+        """Return False: there are no calls for several keys."""
+        return False
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.call("set", key, _to_text(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self.call("get", key).encode("latin-1")
+
+    def add(self, key: str, value: int) -> int:
+        return self.call("add", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.call("check", *keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = self.seconds if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self.check(keys):  # polls, so that a closed store ends it
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the group's store has no {list(keys)} after timeout={seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self.call("compare_set", key, _to_text(expected), _to_text(desired)).encode("latin-1")
+
+    def delete_key(self, key: str) -> bool:
+        return self.call("delete_key", key)
+
+    def num_keys(self) -> int:
+        return self.call("num_keys")
+
+
+class TrainerStore(GroupStore):
+    """Store in the trainer's memory.
+
+    Attributes:
+        closed: True to end the calls that wait, and to refuse others.
+    """
+
+    closed = False
+
+    def __init__(self, timeout: float):
+        super().__init__(timeout)
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Make one call that does not wait."""
+        if self.closed:
+            raise RuntimeError("the group was closed")
+        with self._lock:
+            return _CALLS[name](self._values, *args)
+
+
+def _add(values: dict[str, str], key: str, number: int) -> int:
+    values[key] = str(int(values.get(key, "0")) + number)
+    return int(values[key])
+
+
+def _compare_set(values: dict[str, str], key: str, expected: str, desired: str) -> str:
+    if values.get(key, "") == expected:
+        values[key] = desired
+    return values.get(key, expected)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "set": lambda values, key, value: values.update({key: value}),
+    "get": lambda values, key: values[key],
+    "add": _add,
+    "check": lambda values, *keys: all(key in values for key in keys),
+    "compare_set": _compare_set,
+    "delete_key": lambda values, key: values.pop(key, None) is not None,
+    "num_keys": len,
+}
+
+
+class RemoteStore(GroupStore):
     """Store of a group, over a worker's connection to its :class:`Rendezvous`.
 
     Args:
@@ -189,8 +286,8 @@ class RemoteStore(dist.Store):
     """
 
     def __init__(self, options: dict[str, Any], timeout: float):
-        super().__init__()
-        self.seconds, self._lock = timeout, threading.Lock()
+        super().__init__(timeout)
+        self._lock = threading.Lock()
         connection = _join(options, timeout)
         self.address = connection.getsockname()[0]
         connection.settimeout(None)
@@ -200,48 +297,11 @@ class RemoteStore(dist.Store):
         """Close the connection."""
         self._channel.close()
 
-    def clone(self) -> RemoteStore:
-        """Return this store, which threads may share."""
-        return self
-
-    def has_extended_api(self) -> bool:
-        """Return False: there are no calls for several keys."""
-        return False
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._call("set", key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._call("get", key).encode("latin-1")
-
-    def add(self, key: str, value: int) -> int:
-        return self._call("add", key, value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._call("check", list(keys))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = self.seconds if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + seconds
-        while not self.check(keys):  # polls, so that no thread of the trainer blocks for a worker
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the trainer's store has no {list(keys)} after timeout={seconds:g} s")
-            time.sleep(_POLL_SECONDS)
-
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._call("compare_set", key, expected, desired).encode("latin-1")
-
-    def delete_key(self, key: str) -> bool:
-        return self._call("delete_key", key)
-
-    def num_keys(self) -> int:
-        return self._call("num_keys")
-
-    def _call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
+        """Make one call of the trainer's store."""
         with self._lock:
-            self._channel.send_bytes(json.dumps([name, *args], default=_to_text).encode())
-            if not self._channel.poll(self.seconds + _HANDSHAKE_SECONDS):
+            self._channel.send_bytes(json.dumps([name, *args]).encode())
+            if not self._channel.poll(self.seconds):
                 raise TimeoutError(f"no answer from the trainer's store within timeout={self.seconds:g} s")
             result, error = json.loads(self._channel.recv_bytes(_MAX_MESSAGE))
         if error is not None:
@@ -249,22 +309,18 @@ class RemoteStore(dist.Store):
         return result
 
 
-def _answer(store: dist.Store, message: bytes) -> bytes:
+def _answer(store: TrainerStore, message: bytes) -> bytes:
     """Make one call of a worker to the store."""
-    name, *args = json.loads(message)
     try:
-        if name not in _CALLS:
-            raise ValueError(f"call={name!r} must be one of {sorted(_CALLS)}")
-        if name in ("set", "compare_set"):
-            args[1:] = [value.encode("latin-1") for value in args[1:]]
-        reply = [getattr(store, name)(*args), None]
-    except Exception as error:
+        name, *args = json.loads(message)
+        reply = [store.call(name, *args), None]
+    except Exception as error:  # the worker's
         reply = [None, f"{type(error).__name__}: {error}"]
-    return json.dumps(reply, default=_to_text).encode()
+    return json.dumps(reply).encode()
 
 
-def _to_text(value: bytes) -> str:
-    return bytes(value).decode("latin-1")
+def _to_text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else bytes(value).decode("latin-1")
 
 
 def _join(options: dict[str, Any], timeout: float) -> socket.socket:
