@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from support.faults import FlippedFile
 from support.weights import push
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.vllm_access import server_key
 from torchrl_rloo.engines.vllm_server import VLLMServer, server_command, server_environment
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.weight_update import LoRAPublisher, WeightPublisher, WeightSyncError
@@ -97,7 +100,8 @@ def running(engine: VLLMServer, wait_until) -> Callable[[list[Request]], list[Fu
 
     def begun() -> float:
         """Return the number of requests whose first token the server has sampled since its start."""
-        with urllib.request.urlopen(f"{engine.url}/metrics", timeout=PATIENT) as reply:
+        metrics = urllib.request.Request(f"{engine.url}/metrics", headers=engine._headers)
+        with urllib.request.urlopen(metrics, timeout=PATIENT) as reply:
             lines = reply.read().decode().splitlines()
         return sum(float(s.split()[-1]) for s in lines if s.startswith("vllm:time_to_first_token_seconds_count"))
 
@@ -259,6 +263,34 @@ def test_a_server_that_lives_on_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
+def status_of(request: urllib.request.Request | str) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENT) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_control_routes_want_the_key_and_refuse_web_pages(engine: VLLMServer, server, tmp_path: Path):
+    """Send requests of a stranger and of a web page, one of which would write a file."""
+    body = json.dumps({"method": "save_sharded_state", "args": [str(tmp_path / "stolen"), None, None]}).encode()
+    attacks = [("POST", "/collective_rpc"), ("POST", "/pause"), ("POST", "/sleep"), ("GET", "/server_info"),
+               ("POST", "/update_weight_version"), ("GET", "/v1/models"), ("GET", "/docs"), ("GET", "/metrics"),
+               ("POST", "//collective_rpc"), ("POST", "/v1/load_lora_adapter"), ("OPTIONS", "/collective_rpc"),
+               ("HEAD", "/server_info")]  # fmt: skip
+    for method, path in attacks:
+        data, plain = body if method == "POST" else None, {"Content-Type": "text/plain"}
+        strange = urllib.request.Request(engine.url + path, data, plain, method=method)
+        assert status_of(strange) == 401, path
+        page = plain | engine._headers | {"Origin": "http://evil.example"}
+        assert status_of(urllib.request.Request(engine.url + path, data, page, method=method)) == 403, path
+    assert not (tmp_path / "stolen").exists() and status_of(f"{engine.url}/health") == 200
+    assert status_of(urllib.request.Request(f"{engine.url}/weight_info", headers=engine._headers)) == 200
+    assert server_key() not in Path(f"/proc/{server[1].pid}/cmdline").read_text()
+    with pytest.raises(EngineError, match="401 .*VLLM_API_KEY"):
+        VLLMServer(engine.url, api_key="wrong" * 8)
+
+
 def test_urls_that_are_none_are_refused(url: str):
     with pytest.raises(ValueError, match="must be like 'http://127.0.0.1:8000'"):
         VLLMServer(url)

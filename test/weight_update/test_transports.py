@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import tempfile
 import threading
@@ -179,7 +180,7 @@ def test_too_little_room_is_an_error_that_leaves_nothing(tmp_path):
 
 def test_a_worker_elsewhere_is_told_which_transports_reach_it(tmp_path):
     receiver = RECEIVERS["shared_memory"]({}, CPU, 0)
-    payload = {"path": str(tmp_path / "a"), "size": 64, "offset": 0, "nbytes": 64}
+    payload = {"path": str(tmp_path / "a"), "size": 64, "offset": 0, "nbytes": 64, "uid": 0}
     with pytest.raises(FileNotFoundError, match="not on this machine.*Collective.*Files"):
         receiver.receive([TensorInfo("x", "float32", (16,))], payload)
     assert not list(tmp_path.iterdir())
@@ -253,3 +254,52 @@ def test_threads_of_closed_groups_end():
     while started & set(threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
+@pytest.mark.parametrize("make", [SharedMemory, Files])
+def test_files_of_weights_are_closed_to_other_users(make: type, mask: int, tmp_path: Path):
+    transport, before = make(tmp_path), os.umask(mask)
+    try:
+        storage = deliver(transport, *connect(transport))
+    finally:
+        os.umask(before)
+    (made,) = tmp_path.iterdir()
+    assert made.stat().st_mode & 0o077 == 0
+    transport.release(storage, reusable=False)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "group", "world", "stranger", "short"])
+def test_a_worker_refuses_what_another_user_put_in_place(kind: str, tmp_path: Path):
+    transport, tensors = SharedMemory(tmp_path), make_buckets()[0]
+    storage = store(transport, 0)
+    storage.put(0, infos_of(tensors), tensors)
+    payload = storage.get(0)
+    path = Path(payload["path"])
+    copy = path.rename(tmp_path / "copy")
+    if kind == "link":
+        path.symlink_to(copy)
+    elif kind == "fifo":
+        os.mkfifo(path, 0o600)
+    elif kind == "folder":
+        path.mkdir(0o700)
+    else:
+        path.write_bytes(copy.read_bytes()[: 8 if kind == "short" else None])
+        path.chmod({"group": 0o620, "world": 0o602}.get(kind, 0o600))
+        if kind == "stranger":
+            if os.geteuid():
+                pytest.skip("requires root")
+            os.chown(path, 12345, 12345)
+    with pytest.raises((PermissionError, ValueError)):
+        RECEIVERS["shared_memory"]({}, CPU, 0).receive(infos_of(tensors), payload)
+    path.rename(tmp_path / "refused")  # the storage removes its path
+
+
+def test_orphans_that_are_links_or_fifos_leave_others_files_alone(tmp_path: Path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "torchrl_rloo-weights-link").symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / "torchrl_rloo-weights-fifo")
+    transport = SharedMemory(tmp_path)
+    store(transport)
+    assert (tmp_path / "precious").read_text() == "mine" and (tmp_path / "torchrl_rloo-weights-link").is_symlink()
+    transport.close()

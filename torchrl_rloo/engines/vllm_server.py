@@ -18,6 +18,7 @@ from uuid import uuid4
 import torch
 
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.vllm_access import KEY, MIDDLEWARE, server_key
 from torchrl_rloo.engines.vllm_api import (
     SERVER_VARIABLES,
     UNIPROC,
@@ -44,7 +45,8 @@ def server_command(
 ) -> list[str]:
     """Return the command that starts a server for :class:`VLLMServer`. Run it in :func:`server_environment`.
 
-    The server's control routes have no password, so bind it to the loopback interface or to a private network.
+    All routes but health checks require the key of :func:`server_environment`, control routes included. The requests
+    and replies are not encrypted, so bind the server to the loopback interface or to a private network.
 
     Args:
         model: local directory or hub id, in Hugging Face format.
@@ -56,7 +58,7 @@ def server_command(
             and False become ``--flag`` and ``--no-flag``, and dicts and lists become JSON.
 
     Raises:
-        ValueError: if the toolkit sets an argument itself.
+        ValueError: if the toolkit sets an argument itself, or if ``api_key`` is one, which others could read.
 
     Example:
         >>> command = server_command("my-model", dtype="float32", max_model_len=4096)
@@ -64,6 +66,8 @@ def server_command(
         ['-m', 'vllm.entrypoints.openai.api_server', '--model', 'my-model']
         >>> server = subprocess.Popen(command, env=server_environment())  # doctest: +SKIP
     """
+    if "api_key" in arguments:
+        raise ValueError(f"api_key cannot be on a command line, which all users can read; set {KEY} instead")
     arguments |= {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
     flags = complete_arguments(arguments) | {"enable_scale_out": True, "disable_uvicorn_access_log": True}
     if not torch.cuda.is_available() and tensor_parallel_size == 1:
@@ -78,16 +82,19 @@ def server_command(
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
-    return words
+    return [*words, "--middleware", MIDDLEWARE]  # the last one is asked first
 
 
 def server_environment(threads: int | None = 1) -> dict[str, str]:
     """Return the environment of a server: this process's variables, and those that vLLM requires and that are not set.
 
+    It has the key of :func:`~torchrl_rloo.engines.vllm_access.server_key`, which clients must send.
+
     Args:
         threads: number of OpenMP threads of the server; None leaves it to torch.
     """
-    return dict(os.environ) | process_variables(own_process=True, threads=threads) | SERVER_VARIABLES
+    variables = process_variables(own_process=True, threads=threads) | SERVER_VARIABLES
+    return dict(os.environ) | variables | {KEY: server_key()}
 
 
 class VLLMServer(LoopEngine):
@@ -100,7 +107,9 @@ class VLLMServer(LoopEngine):
         url: URL of the server, e.g. ``"http://127.0.0.1:8000"``.
         request_timeout: seconds of sampling that a request may take; time in a pause does not count.
         connect_timeout: maximum time in seconds to wait for a server that is starting.
-        api_key: key that is sent as a bearer token; None sends none.
+        api_key: key that is sent as a bearer token. None takes that of
+            :func:`~torchrl_rloo.engines.vllm_access.server_key`, as a server of :func:`server_command` does.
+        max_bytes: maximum size of a reply.
 
     Raises:
         ValueError: if the URL is invalid, or if a time is not above 0.
@@ -119,7 +128,13 @@ class VLLMServer(LoopEngine):
     _replaces_adapter = False  # each adapter has a new name
 
     def __init__(
-        self, url: str, *, request_timeout: float = 600.0, connect_timeout: float = 60.0, api_key: str | None = None
+        self,
+        url: str,
+        *,
+        request_timeout: float = 600.0,
+        connect_timeout: float = 60.0,
+        api_key: str | None = None,
+        max_bytes: int = 1 << 28,
     ):
         super().__init__(request_timeout)
         if connect_timeout <= 0:
@@ -128,7 +143,8 @@ class VLLMServer(LoopEngine):
             raise ValueError(f"url={url!r} must be like 'http://127.0.0.1:8000'")
         self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
         self._tokens = 0  # of finished requests
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {api_key or server_key()}"}
+        self._max_bytes = max_bytes
         self._connect()
 
     def _connect(self) -> None:

@@ -43,7 +43,7 @@ class Connection(WeightTransferInitInfo):
     manifest: list
     staged: bool
     checksum: str = "xxh3"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold a secret
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
-from itertools import count
+from hmac import compare_digest
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -16,24 +16,32 @@ import torch.distributed as dist
 
 from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, unpack
+from torchrl_rloo.weight_update.rendezvous import DIGEST_BYTES, Group, RemoteStore, Rendezvous, prove
 from torchrl_rloo.weight_update.transport import Link, PackedStorage, Receiver, Transport
+
+_PROOF_SECONDS = 60.0  # limit for the proofs of all members
 
 
 class CollectiveReceiver(Receiver):
     """Receiver that joins the trainer's group and takes its broadcasts."""
 
     def __init__(self, options: Mapping[str, Any], device: torch.device, rank: int):
-        host, port, self.timeout = options["host"], options["port"], options["timeout"]
+        self.timeout = options["timeout"]
         self.device = device if options["backend"] == "nccl" else torch.device("cpu")
-        store = dist.TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=self.timeout), wait_for_workers=False
-        )
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing, but finds the local address on the route to the trainer
-            address = probe.getsockname()[0]
-        store = dist.PrefixStore(options["group"], store)
-        world_size = options["world_size"]  # the trainer is rank 0
-        self.group = _join_group(options["backend"], store, address, rank + 1, world_size, self.timeout)
+        self.store = RemoteStore(options, self.timeout)
+        try:
+            self.group = _join_group(
+                options["backend"],
+                self.store,
+                self.store.address,
+                rank + 1,  # the trainer is rank 0
+                options["world_size"],
+                self.timeout,
+            )
+            _check_members(self.group, bytes.fromhex(options["secret"]), self.device, self.timeout)
+        except BaseException:
+            self.store.close()
+            raise
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         buffer = torch.empty(packed_size(infos), dtype=torch.uint8, device=self.device)
@@ -43,6 +51,7 @@ class CollectiveReceiver(Receiver):
     def close(self) -> None:
         self.group.abort()
         self.group = None
+        self.store.close()
 
 
 class CollectiveLink(Link):
@@ -69,10 +78,17 @@ class Collective(Transport):
 
     Each engine has a group, so that a dead or hung engine does not break the broadcasts to others.
 
+    The trainer listens on ``host`` only. A group has a fresh secret, which the engine's connection carries to its
+    workers. A process joins by proofs that it knows the secret, and no weights are sent before all members have shown
+    proofs over the group itself. The weights are not encrypted, so ``host`` should be in a private network.
+
+    The sockets of gloo on ``host`` accept anyone while a group forms. A stranger who is faster than a worker gets no
+    weights, but fails the update after at most a minute. The next push forms another group.
+
     Args:
         backend: ``"gloo"`` for CPUs or ``"nccl"`` for GPUs. With NCCL the trainer uses its current device.
-        host: address of this machine that engines can reach.
-        port: port of the store on this machine. 0 takes a free one.
+        host: address of this machine that engines can reach, or its name.
+        port: port on this machine. 0 takes a free one.
 
     Raises:
         ValueError: if the backend is unknown.
@@ -84,7 +100,6 @@ class Collective(Transport):
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} must be 'gloo' or 'nccl'")
         self.backend, self.host, self.port = backend, host, port
-        self._groups = count(1)  # gives each group its own prefix in the store
         self._spare: PackedStorage | None = None
 
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> PackedStorage:
@@ -100,20 +115,10 @@ class Collective(Transport):
         self._spare = storage if reusable else None
 
     def connect(self, workers: int, timeout: float) -> CollectiveLink:
-        store = dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,  # other groups have a store on this port
-        )
-        # Form a group under a prefix that no earlier group used in the store
-        group, world_size, device = f"weights-{next(self._groups)}", 1 + workers, self._device()
-        store_of_group = dist.PrefixStore(group, store)
-        sender = _Sender(self.backend, store_of_group, self.host, world_size, timeout=timeout, device=device)
-        options = {"backend": self.backend, "host": self.host, "port": store.port, "group": group}
-        return CollectiveLink(options | {"world_size": world_size, "timeout": timeout}, sender, device)
+        group, world_size, device = Rendezvous.open_group(self.host, self.port, timeout), 1 + workers, self._device()
+        sender = _Sender(self.backend, group, world_size, timeout=timeout, device=device)
+        options = {"backend": self.backend, "host": self.host, "world_size": world_size, "timeout": timeout}
+        return CollectiveLink(options | group.options(), sender, device)
 
     def close(self) -> None:
         self._spare = None
@@ -125,12 +130,12 @@ class Collective(Transport):
 class _Sender:
     """Daemon thread that owns the group, so that only this thread hangs until the time-out if a peer is lost."""
 
-    def __init__(self, *join: Any, timeout: float, device: torch.device):
-        self._timeout = timeout
+    def __init__(self, backend: str, members: Group, world_size: int, *, timeout: float, device: torch.device):
+        self._members, self._timeout = members, timeout
         self._joined: Future[None] = Future()
         self._failure: Exception | None = None
         self._queue: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-        PackageThread(self._run, join, device, name="weight broadcast", stop=self.stop).start()
+        PackageThread(self._run, backend, world_size, device, name="weight broadcast", stop=self.stop).start()
 
     def wait_joined(self) -> None:
         try:
@@ -147,14 +152,16 @@ class _Sender:
 
     def stop(self) -> None:
         self._queue.put(None)
+        self._members.close()
 
-    def _run(self, join: Sequence[Any], device: torch.device) -> None:
+    def _run(self, backend: str, world_size: int, device: torch.device) -> None:
         # Join the group in this thread, since joining blocks until all workers have joined
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own current device
-            backend, store, address, world_size = join
+            address, store = self._members.rendezvous.address, self._members.store
             group = _join_group(backend, store, address, 0, world_size, self._timeout)
+            _check_members(group, self._members.secret, device, self._timeout)
         except Exception as error:
             self._joined.set_exception(error)
             return
@@ -193,8 +200,36 @@ def _join_group(
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, timeout: float) -> None:
-    """Fill ``buffer`` from rank 0 within ``timeout`` seconds."""
+def _check_members(group: dist.ProcessGroup, secret: bytes, device: torch.device, timeout: float) -> None:
+    """Raise PermissionError unless every member proves over the group that it knows the secret."""
+    rank, limit = group.rank(), min(timeout, _PROOF_SECONDS)
+    try:
+        nonces = b"".join(_exchange(group, secrets.token_bytes(DIGEST_BYTES), device, limit))
+        proofs = _exchange(group, prove(secret, rank.to_bytes(4, "big"), nonces), device, limit)
+    except RuntimeError as error:
+        raise PermissionError(
+            f"no proof from every member of the group within {limit:g} s; another process may have taken a worker's "
+            "place: use a private host, and push again"
+        ) from error
+    wrong = [
+        r for r, proof in enumerate(proofs) if not compare_digest(proof, prove(secret, r.to_bytes(4, "big"), nonces))
+    ]
+    if wrong:
+        raise PermissionError(f"rank={wrong[0]} of the group does not know its secret; use a private host")
+
+
+def _exchange(group: dist.ProcessGroup, mine: bytes, device: torch.device, timeout: float) -> list[bytes]:
+    """Return the bytes of every member, which are as many as this one's."""
+    found = []
+    for root in range(group.size()):
+        buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        _broadcast(group, buffer, timeout, root)
+        found.append(bytes(buffer.tolist()))
+    return found
+
+
+def _broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, timeout: float, root: int = 0) -> None:
+    """Fill ``buffer`` from a rank within ``timeout`` seconds."""
     options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
+    options.rootRank, options.rootTensor = root, 0
     group.broadcast([buffer], options).wait(timedelta(seconds=timeout))

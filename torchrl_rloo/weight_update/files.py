@@ -34,7 +34,8 @@ class FilesStorage(Storage):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
 
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
         path = self._path(bucket)
@@ -52,7 +53,8 @@ class FilesStorage(Storage):
 class Files(Transport):
     """Transport that writes each bucket atomically as a safetensors file, into one folder per version.
 
-    The transport removes a version's folder once a later version is in use, and at :meth:`close`.
+    The transport removes a version's folder once a later version is in use, and at :meth:`close`. Folders are closed to
+    other users.
 
     Args:
         directory: parent of the folders, with the same path on all machines. It belongs to one publisher.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+import stat
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -30,15 +32,10 @@ class SharedMemoryReceiver(Receiver):
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         path, size, offset = payload["path"], payload["size"], payload["offset"]
         if path not in self._buffers:
-            if not Path(path).is_file():  # torch would create an empty one
-                raise FileNotFoundError(
-                    f"{path} is not on this machine; use the transport Collective() or Files(directory) for engines on "
-                    "other machines"
-                )
             # The trainer alternates between two files; views of another one keep its memory until they are dropped
             while len(self._buffers) > 1:
                 del self._buffers[next(iter(self._buffers))]
-            self._buffers[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self._buffers[path] = _map(path, size, payload["uid"])
         return unpack(self._buffers[path][offset : offset + payload["nbytes"]], infos)
 
     def close(self) -> None:
@@ -61,15 +58,17 @@ class SharedMemoryStorage(PackedStorage):
         self.remove = weakref.finalize(self, _remove, self.path, handle)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
+            if not os.fstat(handle).st_nlink:
+                raise OSError(f"{self.path} was removed by another process")
             os.posix_fallocate(handle, 0, nbytes)  # otherwise a full file system kills the writing process
-            super().__init__(torch.from_file(self.path, shared=True, size=nbytes, dtype=torch.uint8), sizes)
+            super().__init__(_map(self.path, nbytes, os.geteuid()), sizes)
         except BaseException:
             self.remove()
             raise
 
     def get(self, bucket: int) -> dict[str, Any]:
         place = {"offset": self.offsets[bucket], "nbytes": self.sizes[bucket]}
-        return {"path": self.path, "size": self.buffer.numel(), **place}
+        return {"path": self.path, "size": self.buffer.numel(), "uid": os.geteuid(), **place}
 
 
 class SharedMemory(Transport):
@@ -78,6 +77,9 @@ class SharedMemory(Transport):
     Staged weights are views of the file, so they take no memory in the workers. A file is written again for a later
     version only if every engine has finished the earlier one. Otherwise a new file replaces it, and a worker that is
     late still reads the old one. Files of killed processes are removed by the next process that makes one.
+
+    A file has a random name and is closed to other users, so the workers must run as the trainer's user or as root.
+    They refuse links, and files of other users or that others could write.
 
     Args:
         directory: directory of the files. None takes ``/dev/shm``, or the directory for temporary files if
@@ -127,6 +129,37 @@ class SharedMemory(Transport):
         ) from cause
 
 
+def _map(path: str, size: int, uid: int) -> torch.Tensor:
+    """Map a file that the trainer's user owns, and only that user can open.
+
+    Raises:
+        FileNotFoundError: if there is no file.
+        PermissionError: if it is a link, or another user may have written it.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} is not on this machine; use the transport Collective() or Files(directory) for engines on "
+            "other machines"
+        ) from error
+    except OSError as error:
+        raise PermissionError(
+            f"{path} is no file of weights ({error.strerror}); set a directory of your own"
+        ) from error
+    try:
+        found = os.fstat(handle)
+        others = stat.S_IMODE(found.st_mode) & 0o077
+        if not stat.S_ISREG(found.st_mode) or others or found.st_uid != uid:
+            raise PermissionError(
+                f"{path} has uid={found.st_uid} mode={found.st_mode:o}, must be a file of uid={uid} with mode 600; "
+                "set a directory of your own"
+            )
+        return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
+    finally:
+        os.close(handle)
+
+
 def _remove(path: str, handle: int) -> None:
     Path(path).unlink(missing_ok=True)
     os.close(handle)  # releases the lock
@@ -136,7 +169,7 @@ def _remove_orphans(directory: Path) -> None:
     """Remove files whose process was killed, which no process has locked."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, locked, or already removed
-            handle = os.open(path, os.O_RDWR)
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
