@@ -18,6 +18,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+from torchrl_rloo._processes import reaped_command
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
@@ -119,7 +120,7 @@ class MCPTools(Sequence[Tool]):
         cwd: str | os.PathLike | None = None,
         **settings: Any,
     ) -> MCPTools:
-        """Start a server as a process and connect to it; :meth:`close` or the end of this process ends it.
+        """Start a server as a process and connect to it; its process tree ends with :meth:`close` or this process.
 
         Args:
             command: program to start.
@@ -131,10 +132,13 @@ class MCPTools(Sequence[Tool]):
         _import_mcp()
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        server = StdioServerParameters(
-            command=command, args=list(args), env=None if env is None else dict(env), cwd=cwd and os.fspath(cwd)
-        )
-        return cls(lambda: stdio_client(server, errlog=sys.__stderr__ or sys.stderr), **settings)
+        def transport() -> Any:
+            program, *words = reaped_command([command, *args], env, cwd)
+            options = {"env": env and dict(env), "cwd": cwd and os.fspath(cwd)}
+            server = StdioServerParameters(command=program, args=words, **options)
+            return stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
+
+        return cls(transport, **settings)
 
     @classmethod
     def http(cls, url: str, *, headers: Mapping[str, str] | None = None, **settings: Any) -> MCPTools:
