@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchrl_rloo._processes import Guard
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request
 from torchrl_rloo.engines.vllm_api import (
     CHILD_WORKER,
@@ -125,6 +126,10 @@ class Core:
         self._earlier_processes = None
         self._processes = list(self.llm.engine_core.resources.engine_manager.processes)
         self._shared = _shared_files([process.pid for process in self._processes])
+        # A stopped process cannot notice the end of this one
+        self._guard = Guard.shared()
+        for process in self._processes:
+            self._guard.watch(process.pid)
 
     async def complete(self, request: Request, name: str, adapter: Any) -> Any:
         """Return the finished ``CompletionOutput`` of a request."""
@@ -200,6 +205,7 @@ class Core:
             if process.is_alive():
                 process.kill()
                 process.join(timeout=_GRACE_S)
+            self._guard.unwatch(process.pid)
         for path in self._shared:
             Path(path).unlink(missing_ok=True)
         self.loop.close(error)

@@ -1,4 +1,4 @@
-"""Handles, in the training process, of the workers of a ProcessExecutor and of their guard process."""
+"""Handles, in the training process, of the workers of a ProcessExecutor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from torchrl_rloo.rewards.executor_guard import kill_tree
+from torchrl_rloo._processes import HelperProcess, short_environment
 from torchrl_rloo.rewards.executor_worker import DUMP_SIGNAL
 from torchrl_rloo.rewards.protocol import RewardCall, RewardFailure
 
 START_SECONDS = 120.0  # limit for the start of a worker
 TRANSFER_SECONDS = 60.0  # limit between two parts of one message
+REAPER_SECONDS = 5.0  # limit for a reaper to report the end of its worker
 POLL_SECONDS = 0.2  # between checks for workers that exited while a child holds their socket open
 
 _LOGGER = logging.getLogger(__name__)
@@ -51,11 +52,16 @@ class Message(NamedTuple):
 class Worker:
     """Handle of a process that runs ``executor_worker.py``, which replies once after its start and to each message.
 
+    Args:
+        environment: names of further environment variables of the process, see
+            :func:`~torchrl_rloo._processes.short_environment`.
+        memory: limit on the private memory of the process in bytes.
+
     Attributes:
         is_dead: True if the process was killed or found dead.
     """
 
-    def __init__(self, guard: Guard):
+    def __init__(self, environment: Sequence[str], memory: int):
         # Limit the time of socket operations: a worker may stop in the middle of a message
         ours, theirs = socket.socketpair()
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -63,17 +69,17 @@ class Worker:
         # Start the process with a file for tracebacks, which stays readable after a crash
         self._dump = tempfile.TemporaryFile("w+b", buffering=0)
         descriptors = (theirs.fileno(), self._dump.fileno())
+        arguments = (os.getpid(), memory, *descriptors)
+        self.connection, self.is_dead = Connection(ours.detach()), False
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, _script("executor_worker.py"), *map(str, descriptors)],
+            self._helper = HelperProcess(
+                [sys.executable, str(Path(__file__).with_name("executor_worker.py")), *map(str, arguments)],
+                short_environment(environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                start_new_session=True,  # a new process group, which is killed as a whole
             )
-        # Kill the process when this handle is deleted, or through the guard when this process dies
-        self.connection, self.is_dead = Connection(ours.detach()), False
-        self._end = weakref.finalize(self, _end, self.process, self.connection, guard, os.getpid())
-        guard.watch(self.process.pid)
+        # Close the connection after the kill: a worker that saw its end would leave its children to others
+        self._end = weakref.finalize(self, _end, self._helper.end, self.connection)
         # Send the import path; the reply confirms the start
         self._loaded_keys: set[int] = set()
         self._messages: deque[Message] = deque()
@@ -127,22 +133,27 @@ class Worker:
         return reply
 
     def has_exited(self) -> bool:
-        """Return whether the process has exited. Its pid stays reserved until :meth:`end`."""
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13
-            return self.process.poll() is not None
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        """Return whether the process has exited."""
+        return self._helper.has_exited()
+
+    def is_idle(self) -> bool:
+        """Return whether the process lives and waits for a call."""
+        return not self.connection.poll() and not self.has_exited()
 
     def _fail_dead(self) -> RewardFailure:
-        seconds = perf_counter() - self._start
+        # The reaper exits like its worker, once it has killed what the worker left
+        seconds, deadline = perf_counter() - self._start, perf_counter() + REAPER_SECONDS
+        while not self.has_exited() and perf_counter() < deadline:
+            time.sleep(0.001)
         self.end()
-        code = self.process.returncode
+        code = self._helper.process.returncode
         how = f"with code {code}" if code >= 0 else f"by signal {_signal_name(-code)}"
         message = f"the worker process ended {how} during {self._message.command}"
         return RewardFailure("worker_died", message, self._traceback(), seconds)
 
     def _fail_hung(self) -> RewardFailure:
         # Request a traceback: faulthandler handles the signal in C, even if the interpreter hangs
-        self.process.send_signal(DUMP_SIGNAL)
+        self._helper.process.send_signal(DUMP_SIGNAL)
         for _ in range(20):
             time.sleep(0.005)
             if os.fstat(self._dump.fileno()).st_size:
@@ -168,50 +179,9 @@ def wait_for(workers: Sequence[Worker]) -> list[tuple[Worker, RewardCall | Rewar
     return [(worker, result) for worker, result in results if result is not None]
 
 
-class Guard:
-    """Handle of a process that runs ``executor_guard.py``, which kills the workers if this process dies."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _script("executor_guard.py")],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # not reached by Ctrl-C and signals to this process group
-        )
-        weakref.finalize(self, _release, self.process, os.getpid())
-
-    def watch(self, pid: int) -> None:
-        """Register a worker to kill when this process dies."""
-        self._send(f"+{pid}\n")
-
-    def unwatch(self, pid: int) -> None:
-        """Forget a dead worker, because another process may get its pid."""
-        self._send(f"-{pid}\n")
-
-    def _send(self, line: str) -> None:
-        try:
-            self.process.stdin.write(line.encode())
-        except OSError as error:
-            _LOGGER.warning("the guard of the reward workers has died (%s); the next worker starts a new one", error)
-
-
-def _end(process: subprocess.Popen, connection: Connection, guard: Guard, owner: int) -> None:
+def _end(kill: Callable[[], object], connection: Connection) -> None:
+    kill()
     connection.close()
-    if os.getpid() == owner:
-        kill_tree(process.pid)  # even if the worker has exited, its children may still run
-        guard.unwatch(process.pid)
-        process.wait()
-
-
-def _release(process: subprocess.Popen, owner: int) -> None:
-    process.stdin.close()
-    if os.getpid() == owner:
-        process.wait()
-
-
-def _script(name: str) -> str:
-    return str(Path(__file__).with_name(name))
 
 
 def _signal_name(number: int) -> str:

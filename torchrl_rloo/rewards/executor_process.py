@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torchrl_rloo.rewards.executor_connection import Guard, Message, Worker, wait_for
+from torchrl_rloo.rewards.executor_connection import Message, Worker, wait_for
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, reward_name
 
 LOAD_SECONDS = 120.0  # limit for loading a function and its imports in a worker
+_MIN_MEMORY = 64 << 20
 
 
 class ProcessExecutor:
@@ -26,9 +27,9 @@ class ProcessExecutor:
 
     Workers start at the first call, in about 0.1 s and without running the training script again. They are reused by
     later calls, and end with the executor or with the training process, even if that is killed. A worker is killed
-    together with its children. cloudpickle sends each function to a worker once, in its state at :meth:`prepare`.
-    Lambdas and functions of a script or notebook work; attributes that change later are not sent. Output of a function
-    goes to standard error.
+    together with all processes that it started, even daemons and those of a crashed worker. cloudpickle sends each
+    function to a worker once, in its state at :meth:`prepare`. Lambdas and functions of a script or notebook work;
+    attributes that change later are not sent. Output of a function goes to standard error.
 
     Any thread may call :meth:`run`; runs are executed one after another. A pickled copy or a forked process starts
     separate workers.
@@ -38,6 +39,10 @@ class ProcessExecutor:
         timeout: seconds per trajectory; None disables it.
         rows_per_call: number of trajectories per call; None passes the whole batch. Each call costs about 0.2 ms of
             transport.
+        environment: names of environment variables that workers get in addition to the usual ones (``PATH``, ``HOME``,
+            locale, caches, devices). ``*`` in a name matches any characters. Keys and tokens stay out unless named.
+        memory: limit in bytes on the private memory of a worker, beyond which allocations raise. None means the memory
+            of the machine.
 
     Raises:
         ValueError: if an argument is not positive.
@@ -50,16 +55,29 @@ class ProcessExecutor:
         executor.close()
     """
 
-    def __init__(self, workers: int = 1, timeout: float | None = 10.0, rows_per_call: int | None = 1):
+    def __init__(
+        self,
+        workers: int = 1,
+        timeout: float | None = 10.0,
+        rows_per_call: int | None = 1,
+        *,
+        environment: Sequence[str] = (),
+        memory: int | None = None,
+    ):
         check_limits(workers, timeout, rows_per_call)
+        if memory is not None and memory < _MIN_MEMORY:
+            raise ValueError(f"memory={memory} must be at least {_MIN_MEMORY} bytes; use None for that of the machine")
+        if isinstance(environment, str):
+            raise ValueError(f"environment={environment!r} must be a list of names, as in [{environment!r}]")
         _cloudpickle()
         self.workers, self.timeout, self.rows_per_call = workers, timeout, rows_per_call
+        self.environment, self.memory = tuple(environment), memory
         self._reset()
 
     def _reset(self) -> None:
-        self._owner, self._lock, self._closing = os.getpid(), threading.Lock(), False
+        self._owner, self._lock, self._closes = os.getpid(), threading.Lock(), 0
+        self._runner: int | None = None  # thread of the last run
         self._idle: list[Worker] = []
-        self._guard: Guard | None = None
         # By id, which is unique because the functions are kept alive here
         self._functions: dict[int, tuple[RewardFunction, int, bytes]] = {}
         self._keys = itertools.count()
@@ -91,7 +109,9 @@ class ProcessExecutor:
         # Start over in a forked process: the sockets of the workers belong to its parent
         if self._owner != os.getpid():
             self._reset()
+        closes = self._closes
         with self._lock:
+            self._runner = threading.get_ident()
             self.prepare(function)
             _, key, data = self._functions[id(function)]
             load = Message("load", key, data, LOAD_SECONDS)
@@ -99,7 +119,7 @@ class ProcessExecutor:
             waiting, busy = deque(range(len(batches))), {}
             try:
                 while waiting or busy:
-                    if self._closing:
+                    if self._closes != closes:
                         raise RuntimeError("the ProcessExecutor was closed during a run")
                     # Start calls while there are free workers
                     while waiting and len(busy) < self.workers:
@@ -119,6 +139,8 @@ class ProcessExecutor:
             finally:
                 for worker in busy:  # not empty only after an exception
                     worker.end()
+                if self._closes != closes:
+                    self._end_idle()
         return results
 
     def _call(self, key: int, batch: RewardBatch) -> Message | RewardFailure:
@@ -133,25 +155,30 @@ class ProcessExecutor:
     def _take_worker(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
-            if not worker.has_exited():
+            if worker.is_idle():
                 return worker
             worker.end()
-        if self._guard is None or self._guard.process.poll() is not None:
-            self._guard = Guard()
-        return Worker(self._guard)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if self.memory is None else self.memory
+        return Worker(self.environment, memory)
 
     def close(self) -> None:
         """Stop the workers and a run in another thread; the next run starts new workers."""
         if self._owner == os.getpid():
-            self._closing = True
-            with self._lock:
-                self._closing = False
-                while self._idle:
-                    self._idle.pop().end()
-                self._guard = None
+            self._closes += 1
+            # A signal handler in the middle of a run must not wait for it; the run then ends the workers
+            if self._lock.acquire(blocking=self._runner != threading.get_ident()):
+                try:
+                    self._end_idle()
+                finally:
+                    self._lock.release()
+
+    def _end_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"workers": self.workers, "timeout": self.timeout, "rows_per_call": self.rows_per_call}
+        names = ("workers", "timeout", "rows_per_call", "environment", "memory")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)

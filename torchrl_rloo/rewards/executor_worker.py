@@ -1,7 +1,8 @@
 """Worker process that calls reward functions; a script started by :mod:`torchrl_rloo.rewards.executor_connection`.
 
-Its arguments are two file descriptors: a socket for messages, and a file for tracebacks of crashes and hangs. It does
-not import torch, so it starts in a fraction of a second.
+Its arguments are the id of the training process, the limit on private memory, and two file descriptors: a socket for
+messages, and a file for tracebacks of crashes and hangs. It does not import torch, so it starts within a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from typing import Any
 DUMP_SIGNAL = signal.SIGUSR2  # requests a traceback of the running code
 
 
-def main(messages: int, tracebacks: int) -> None:
+def main(trainer: int, memory: int, messages: int, tracebacks: int) -> None:
     """Serve requests until the socket closes."""
+    # Continue in a fork, whose parent ends all processes that a reward leaves
+    reaper = import_file("torchrl_rloo._reaper", Path(__file__).parents[1] / "_reaper.py")
+    reaper.limit_process(data=memory)
+    reaper.reap(trainer)
     # A child that outlives this process must not hold the socket open. Ctrl-C is left to the training process, which
     # may finish its step. The output of a reward must not mix with that of the training process
     for descriptor in (messages, tracebacks):
@@ -48,7 +53,7 @@ def serve(connection: Connection) -> None:
     sys.path[:] = pickle.loads(connection.recv_bytes())
     import cloudpickle
 
-    protocol = import_protocol()
+    protocol = import_file("torchrl_rloo.rewards.protocol", Path(__file__).with_name("protocol.py"))
     functions: dict[int, Callable[..., Any]] = {}
 
     def answer(message: bytes) -> Any:
@@ -75,10 +80,9 @@ def serve(connection: Connection) -> None:
         connection.send_bytes(data)
 
 
-def import_protocol() -> ModuleType:
-    """Import ``torchrl_rloo.rewards.protocol`` without its package, which takes longer to import."""
-    name = "torchrl_rloo.rewards.protocol"
-    spec = spec_from_file_location(name, Path(__file__).with_name("protocol.py"))
+def import_file(name: str, path: Path) -> ModuleType:
+    """Import a module without its package, which takes longer to import."""
+    spec = spec_from_file_location(name, path)
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

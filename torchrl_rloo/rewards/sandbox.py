@@ -33,10 +33,11 @@ import select
 import socket
 import subprocess
 import sys
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchrl_rloo._processes import HelperProcess
 
 _SCRIPT = Path(__file__).with_name("sandbox_child.py")
 _GRACE_SECONDS = 10.0  # extra time for the starter process, in addition to the program's time limit
@@ -167,7 +168,7 @@ class Sandbox:
                 os.close(file)
             # Discard a starter with a pending reply: the next request must not read it
             if starter.reply_due:
-                starter.process.kill()
+                starter.close()
         if reply is None:
             raise RuntimeError(
                 "the starter process of the sandbox was killed (for example, out of memory) or gave no answer within "
@@ -201,7 +202,7 @@ class Sandbox:
                 starter = self._idle.pop()
             except IndexError:  # no idle starter, or another thread took it
                 break
-            if starter.owner == os.getpid() and starter.process.poll() is None:
+            if starter.is_usable():
                 return starter
         limits = {"cpu_seconds": self.cpu_seconds, "memory": self.memory, "max_output": self.max_output}
         return Starter({"limits": limits, "timeout": self.timeout, "allow_weaker": self.allow_weaker})
@@ -220,6 +221,7 @@ class Starter:
 
     Attributes:
         process: the starter process.
+        end: function that kills the process and its programs.
         channel: socket to the process.
         missing: one line per layer that this system lacks.
 
@@ -231,27 +233,25 @@ class Starter:
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailableError(f"platform={sys.platform}: the sandbox requires Linux (seccomp, Landlock)")
         # Start the process without the environment of the trainer
-        self.owner = os.getpid()  # a forked process inherits the socket but must not use it
         self.channel, other = socket.socketpair()
+        settings = settings | {"channel": other.fileno(), "trainer": os.getpid()}
         with other:
-            self.process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-B", str(_SCRIPT), json.dumps(settings | {"channel": other.fileno()})],
+            self._helper = HelperProcess(
+                [sys.executable, "-s", "-S", "-B", str(_SCRIPT), json.dumps(settings)],
+                {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"},
                 cwd="/",
                 pass_fds=[other.fileno()],
-                start_new_session=True,  # not reached by Ctrl-C
             )
-        self.resources = (self.process, self.channel, self.owner)
-        weakref.finalize(self, _end, *self.resources)
+        self.process, self.end = self._helper.process, self._helper.end
         self.reply_due = False
         # Wait for the first message, which lists the missing layers
         hello = self._receive(60.0)
         if hello is None:
-            self.process.kill()
+            self.close()
             raise SandboxUnavailableError(
-                f"the starter process of the sandbox exited with code {self.process.wait()} before it was ready"
+                f"the starter process of the sandbox exited with code {self.process.returncode} before it was ready"
             )
         self.missing = hello["missing"]
         if self.missing and not settings["allow_weaker"]:
@@ -261,9 +261,14 @@ class Starter:
                 "allow_weaker=True to run programs with the remaining layers"
             )
 
+    def is_usable(self) -> bool:
+        """Return whether the process runs and belongs to this one."""
+        return self._helper.is_usable()
+
     def close(self) -> None:
         """End the process and its programs."""
-        _end(*self.resources)
+        self.end()
+        self.channel.close()
 
     def run(self, files: list[int], timeout: float) -> dict[str, Any] | None:
         """Run a program and return the reply, None if the starter has ended or does not answer.
@@ -302,10 +307,3 @@ def _memory_file(text: str) -> int:
         stream.write(text.encode(errors="replace"))
     os.lseek(file, 0, os.SEEK_SET)
     return file
-
-
-def _end(process: subprocess.Popen, channel: socket.socket, owner: int) -> None:
-    channel.close()
-    if os.getpid() == owner:
-        process.kill()
-        process.wait()

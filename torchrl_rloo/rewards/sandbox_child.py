@@ -4,7 +4,7 @@ It imports common modules, then forks once per program. A fork takes 1 ms, the s
 drops its rights before it runs its program. The process holds no secrets: its parent defines its environment, and
 requests contain only open files.
 
-The process and its program end when the other end of its socket closes, even if the trainer is killed. If the settings
+The process and its program end when the other end of its socket closes or the trainer ends in any way. If the settings
 name a module ``"serve"``, the function ``serve`` of that module handles the requests instead.
 """
 
@@ -38,6 +38,8 @@ COMMON = (  # imported once here instead of in each program
     "queue re statistics string threading traceback typing"
 ).split()
 MAX_THREADS = 64
+MAX_FILES = 256  # open files of this process
+IDLE = 1.0  # seconds between checks that the trainer lives
 TICK = 0.02  # seconds between counts of threads, which no resource limit bounds for root
 PEER = 3  # file descriptor of the socket between two programs
 FILES = 4  # files per program: text, standard input, output and error
@@ -53,7 +55,7 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
-kernel = load("sandbox_kernel")
+kernel, library = load("sandbox_kernel"), load("sandbox_library")
 
 
 class Containment:
@@ -76,9 +78,16 @@ class Containment:
             self.program = None
             self.missing.append(f"seccomp (no processes, signals, network, changes of files): {error}")
         try:
-            self.ruleset = kernel.landlock_ruleset(kernel.python_paths())
+            self.ruleset = kernel.landlock_ruleset(library.readable_paths())
         except OSError as error:
             self.missing.append(f"Landlock (no reading of files but Python's own): {error}")
+        # Drop the rights of root once here, as forks inherit that
+        try:
+            kernel.drop_capabilities()
+            with open(os.__file__, "rb"):
+                library.pin_finders()
+        except OSError as error:
+            self.missing.append(f"capabilities (no rights of root, without which Python must be readable): {error}")
 
     def _try(self, program: bytes) -> None:
         """Raise ``OSError`` if a process cannot install the filter."""
@@ -114,9 +123,17 @@ class Containment:
             kernel.install_filter(self.program)
 
 
-def serve(channel: socket.socket, containment: Containment, timeout: float) -> str:
+def serve(channel: socket.socket, containment: Containment, settings: dict[str, Any]) -> str:
     """Run the requested programs; return only in a fork, with the text of its program."""
+    trainer, timeout = settings["trainer"], settings["timeout"]
+    kernel.limit_starter(MAX_FILES)
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
     while True:
+        # The channel does not close while a fork of the trainer holds its other end
+        while not poll.poll(1000 * IDLE):
+            if os.getppid() != trainer:
+                os._exit(0)
         _, files, _, _ = socket.recv_fds(channel, 1, 2 * FILES)
         if not files:
             os._exit(0)
@@ -135,7 +152,7 @@ def serve(channel: socket.socket, containment: Containment, timeout: float) -> s
             end and end.close()
         for file in files:
             os.close(file)
-        reason = watch(channel, children, start + timeout)
+        reason = watch(channel, children, start + timeout, trainer)
         reply = kill_children(children) | {"reason": reason, "seconds": time.monotonic() - start}
         channel.sendall(json.dumps(reply).encode() + b"\n")
 
@@ -153,7 +170,7 @@ def start_program(files: list[int], peer: int | None, parent: int, containment: 
     return source.decode()
 
 
-def watch(channel: socket.socket, children: list[int], deadline: float) -> str | None:
+def watch(channel: socket.socket, children: list[int], deadline: float, trainer: int) -> str | None:
     """Wait for the first child to end; return None, or the name of an exceeded limit."""
     # Wake up when the child ends or the trainer closes the channel
     handle = os.pidfd_open(children[0])
@@ -165,7 +182,7 @@ def watch(channel: socket.socket, children: list[int], deadline: float) -> str |
             ready = [file for file, _ in poll.poll(1000 * TICK)]
             if handle in ready:
                 return None
-            if ready:  # the trainer has closed the channel
+            if ready or os.getppid() != trainer:  # the trainer has closed the channel or ended
                 kill_children(children)
                 os._exit(0)
             # Limits that the kernel does not enforce
@@ -213,7 +230,7 @@ def main() -> str:
     if server is not None:
         server(sys.modules["__main__"], channel, containment, settings)
         os._exit(0)
-    return serve(channel, containment, settings["timeout"])
+    return serve(channel, containment, settings)
 
 
 def execute(source: str) -> None:

@@ -12,8 +12,6 @@ import os
 import platform
 import resource
 import struct
-import sys
-import sysconfig
 from collections.abc import Sequence
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,11 +43,9 @@ SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "ppoll": (271, 73),
     "select": (23, None),
     "pselect6": (270, 72),
-    "mmap": (9, 222),
     "munmap": (11, 215),
     "mprotect": (10, 226),
     "mremap": (25, 216),
-    "madvise": (28, 233),
     "brk": (12, 214),
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
@@ -92,6 +88,7 @@ SYSCALLS: dict[str, tuple[int | None, int | None]] = {
 }
 # Allowed only with some arguments
 _OPEN, _OPENAT, _CLONE, _FCNTL, _PRLIMIT = (2, None), (257, 56), (56, 220), (72, 25), (302, 261)
+_MMAP, _MADVISE = (9, 222), (28, 233)
 # Calls from this number on have one number on all machines. ENOSYS makes libraries fall back on older calls
 _FIRST_COMMON = 424
 
@@ -102,12 +99,20 @@ _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. F_SETOWN could send signals to any process
 _FCNTL_ALLOWED = (0, 1, 2, 3, 1030)
+_MMAP_REFUSED = 0x2000 | 0x40000  # MAP_LOCKED, MAP_HUGETLB
+# NORMAL, RANDOM, SEQUENTIAL, WILLNEED, DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE, GUARD_INSTALL, GUARD_REMOVE. Others take
+# pages of the machine out of use (HWPOISON, SOFT_OFFLINE) or compare them with those of other processes (MERGEABLE)
+_MADVISE_ALLOWED = (0, 1, 2, 3, 4, 8, 14, 15, 102, 103)
+
+_STARTER_BYTES = 2 << 30  # address space of a starter
 
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 22, 24, 38, 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_CAPABILITY_VERSION, _MAX_CAPABILITIES = 0x20080522, 64
 
 
 class _FilterProgram(ctypes.Structure):
@@ -136,12 +141,18 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     def argument(index: int, high: bool = False) -> bytes:
         return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)  # both machines are little-endian
 
-    def no_write(flags: int) -> list[bytes]:
-        return [argument(flags), _instruction(_AND, _OPEN_REFUSED), _instruction(_EQUAL, 0, 0, 1), allow, refuse]
+    def without(index: int, flags: int) -> list[bytes]:
+        return [argument(index), _instruction(_AND, flags), _instruction(_EQUAL, 0, 0, 1), allow, refuse]
+
+    def one_of(index: int, values: Sequence[int]) -> list[bytes]:
+        return [argument(index), *(i for value in values for i in (_instruction(_EQUAL, value, 0, 1), allow)), refuse]
 
     conditions = {
-        _OPEN: no_write(1),
-        _OPENAT: no_write(2),
+        _OPEN: without(1, _OPEN_REFUSED),
+        _OPENAT: without(2, _OPEN_REFUSED),
+        _MMAP: without(3, _MMAP_REFUSED),
+        _MADVISE: one_of(2, _MADVISE_ALLOWED),
+        _FCNTL: one_of(1, _FCNTL_ALLOWED),
         _CLONE: [  # threads but no processes
             argument(0),
             _instruction(_AND, _CLONE_THREAD | _CLONE_NAMESPACES),
@@ -149,8 +160,9 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
             allow,
             refuse,
         ],
-        _FCNTL: [argument(1), *(i for c in _FCNTL_ALLOWED for i in (_instruction(_EQUAL, c, 0, 1), allow)), refuse],
-        _PRLIMIT: [  # only to read limits: the pointer to new ones must be null
+        _PRLIMIT: [  # only to read its own limits: the process must be 0, the pointer to new ones null
+            argument(0),
+            _instruction(_EQUAL, 0, 0, 5),
             argument(2),
             _instruction(_EQUAL, 0, 0, 3),
             argument(2, high=True),
@@ -186,6 +198,24 @@ def install_filter(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, 2, _FilterProgram(len(program) // 8, ctypes.addressof(buffer)))
+
+
+def drop_capabilities() -> None:
+    """Drop all capabilities of this process and of its children: root then has only the rights of a file's owner.
+
+    Raises:
+        OSError: if the kernel or an outer sandbox refuses.
+    """
+    for number in range(_MAX_CAPABILITIES):
+        try:
+            _prctl(_PR_CAPBSET_DROP, number)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EPERM):  # no such capability, or no right to drop it
+                raise
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    if _libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"capset: {os.strerror(code)}")
 
 
 def die_with_parent() -> None:
@@ -251,13 +281,6 @@ def _landlock(number: int, *arguments: object) -> int:
     return result
 
 
-def python_paths() -> list[str]:
-    """Return the paths that an interpreter reads to import the standard library, with shared libraries."""
-    standard = sysconfig.get_paths()
-    libraries = [os.path.join(sys.base_prefix, "lib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    return [standard["stdlib"], standard["platstdlib"], *libraries]
-
-
 def set_limits(cpu_seconds: int | None, memory: int, max_output: int) -> None:
     """Set the resource limits of the calling process.
 
@@ -284,3 +307,18 @@ def set_limits(cpu_seconds: int | None, memory: int, max_output: int) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
+
+
+def limit_starter(max_files: int) -> None:
+    """Set the resource limits of a process that starts programs: no core dumps, few open files, less memory.
+
+    Args:
+        max_files: number of open files.
+    """
+    # Programs may set a higher limit on memory, so only the soft one changes
+    hard = {name: resource.getrlimit(name)[1] for name in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
+    soft = _STARTER_BYTES if hard[resource.RLIMIT_AS] == -1 else min(_STARTER_BYTES, hard[resource.RLIMIT_AS])
+    max_files = min(max_files, hard[resource.RLIMIT_NOFILE])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard[resource.RLIMIT_AS]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))

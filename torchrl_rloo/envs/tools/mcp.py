@@ -121,7 +121,7 @@ class MCPTools(Sequence[Tool]):
         cwd: str | os.PathLike | None = None,
         **settings: Any,
     ) -> MCPTools:
-        """Start a server as a process and connect to it; :meth:`close` or the end of this process ends it.
+        """Start a server as a process and connect to it; its process tree ends with :meth:`close` or this process.
 
         A line of its output, such as a result, has at most 8 MiB; a longer one ends the server, which counts as lost.
         Lines that are no JSON objects are dropped.

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from torchrl_rloo._processes import reaped_command
 from torchrl_rloo.envs.tools import mcp_relay
 
 
 def open_stdio(
     command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike | None
 ) -> AbstractAsyncContextManager[Any]:
-    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`.
+    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`, below a reaper.
 
     Args:
         command: program to start.
@@ -32,11 +33,8 @@ def open_stdio(
     place = os.path.join(cwd or "", command) if os.sep in command else command
     if (found := shutil.which(place, path=(env or {}).get("PATH"))) is None:
         raise FileNotFoundError(f"command={command!r} is no program; correct the path")
-    relay = ["-I", "-S", mcp_relay.__file__, str(mcp_relay.MAX_LINE_BYTES), os.path.abspath(found)]
-    server = StdioServerParameters(
-        command=sys.executable,
-        args=[*relay, *args],
-        env=None if env is None else dict(env),
-        cwd=cwd and os.fspath(cwd),
-    )
+    relay = [sys.executable, "-I", "-S", mcp_relay.__file__, str(mcp_relay.MAX_LINE_BYTES), os.path.abspath(found)]
+    program, *words = reaped_command([*relay, *args])
+    options = {"env": None if env is None else dict(env), "cwd": cwd and os.fspath(cwd)}
+    server = StdioServerParameters(command=program, args=words, **options)
     return stdio_client(server, errlog=sys.__stderr__ or sys.stderr)

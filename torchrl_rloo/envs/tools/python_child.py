@@ -5,7 +5,7 @@ which the keeper starts, forks the sessions. It sees no call, so no session inhe
 its standard streams and a socket to the keeper. It receives code there and sends one packet when the code has run.
 
 A session is stopped between calls, with its threads and timers. Requests and replies are lines of JSON. All processes
-end when the trainer's end of the channel closes, even if the trainer is killed.
+end when the trainer's end of the channel closes or the trainer ends in any way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -26,6 +25,7 @@ from typing import Any
 
 TICK = 0.05  # seconds between checks of the limits of running calls
 IDLE = 1.0  # seconds between checks that the trainer lives, while no call runs
+FILES, FILES_PER_SESSION = 128, 4  # file descriptors
 TOKEN = 8  # bytes that begin a call and its answer
 MAX_PACKET_BYTES = TOKEN + 2001  # of an answer: token, letter, report of an exception
 # Reasons by the answer's letter. FULL: too little memory is left for another call
@@ -154,7 +154,7 @@ class Keeper:
         zygote: socket to the process that forks sessions.
         host: the module ``sandbox_child``.
         settings: ``timeout`` and ``cpu_seconds`` of a call, ``max_output`` (bytes of its output that are shown) and
-            ``max_sessions`` (processes at a time).
+            ``max_sessions`` (processes at a time), and ``trainer`` (its process id).
     """
 
     def __init__(self, channel: socket.socket, zygote: socket.socket, host: ModuleType, settings: dict[str, Any]):
@@ -170,7 +170,7 @@ class Keeper:
 
     def run(self) -> None:
         """Serve the sessions until the trainer ends, the channel closes or the zygote ends."""
-        trainer, text, checked, more = os.getppid(), b"", 0.0, False
+        trainer, text, checked, more = self.settings["trainer"], b"", 0.0, False
         while os.getppid() == trainer:
             # Take requests from the trainer and answers from sessions
             for file, _ in self.poll.poll(0 if more else TICK if self.busy else IDLE):
@@ -327,10 +327,8 @@ def serve(host: ModuleType, channel: socket.socket, containment: Any, settings: 
         containment: prepared containment of the sessions.
         settings: settings of :class:`Keeper`.
     """
-    # Each session takes several file descriptors: raise the limit as far as allowed
     cell = host.load(str(Path(__file__).with_name("python_cell")))
-    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    host.kernel.limit_starter(FILES + FILES_PER_SESSION * settings["max_sessions"])
 
     # Fork the zygote before any call arrives, so that it knows none
     zygote, requests = socket.socketpair()

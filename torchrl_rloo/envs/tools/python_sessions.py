@@ -21,11 +21,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import select
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -197,12 +195,12 @@ class _Keeper:
         self.starter.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
         self._calls, self._sending, self._ids = _Calls(), threading.Lock(), itertools.count()
         # The thread must not refer to this object, or it would keep it alive
-        listener = self.starter.channel.dup(), self.starter.process, self._calls, settings["timeout"] + GRACE_S
+        listener = self.starter.channel.dup(), self.starter.end, self._calls, settings["timeout"] + GRACE_S
         threading.Thread(target=_listen, args=listener, daemon=True, name="python sessions").start()
 
     @property
     def alive(self) -> bool:
-        return self.starter.owner == os.getpid() and not self._calls.over
+        return self.starter.is_usable() and not self._calls.over
 
     def send(self, request: dict[str, Any], finish: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Send a request; another thread calls ``finish`` once with its answer."""
@@ -214,7 +212,7 @@ class _Keeper:
             with self._sending:
                 self.starter.channel.sendall(json.dumps(request).encode() + b"\n")
         except OSError:  # the process ended or hangs; the listener then answers its calls
-            self.starter.process.kill()
+            self.starter.end()
 
 
 class _Calls:
@@ -254,8 +252,15 @@ class _Calls:
             finish(_LOST.copy())
 
 
-def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, patience: float) -> None:
-    """Distribute answers until the process ends, or leaves a call unanswered for longer than ``patience`` seconds."""
+def _listen(channel: socket.socket, end: Callable[[], object], calls: _Calls, patience: float) -> None:
+    """Distribute answers until the process ends, or leaves a call unanswered for longer than ``patience`` seconds.
+
+    Args:
+        channel: socket to the process.
+        end: function that kills the process.
+        calls: calls in flight.
+        patience: limit between two answers.
+    """
     poll, text = select.poll(), b""
     poll.register(channel, select.POLLIN)
     try:
@@ -272,6 +277,6 @@ def _listen(channel: socket.socket, process: subprocess.Popen, calls: _Calls, pa
         _LOGGER.debug("the keeper process of Python sessions has ended", exc_info=True)
     finally:
         # No answer can arrive after this: end the calls that wait
-        process.kill()
+        end()
         channel.close()
         calls.end()
