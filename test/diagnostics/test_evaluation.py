@@ -329,9 +329,9 @@ def test_unknown_sampling_arguments_are_refused_at_once():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"\boxed{3}, no: \boxed{1,234.50}", "1234.5"),
-        (r"\boxed{\frac{1}{2}}", r"\frac12"),
-        (r"\boxed{ \frac{1}{2} }. So 7.", r"\frac12"),
+        (r"\boxed{3}, no: \boxed{1,234.50}", "2469/2"),
+        (r"\boxed{\frac{1}{2}}", "1/2"),
+        (r"\boxed{ \frac{1}{2} }. So 7.", "1/2"),
         (r"\boxed{-0}", "0"),
         (r"\boxed{}", None),
         ("2 + 2 is 5.\nNo, it is 4.\n\n", "4"),

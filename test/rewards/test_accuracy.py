@@ -138,13 +138,13 @@ def test_a_gold_that_is_no_string_is_named(accuracy):
 
 
 def test_a_hang_ends_in_time_is_logged_and_costs_no_other_row(caplog):
-    reward = MathAccuracy(timeout=3.0)
+    reward = MathAccuracy(timeout=1.0)
     completions, solutions = [r"\boxed{7}", ENDLESS, r"\boxed{7}", r"\boxed{7}"], ["7", "7", "$9^{9^{9}}$", "7"]
     with caplog.at_level(logging.WARNING):
         scores = score(reward, completions, solution=solutions)
     assert scores[:2] == [1, 0] and scores[3] == 1
     assert reward.judge.timeouts == 2 and scores[2] in (None, 0)  # None if parsing the gold hangs
-    assert "9^{9^{9}}" in caplog.text and "3 s" in caplog.text
+    assert "2 of 4 answers exceeded timeout=1 s" in caplog.text and "gold '$9^{9^{9}}$'" in caplog.text
 
 
 def test_threads_judge_at_the_same_time(accuracy):

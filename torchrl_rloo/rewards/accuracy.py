@@ -33,13 +33,14 @@ class MathAccuracy:
       ``\boxed{5} no, \boxed{7}`` is {5, 7} and wrong for 7.
     - A percentage in a completion (``50\%``) equals only a gold that is a percentage, neither 0.5 nor 50.
 
-    A worker process parses and compares (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread may call
-    this reward. A row that exceeds ``timeout`` scores 0.0, or abstains if parsing the gold hangs. The time-out is
-    logged and counted in ``judge.timeouts``. The new worker takes about a second to start.
+    Worker processes parse and compare (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread may call
+    this reward, and rows of a batch are judged side by side. A row that exceeds ``timeout`` scores 0.0, or abstains if
+    parsing the gold hangs. Time-outs are counted in ``judge.timeouts``, and a warning is logged if they take most of
+    the time. After 8 time-outs in a batch the limit is a tenth. A box of more than 500 characters scores 0.0, unread.
 
     Args:
         column: dataset column of gold answers, strings or None.
-        timeout: seconds per row.
+        timeout: seconds of CPU time per row.
 
     Raises:
         ValueError: if ``column`` is empty, or ``timeout`` is not positive and finite.
@@ -53,7 +54,7 @@ class MathAccuracy:
 
     __name__ = "math_accuracy"
 
-    def __init__(self, *, column: str = "solution", timeout: float = 10.0):
+    def __init__(self, *, column: str = "solution", timeout: float = 5.0):
         if not column or not isinstance(column, str):
             raise ValueError(f"column={column!r} must name the dataset's column of gold answers")
         self.column, self.judge = column, MathJudge(timeout)
@@ -72,16 +73,24 @@ class MathAccuracy:
         """
         if self.column not in columns:
             raise KeyError(f"{self.__name__} requires column {self.column!r}; the rows have {sorted(columns)}")
-        pairs = zip(completions, columns[self.column], strict=True)
-        return [self._score(final_text(completion), gold) for completion, gold in pairs]
+        golds = columns[self.column]
+        for gold in golds:
+            if not isinstance(gold, str | None):
+                raise TypeError(f"{self.column}={gold!r} ({type(gold).__name__}) must be a string or None; use str()")
+        texts = [self._judged_text(final_text(completion)) for completion in completions]
+        # A text without an answer scores 0 whatever its gold; the judge takes the others together
+        rows = [
+            i for i, (text, gold) in enumerate(zip(texts, golds, strict=True)) if text is not None and gold is not None
+        ]
+        verdicts = dict(zip(rows, self.judge.judge_rows([(golds[i], texts[i]) for i in rows]), strict=True))
+        return [0.0 if text is None else _to_score(verdicts.get(i)) for i, text in enumerate(texts)]
 
-    def _score(self, text: str, gold: str | None) -> float | None:
-        if gold is None:
-            return None
-        if not isinstance(gold, str):
-            raise TypeError(f"{self.column}={gold!r} ({type(gold).__name__}) must be a string or None; use str()")
-        equal = self.judge(gold, text)
-        return None if equal is None else float(equal)
+    def _judged_text(self, text: str) -> str | None:
+        return text
+
+
+def _to_score(verdict: bool | None) -> float | None:
+    return None if verdict is None else float(verdict)
 
 
 class ReasoningAccuracy(MathAccuracy):
@@ -94,7 +103,7 @@ class ReasoningAccuracy(MathAccuracy):
     Args:
         reasoning_delimiters: strings that end the reasoning.
         column: dataset column of gold answers, strings or None.
-        timeout: seconds per row.
+        timeout: seconds of CPU time per row.
 
     Raises:
         ValueError: if ``reasoning_delimiters`` is a string, is empty, or holds anything but non-empty strings.
@@ -112,7 +121,7 @@ class ReasoningAccuracy(MathAccuracy):
         reasoning_delimiters: Sequence[str] = ("</think>",),
         *,
         column: str = "solution",
-        timeout: float = 10.0,
+        timeout: float = 5.0,
     ):
         super().__init__(column=column, timeout=timeout)
         delimiters = () if isinstance(reasoning_delimiters, str) else tuple(reasoning_delimiters)
@@ -122,11 +131,11 @@ class ReasoningAccuracy(MathAccuracy):
             )
         self.reasoning_delimiters = delimiters
 
-    def _score(self, text: str, gold: str | None) -> float | None:
+    def _judged_text(self, text: str) -> str | None:
         for delimiter in self.reasoning_delimiters:
             if delimiter in text:
-                return super()._score(text.rpartition(delimiter)[2], gold)
-        return 0.0
+                return text.rpartition(delimiter)[2]
+        return None
 
 
 class CosineScaled(RewardWrapper):

@@ -1,22 +1,25 @@
-"""Normalized answers of completions, for majority votes."""
+"""Canonical answers of completions, for majority votes."""
 
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
 from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import Number, find_number, read_number
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
-_FRACTION = re.compile(r"\\[dt](?=frac)")
-_LAYOUT = re.compile(r"\\(?:left|right|,|!|;|:|text|mathrm|mathbf)(?![A-Za-z])|[\s${}]")
+_STYLE = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|\\[dt](?=frac)|\$|[\s~]")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_ONE_CHARACTER = re.compile(r"\{([0-9A-Za-z])\}")
+_FRACTION = re.compile(r"\\frac(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))")
+_NAMED = re.compile(r"[A-Za-z]\s*=(?=[^=]+$)")
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the normalized answer of a completion, or None if the text is blank.
+    r"""Return the canonical answer of a completion, or None if the text is blank.
 
     The answer is the last closed ``\boxed{...}``, else the last number of the last line, else the last line. Equal
-    numbers in different notations give the same answer, as do texts that differ in case, spaces or braces.
+    numbers in different notations give the same answer, as do texts that differ in case, spaces or style. The task
+    ``math`` has a vote that also compares formulas.
 
     Example:
         >>> final_answer(r"So it is \boxed{1,234.0}."), final_answer("2+2 = 5\nno, 4."), final_answer("It is  B.")
@@ -25,27 +28,32 @@ def final_answer(text: str) -> str | None:
     if last_boxed(text) is not None:
         return boxed_answer(text)
     line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    numbers = _NUMBER.findall(line)
-    return _format_number(numbers[-1]) if numbers else _normalize(line)
+    return number_form(find_number(line, ("text",))) or _normalize(line)
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the last closed ``\boxed{...}``, normalized as in :func:`final_answer`; None if it is missing or blank.
+    r"""Return the last closed ``\boxed{...}`` as in :func:`final_answer`; None if it is missing or blank.
 
     Example:
-        >>> boxed_answer(r"\boxed{\dfrac{1}{2}}") == boxed_answer(r"\boxed{\frac12}"), boxed_answer("It is 4.")
+        >>> boxed_answer(r"\boxed{\dfrac{1}{2}}") == boxed_answer(r"\boxed{0.5}"), boxed_answer("It is 4.")
         (True, None)
     """
     boxed = last_boxed(text)
     return None if boxed is None else _normalize(boxed)
 
 
+def number_form(number: Number | None) -> str | None:
+    """Return the canonical form of a number, ``"1/2"`` or ``"50%"``; None for numbers that are always wrong."""
+    if number is None or number.value is None:
+        return None
+    return str(number.value) + "%" * number.percent
+
+
 def _normalize(answer: str) -> str | None:
-    bare = _LAYOUT.sub("", _FRACTION.sub(r"\\", answer)).rstrip(".").casefold()
-    return (_format_number(bare) if _NUMBER.fullmatch(bare) else bare) or None
-
-
-def _format_number(text: str) -> str:
-    value = Decimal(text.replace(",", ""))
-    value = value.to_integral() if value == value.to_integral() else value.normalize()
-    return format(value if value else Decimal(0), "f")  # avoids "-0"
+    # Drop what changes no meaning: style, the name in front of a value, and the dot at the end
+    answer = _NAMED.sub("", _TEXT.sub(r"\1", answer), count=1).strip().rstrip(".")
+    if (form := number_form(read_number(answer))) is not None:
+        return form
+    # Keep braces, except where one character needs none: \frac{11}{2} and \frac{1}{12} differ
+    bare = _FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", _STYLE.sub("", answer))
+    return _ONE_CHARACTER.sub(r"\1", bare).casefold() or None

@@ -26,6 +26,12 @@ def last_boxed(text: str) -> str | None:
         >>> last_boxed(r"It is \boxed{85") is None
         True
     """
+    span = find_last_box(text)
+    return None if span is None else text[slice(*span)].strip()
+
+
+def find_last_box(text: str) -> tuple[int, int] | None:
+    """Return start and end of the content of the last closed box, see :func:`last_boxed`; None without one."""
     opened: list[tuple[int, bool]] = []  # for each open brace: start of its content, True if it opens a box
     start, end = -1, -1
     for match in _BRACE.finditer(text):
@@ -35,7 +41,7 @@ def last_boxed(text: str) -> str | None:
             begin, is_box = opened.pop()
             if is_box and begin > start:
                 start, end = begin, match.start()
-    return None if start < 0 else text[start:end].strip()
+    return None if start < 0 else (start, end)
 
 
 def boxed_accuracy(

@@ -10,7 +10,25 @@ from torchrl_rloo.rewards.boxed import last_boxed
 from torchrl_rloo.rewards.protocol import final_text
 
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")
-_IS = r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:[:=]|is\b)|choose|select|pick|go\swith)"
+_IS = (
+    r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:[:=]|is\b)|choose|select|pick|go\swith"
+    r"|(?:so|but|thus|hence|therefore|then|,)\s(?:it|this|that)\s(?:is|must\sbe|has\sto\sbe))"
+)
+# Words in front of a letter that rule it out or doubt it, in its clause, or suppose it, in its sentence
+_RULED_OUT = re.compile(
+    r"\b(?:not|never|nor|neither|cannot|(?:ca|is|do|does|did|was|would|could|might|must|should|wo|are)n.?t|wrong|incorrect|"
+    r"false|avoid|reject|eliminate|exclude|rule\sout|ruled\sout|instead\sof|rather\sthan|unlikely|hardly|least|maybe|perhaps|"
+    r"possibly|thought|pretend|imagine|(?:would|could|might|may)\s(?:\w+\s){0,2}(?:be|have)|anything\sbut|refuse\sto)\b",
+    re.IGNORECASE,
+)
+_SUPPOSED = re.compile(r"\b(?:if|unless|whether|suppos(?:e|ing)|assum(?:e|ing)|hypothetically|were)\b", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?;](?=\s)|\n|\b(?:so|but|thus|hence|therefore)\b", re.IGNORECASE)
+_DOUBTED_BEHIND = re.compile(
+    r"\s?[,(]?\s?(?:\?|(?:(?:or|and)\s)?(?:maybe|perhaps|possibly|if|unless|would|could|might|may|was|cannot|can.?t|isn.?t|"
+    r"is\s(?:not|wrong|incorrect|false|impossible)|seems\swrong)\b)",
+    re.IGNORECASE,
+)
+_SENTENCE_CHARS = 200  # searched in front of an announcement
 
 
 class MultipleChoice:
@@ -24,8 +42,9 @@ class MultipleChoice:
     4. the letter of a line that begins like an option: ``C) Paris``. Lines with different letters are not a choice.
 
     Other letters are prose ("A good idea"). So are lower-case letters in announcements, unless they are in brackets
-    ("the answer is a matter of taste"). A choice of several letters ("A or B") scores 0.0. The time is linear in the
-    length of the text.
+    ("the answer is a matter of taste"). A choice of several letters ("A or B") scores 0.0. Announcements that rule a
+    letter out, suppose or doubt it do not count: "the answer cannot be A", "would be A if", "might be A", "is A?". The
+    time is linear in the length of the text.
 
     Args:
         column: dataset column of golds: a letter of ``choices`` (``C`` or ``(C)``), the text of an option, the index
@@ -88,7 +107,7 @@ class MultipleChoice:
         if found := self._boxed.match(boxed):
             return None if self._several.match(boxed, found.end(1)) else found[1].upper()
         text = _strip_markup(text)
-        if announced := list(self._announced.finditer(text)):
+        if announced := [found for found in self._announced.finditer(text) if not _is_doubted(text, found)]:
             found = announced[-1]
             return None if self._several.match(text, found.end()) else (found["bracketed"] or found["bare"]).upper()
         lines = text.splitlines()
@@ -117,6 +136,22 @@ class MultipleChoice:
                 else "; set options= to the column of texts if golds are texts"
             )
         )
+
+
+def _is_doubted(text: str, found: re.Match[str]) -> bool:
+    """Return whether an announcement rules its letter out, supposes it or doubts it."""
+    letter = found.start("bracketed") if found["bracketed"] else found.start("bare")
+    place = max(0, found.start() - _SENTENCE_CHARS)
+    ends = [
+        end.end()
+        for end in _SENTENCE_END.finditer(text, place, letter)
+        if text[end.start()] != "\n" or end.start() < found.start()
+    ]
+    sentence = text[max(ends, default=place) : letter]
+    # A comma in front of the announcement, or of its last part ("is not A, it is B"), ends a clause
+    comma = max(sentence.rfind(",", 0, max(0, found.start() - letter + len(sentence))), sentence.rfind(", it "))
+    doubted = _RULED_OUT.search(sentence, comma + 1) or _SUPPOSED.search(sentence)
+    return doubted is not None or _DOUBTED_BEHIND.match(text, found.end()) is not None
 
 
 def _strip_markup(text: str) -> str:

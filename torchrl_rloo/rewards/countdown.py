@@ -16,13 +16,58 @@ from torchrl_rloo.rewards.protocol import final_text
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}")
+_SIGNS = {  # spellings of the four signs, longest first
+    "*": (
+        "\\times",
+        "\\cdot",
+        "\\ast",
+        "*",
+        "\u00d7",
+        "\u00b7",
+        "\u22c5",
+        "\u2217",
+        "\u2022",
+        "\u2715",
+        "\u2a2f",
+        "x",
+        "X",
+    ),
+    "/": ("\\div", "\u00f7", "\u2215", "\u2044"),
+    "-": ("\u2212", "\u2013", "\u2014", "\ufe63", "\uff0d", "\u2010", "\u2011"),
+    "+": ("\uff0b", "\ufe62"),
+    "(": ("\\left(", "\\bigl(", "[", "\\left[", "\uff08"),
+    ")": ("\\right)", "\\bigr)", "]", "\\right]", "\uff09"),
+    " ": (
+        "\\,",
+        "\\;",
+        "\\!",
+        "\\:",
+        "\\ ",
+        "\\(",
+        "\\)",
+        "\\[",
+        "\\]",
+        "$",
+        "`",
+        "\n",
+        "\r",
+        "\t",
+        "\u00a0",
+        "\u2009",
+        "\u202f",
+    ),
+}
+_SPELLINGS = {spelling: sign for sign, spellings in _SIGNS.items() for spelling in spellings}
+_SPELLED = re.compile("|".join(re.escape(s) for s in sorted(_SPELLINGS, key=len, reverse=True)))
+_MAX_CHARS = 1000  # before signs are unified
+_FRACTION = re.compile(r"\\[dt]?frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}")
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Evaluate an expression of whole numbers and ``+ - * / ( )`` exactly.
 
-    A right-hand side (``= 24``) is ignored. ``x``, ``×``, ``÷`` and LaTeX's ``\\times``, ``\\cdot``, ``\\div`` count
-    as operators.
+    A right-hand side (``= 24``) is ignored, as are math delimiters and line breaks. ``x``, ``×``, ``·``, ``÷``, ``−``,
+    other spellings of signs in Unicode, and LaTeX's ``\\times``, ``\\cdot``, ``\\div``, ``\\frac{}{}`` are operators.
 
     Returns:
         ``(value, numbers)``, or None if the text is not an expression, has more than 200 characters or divides by 0.
@@ -32,9 +77,9 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
         (Fraction(24, 1), [3, 5, 3])
     """
     text = text.split("=")[0]
-    for written, sign in (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("×", "*"), ("÷", "/"), ("x", "*")):
-        text = text.replace(written, sign)
-    text = text.strip()
+    if len(text) > _MAX_CHARS:
+        return None
+    text = _SPELLED.sub(lambda found: _SPELLINGS[found[0]], _FRACTION.sub(r"((\1)/(\2))", text)).strip()
     if not _EXPRESSION.fullmatch(text):
         return None
     numbers: list[int] = []

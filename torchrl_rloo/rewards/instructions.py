@@ -12,7 +12,8 @@ from torchrl_rloo.rewards.protocol import final_text
 class InstructionFollowing:
     """Reward of 1.0 where a completion follows all instructions of its row, else 0.0. ``partial`` scores their share.
 
-    This is IFEval's strict accuracy: the text is judged unchanged. An empty text follows no instruction.
+    This is IFEval's strict accuracy: the text is judged unchanged, by its published definitions. An empty text follows
+    no instruction. Checks of languages and of letter case require py3langid, from the extra ``rewards``.
 
     Source: Zhou et al. 2023, arXiv 2311.07911.
 

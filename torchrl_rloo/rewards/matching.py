@@ -194,8 +194,12 @@ def find_answers(text: str, where: Sequence[str]) -> Iterator[tuple[str, str]]:
 def find_number(text: str, where: Sequence[str]) -> Number | None:
     """Return the number that ``text`` answers, None without one; see :class:`NumericMatch`."""
     for place, answer in find_answers(text, where):
+        if place == "####":
+            if (found := _number_of_line(text)) is not None:
+                return _parse_number(found)
+            continue
         if place == "boxed":
-            answer = "=" + answer.rpartition("=")[2]  # after "=", "- 5" is a negative number
+            answer = _SPACED.sub(_without_spaces, "=" + answer.rpartition("=")[2])  # after "=", "- 5" is negative
         first = last = None
         for found in _NUMBER.finditer(_simplify(answer)):
             first, last = first or found, found
@@ -206,9 +210,49 @@ def find_number(text: str, where: Sequence[str]) -> Number | None:
     return None
 
 
+def read_number(text: str) -> Number | None:
+    """Return the number that is the whole text, None for other texts."""
+    simple = _simplify("=" + _SPACED.sub(_without_spaces, text)).strip()
+    found = _NUMBER.fullmatch(simple, 1) or _NUMBER.fullmatch(simple.removeprefix("=").strip("{} "))
+    return None if found is None else _parse_number(found)
+
+
+def _number_of_line(text: str) -> re.Match[str] | None:
+    """Return the number that follows the last ``####`` with a number; a heading such as ``#### Step 3`` has none."""
+    for rest in reversed(text.split("####")[1:]):
+        line = next((line for line in rest.splitlines() if line.strip()), "")
+        if found := _NUMBER.match(_simplify("=" + line.lstrip(" \t*_:({\\")).replace(" ", "", 1), 1):
+            return found
+    return None
+
+
+def _without_spaces(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "")
+
+
+_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![ ]?[0-9/])")  # 1 000 in a box
+
+
+def _part(name: str) -> str:
+    """Return the pattern of one argument of a fraction: one digit, or a number in braces."""
+    return rf"(?:(?P<{name}_digit>[0-9])|\{{\s?(?P<{name}>[-+]?\s?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s?\}})"
+
+
+def _write_fraction(found: re.Match[str]) -> str:
+    above, below = (found[name] or found[f"{name}_digit"] for name in ("above", "below"))
+    sign = (found["sign"] or "").strip()
+    # Move the signs of both arguments to the front
+    if above.startswith("-") != below.startswith("-"):
+        sign = "+" if sign == "-" else "-"
+    return f"{sign}{above.lstrip('-+ ')}/{below.lstrip('-+ ')} "
+
+
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")  # groups of two digits are used in India
 _SPELLINGS = [  # applied in this order; each must take linear time
-    (re.compile(r"\\!|\\,|\{(?=,\})|(?<=,)\}|(?<=[0-9])_(?=[0-9])"), ""),  # 1{,}000, 1\,000, 1_000
+    (
+        re.compile(r"\\!|\\,|\{(?=,\})|(?<=,)\}|(?<=[0-9])(?:_|(?:\\[;: ]|~)(?=[0-9]{3}(?![0-9])))(?=[0-9])"),
+        "",
+    ),  # 1{,}000, 1\,000, 1_000
     (re.compile("[\u2212\ufe63\uff0d]"), "-"),
     (re.compile("(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})"), ","),
     (re.compile(r"(?<!\w)\\?[$\u20ac\u00a3\u00a5\u20b9](?=[-+]?[.0-9])"), ""),
@@ -218,8 +262,11 @@ _SPELLINGS = [  # applied in this order; each must take linear time
         re.compile(r"(?<![0-9.])[0-9]+(?:,[0-9]+)+"),
         lambda m: m[0].replace(",", "" if _THOUSANDS.fullmatch(m[0]) else ", "),
     ),
-    (re.compile(r"(?<=[0-9])\\[dt]?frac"), r" \\frac"),  # 1\frac{3}{4}
-    (re.compile(r"\\[dt]?frac\{?([0-9]+)\}?\{?([0-9]+)\}?"), r"\1/\2"),
+    (re.compile(r"(?<=[0-9])\s?\\[dtc]?frac"), r" \\frac"),  # 1\frac{3}{4}
+    (
+        re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"),
+        _write_fraction,
+    ),
     (re.compile(r"(?<=[0-9])\s?(?:\\times|\\cdot|[*x\u00d7\u00b7])\s?10\^\{?([-+]?[0-9]+)\}?"), r"e\1"),
     (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]+)\}?"), r"1e\1"),
     (re.compile(r"\^\{?\\circ\}?"), ""),

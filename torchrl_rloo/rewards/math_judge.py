@@ -1,4 +1,4 @@
-"""Comparison of mathematical answers by math-verify, with a time limit that holds for any input and thread."""
+"""Comparison of mathematical answers by math-verify, with limits of time and memory for any input."""
 
 from __future__ import annotations
 
@@ -6,35 +6,52 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.rewards.boxed import find_last_box
+
 _LOGGER = logging.getLogger(__name__)
 _SCRIPT = Path(__file__).with_name("math_worker.py")
+MAX_ANSWER_CHARS = 500  # of a box; longer answers are wrong, unread
+MAX_TEXT_CHARS = 4_000  # read at the end of a text, or before the end of its last box
+_FULL_TIMEOUTS = 8  # per call of `judge_rows`; further rows get a tenth of the limit
+_ROWS_PER_WORKER = 8
 
 
 class MathJudge:
     """Judge that compares answers with math-verify in worker processes.
 
-    A comparison that times out ends its worker, and the next call starts a new one. The time limits of math-verify are
+    A worker forks the process that compares, and the next one if that exceeds its limit of CPU time or memory (2 GB).
+    Its environment is ``PATH`` and ``PYTHONPATH``. The time limits of math-verify are
     disabled: they need the main thread and do not interrupt arithmetic with very large numbers. The worker enforces
     the limit, so it also holds after this process is killed.
+
+    A box of more than 500 characters is a wrong answer, which is not read. Of other texts, the last 4,000 characters
+    up to the last box are read, or the last 4,000 without a box.
 
     Each concurrent thread uses a separate worker. Workers start at the first call, in about a second, are reused by
     later calls and end with the judge. A pickle does not contain them, and a forked process starts new ones.
 
     Args:
-        timeout: seconds per comparison.
+        timeout: seconds of CPU time per comparison.
+        workers: maximum number of workers of :meth:`judge_rows`; None uses one per CPU, and at most 8.
 
     Attributes:
-        timeouts: number of comparisons that ended their worker.
+        timeouts: number of comparisons that exceeded a limit.
+        lost_seconds: wall-clock time that they took.
 
     Raises:
-        ValueError: if ``timeout`` is not positive and finite.
+        ValueError: if ``timeout`` is not positive and finite, or ``workers`` is less than 1.
         ImportError: if math-verify is not installed.
 
     Example::
@@ -43,46 +60,85 @@ class MathJudge:
         judge("1/2", r"The answer is \\boxed{0.5}.")  # True
     """
 
-    def __init__(self, timeout: float = 10.0):
+    def __init__(self, timeout: float = 5.0, *, workers: int | None = None):
         if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers={workers} must be at least 1, or None")
         if find_spec("math_verify") is None:
             raise ImportError('MathJudge requires math-verify: pip install "torchrl_rloo[rewards]"')
-        self.timeout, self.timeouts = timeout, 0
+        self.timeout, self.timeouts, self.lost_seconds, self._example = timeout, 0, 0.0, ""
+        self.workers = workers or min(8, os.cpu_count() or 1)
         self._idle: list[_Worker] = []
 
     def __call__(self, gold: str, text: str) -> bool | None:
         """Return whether ``text`` gives the answer ``gold``.
 
         Returns:
-            True or False, also False if parsing or comparing ``text`` times out. None if ``gold`` cannot be parsed, or
-            times out.
+            True or False, also False if parsing or comparing ``text`` exceeds a limit. None if ``gold`` cannot be
+            parsed, or exceeds a limit.
         """
-        worker = self._take_worker()
-        # Read two replies: whether the gold was parsed, and whether the text equals it
-        worker.send([gold, text])
-        parsed = worker.receive()
-        equal = worker.receive() if parsed else False
-        # A worker without a verdict has ended; keep others for later calls
-        if parsed is None or equal is None:
-            self.timeouts += 1
-            _LOGGER.warning(
-                "no verdict within %g s (worker exited with code %s) on gold %.200r, text ending in %r",
-                self.timeout,
-                worker.process.wait(),
-                gold,
-                text[-200:],
-            )
+        return self._judge(gold, text, self.timeout)
+
+    def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[bool | None]:
+        """Judge pairs of gold and text, several at a time; warn if time-outs take most of the time.
+
+        After 8 time-outs, the further rows of the call get a tenth of the time limit. So ``n`` hanging rows take at
+        most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
+        """
+        timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
+
+        def judge(row: tuple[str, str]) -> bool | None:
+            spent = self.timeouts - timeouts >= _FULL_TIMEOUTS
+            return self._judge(*row, self.timeout / 10 if spent else self.timeout)
+
+        threads = min(self.workers, math.ceil(len(rows) / _ROWS_PER_WORKER))
+        if threads < 2:
+            verdicts = [judge(row) for row in rows]
         else:
-            self._idle.append(worker)
-        return bool(equal) if parsed else None
+            with ThreadPoolExecutor(threads) as pool:
+                verdicts = list(pool.map(judge, rows))
+
+        timeouts, lost = self.timeouts - timeouts, self.lost_seconds - lost
+        if timeouts and lost > (time.monotonic() - start) * threads / 2:
+            message = "%d of %d answers exceeded timeout=%g s and took most of the time, such as %s; penalize them"
+            _LOGGER.warning(message, timeouts, len(rows), self.timeout, self._example)
+        return verdicts
+
+    def form(self, text: str) -> str | None:
+        """Return the canonical form of the answer in ``text``: equal for answers that this judge takes for equal.
+
+        Returns:
+            The form, or None if the text has no answer, or exceeds a limit.
+        """
+        shortened = _shorten(text)
+        return (self._ask(self.timeout, None, shortened)[0] or None) if shortened else None
+
+    def _judge(self, gold: str, text: str, limit: float) -> bool | None:
+        parsed, equal = self._ask(limit, gold, _shorten(text))
+        if parsed and equal is not None:
+            return equal
+        return False if parsed else None
+
+    def _ask(self, limit: float, gold: str | None, text: str) -> tuple[Any, Any]:
+        """Return the replies of a worker: whether the gold was parsed and the verdict, or the form and None."""
+        worker, start = self._take_worker(), time.monotonic()
+        worker.send([limit, gold, text])
+        first = worker.receive()
+        second = worker.receive() if first and gold is not None else None
+        self._idle.append(worker)
+        if first is None or first and gold is not None and second is None:
+            self.timeouts += 1
+            self.lost_seconds += time.monotonic() - start
+            self._example = f"{text[-200:]!r} for gold {gold!r:.200}"
+        return first, second
 
     def _take_worker(self) -> _Worker:
         while True:
             try:
                 worker = self._idle.pop()
             except IndexError:  # no idle worker, or another thread took it
-                return _Worker(self.timeout)
+                return _Worker()
             if worker.owner == os.getpid() and worker.process.poll() is None:
                 return worker
 
@@ -90,33 +146,48 @@ class MathJudge:
         return self.__dict__ | {"_idle": []}
 
 
+@cache
+def shared_judge() -> MathJudge:
+    """Return the judge that the votes of this process share."""
+    return MathJudge()
+
+
+def _shorten(text: str) -> str:
+    """Return the part of a text that may hold its answer, blank if the answer is too long."""
+    start, end = find_last_box(text) or (len(text), len(text))
+    return "" if end - start > MAX_ANSWER_CHARS else text[max(0, end - MAX_TEXT_CHARS) : end + 1]
+
+
 class _Worker:
     """Handle of a process that runs ``math_worker.py``."""
 
-    def __init__(self, timeout: float):
+    def __init__(self):
         self.owner = os.getpid()  # a forked process inherits the pipes but must not use them
+        path = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), str(timeout)],
+            [sys.executable, str(_SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=path,
+            start_new_session=True,  # so that its children end with it
         )
         weakref.finalize(self, _end, self.process, self.owner)
         if self.receive() is None:
             raise RuntimeError(f"the math-verify worker exited with code {self.process.wait()} before it was ready")
 
-    def send(self, request: list[str]) -> None:
+    def send(self, request: list[Any]) -> None:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
 
     def receive(self) -> Any:
-        """Return the next reply, or None if the worker has ended."""
+        """Return the next reply, or None if the request exceeded a limit or the worker has ended."""
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
 
 
 def _end(process: subprocess.Popen, owner: int) -> None:
     if os.getpid() == owner:
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

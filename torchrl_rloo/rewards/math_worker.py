@@ -1,9 +1,13 @@
 """Worker process that judges mathematical answers; a script started by :mod:`torchrl_rloo.rewards.math_judge`.
 
 It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
-JSON. A request is ``[gold, text]``. The first reply tells whether the gold was parsed. If so, a second reply tells
-whether the text gives the same answer. A request that exceeds the time limit ends the process. Short texts such as
-``9^{9^{9}}`` keep SymPy in one endless multiplication, which no signal or exception can interrupt.
+JSON. A request is ``[limit, gold, text]`` with a limit in seconds of CPU time. The first reply tells whether the gold
+was parsed. If so, a second reply tells whether the text gives the same answer. Without a gold, the reply is the
+canonical form of the text's answer, or ``""``.
+
+A child process reads and answers. A request over the limit ends the child: short texts such as ``9^{9^{9}}`` keep SymPy
+in one endless multiplication, which no exception can interrupt. Its parent replies ``null`` and forks the next child,
+which takes milliseconds since the libraries are imported.
 """
 
 from __future__ import annotations
@@ -13,15 +17,21 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
 
-import faulthandler
 import json
 import logging
+import math
 import os
 import re
+import resource
 import signal
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+MAX_BYTES = 2_000_000_000  # address space: some short texts are numbers of gigabytes
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
@@ -43,13 +53,30 @@ def wrap_formula(gold: str) -> str | None:
     return "$" + re.sub(r"(?<!\\)%", r"\%", gold) + "$"
 
 
-def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]]:
-    """Return functions that parse a gold, parse a completion and compare both, without time limits."""
+_THIN_SPACE = re.compile(r"(?<=[0-9])(?:\\[,;:!]|[~\u00a0\u2009\u202f ])\s?(?=[0-9]{3}(?![0-9]))")  # between thousands
+_BARE_PERCENT = re.compile(r"(?<!\\)%")
+_LAST_DOT = re.compile(r"(?<=[0-9A-Za-z)}])\.(?=\s?\})")
+_PERCENTAGE = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*\\?%")
+
+
+class Judge(NamedTuple):
+    """Functions that parse golds and completions, compare both, and write the canonical form of an answer."""
+
+    parse_gold: Callable[[str], list[Any]]
+    parse_answer: Callable[[str], list[Any]]
+    equal: Callable[[list[Any], list[Any]], bool]
+    form: Callable[[list[Any]], str]
+
+
+def make_judge() -> Judge:
+    """Import the libraries and return the functions, which have no time limits."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     config = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+        normalization_config=NormalizationConfig(units=True, malformed_operators=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
     )
 
     @lru_cache(maxsize=64)  # the rows of a group share a gold
@@ -62,43 +89,199 @@ def make_parsers() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any
         return plain + formula if "%" in gold else formula or plain
 
     def parse_answer(text: str) -> list[Any]:
+        text = _LAST_DOT.sub("", _BARE_PERCENT.sub(r"\\%", _THIN_SPACE.sub("", text)))
         return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=None)
 
     def equal(gold: list[Any], answer: list[Any]) -> bool:
-        return verify(gold, answer, timeout_seconds=None)
+        pairs = [(g, a) for g in gold for a in answer if isinstance(g, str) == isinstance(a, str)]
+        return any((_same(g, a) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a) for g, a in pairs)
 
-    return parse_gold, parse_answer, equal
+    def form(answer: list[Any]) -> str:
+        return _describe(_unwrap(answer[0])) if answer else ""
+
+    return Judge(parse_gold, parse_answer, equal, form)
 
 
-def main(limit: float) -> None:
-    """Answer requests from standard input until it closes.
+def _same(gold: Any, answer: Any) -> bool:
+    return _describe(_unwrap(gold)) == _describe(_unwrap(answer))
 
-    Args:
-        limit: seconds per request.
-    """
-    # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    parse_gold, parse_answer, equal = make_parsers()
-    logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
+
+def _may_equal(gold: Any, answer: Any) -> bool:
+    """Return False for pairs that math-verify takes for equal though they are different answers."""
+    import sympy
+    from math_verify.grader import is_equation
+
+    # x=5 is not y=5, and 2x+3y=6 is not 6
+    if is_equation(gold) and is_equation(answer):
+        names = {str(value.lhs) for value in (gold, answer) if getattr(value.lhs, "is_Symbol", False)}
+        return len(names) < 2
+    gold, answer = _unwrap(gold), _unwrap(answer)
+    if is_equation(answer) and not answer.lhs.is_Symbol:
+        return False
+    # Numbers are rounded to six decimals, also small ones
+    if all(isinstance(value, sympy.Expr) and value.is_number and value.is_finite for value in (gold, answer)):
+        first, second = (complex(sympy.N(value)) for value in (gold, answer))
+        return abs(first - second) <= 1e-3 * max(abs(first), abs(second))
+    # A pair and an interval are not a set of two
+    sets = [isinstance(value, sympy.FiniteSet) and len(value) > 1 for value in (gold, answer)]
+    ordered = (sympy.Interval, sympy.Tuple, sympy.logic.boolalg.Boolean)
+    return not (sets[0] and isinstance(answer, ordered) or sets[1] and isinstance(gold, ordered))
+
+
+def _unwrap(value: Any) -> Any:
+    """Return the right-hand side of ``x=5`` or ``2+3=5``; a line such as ``y=5`` remains an equation."""
+    from math_verify.grader import is_assignment_relation, is_equation, take_first_relation, take_last_relation
+
+    if is_assignment_relation(value) or is_equation(value) and not value.free_symbols:
+        name, last = str(take_first_relation(value).lhs), take_last_relation(value).rhs
+        return value if name == "y" and not last.free_symbols else last
+    return value
+
+
+def _describe(value: Any) -> str:
+    """Return a text that is equal for equal values, and for those alone."""
+    import sympy
+    from sympy.core.relational import Relational
+
+    if isinstance(value, str):
+        percentage = _PERCENTAGE.fullmatch(value.strip())
+        return f"{Fraction(percentage[1])}%" if percentage else value.strip()
+    if isinstance(value, sympy.MatrixBase):
+        return f"matrix{value.shape}" + _describe_all(value.flat())
+    if isinstance(value, Relational):
+        return _describe_relation(value)
+    if isinstance(value, sympy.FiniteSet):
+        return _describe_set(value)
+    if isinstance(value, sympy.Interval):
+        start, end = "[("[bool(value.left_open)], "])"[bool(value.right_open)]
+        return f"{start}{_describe(value.start)}, {_describe(value.end)}{end}"
+    if isinstance(value, sympy.Tuple):
+        return f"({_describe_all(value.args)})"
+    if isinstance(value, sympy.Set | sympy.logic.boolalg.BooleanFunction) and value.args:
+        return f"{value.func.__name__}({', '.join(sorted(map(_describe, value.args)))})"
+    return _describe_expression(value)
+
+
+def _describe_all(values: Any) -> str:
+    return ", ".join(map(_describe, values))
+
+
+def _describe_set(value: Any) -> str:
+    # Of equations, keep the names of different variables
+    names = {str(element.lhs) for element in value.args if hasattr(element, "lhs")}
+    elements = sorted({_describe(element if len(names) > 1 else _unwrap(element)) for element in value.args})
+    return elements[0] if len(elements) == 1 else "{" + ", ".join(elements) + "}"
+
+
+def _describe_relation(value: Any) -> str:
+    import sympy
+
+    difference, sign = sympy.expand(value.lhs - value.rhs), value.rel_op
+    if sign in (">", ">="):
+        difference, sign = -difference, sign.replace(">", "<")
+    # Divide by the coefficient of one term; inequalities keep their direction
+    terms = sorted(difference.as_coefficients_dict().items(), key=lambda term: str(term[0]))
+    scale = next((number for term, number in terms if term.free_symbols), 1)
+    scale = scale if sign in ("==", "!=") else abs(scale)
+    return f"{_describe_expression(difference / scale)} {sign} 0"
+
+
+def _describe_expression(value: Any) -> str:
+    import sympy
+
+    name = "".join("e" if part is sympy.E else str(part) for part in value.args or [value]).casefold()
+    if value.is_Symbol and name.isdecimal():
+        return str(int(name))  # \text{5}
+    if (value.is_Symbol or value.is_Mul and name.isalpha()) and (len(name) > 2 or name == "no"):
+        return name  # a word, such as \text{yes} or yes
+    try:
+        # Expressions in variables are equal where their values at two points are
+        value = sympy.nsimplify(value, rational=True) if value.free_symbols and value.has(sympy.Float) else value
+        signs = (1, -1) if value.free_symbols else (1,)
+        return " ".join(dict.fromkeys(_describe_number(_at_point(value, sign)) for sign in signs))
+    except (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError):
+        return str(value)
+
+
+def _at_point(value: Any, sign: int) -> Any:
+    import sympy
+
+    points = {s: sympy.Rational(sign * (2003 + zlib.crc32(str(s).encode()) % 5003), 1009) for s in value.free_symbols}
+    return value.xreplace(points).doit()
+
+
+def _describe_number(value: Any) -> str:
+    import sympy
+
+    if value.is_Rational:
+        return str(Fraction(value.p, value.q))
+    if not value.is_finite:
+        return str(value)
+    real, imaginary = (sympy.N(part, 30, chop=True) for part in value.as_real_imag())
+    digits = "" if real == 0 and imaginary else _round(Fraction(str(real)), value.is_Float)
+    return digits + (f" + {_round(Fraction(str(imaginary)), False)}i" if imaginary else "")
+
+
+def _round(value: Fraction, is_decimal: bool) -> str:
+    """Return a number with six decimals, small ones with four digits; 0.333333 is 1/3, but 0.33 is not."""
+    if value.denominator > 99_999:
+        places = 6 if abs(value) >= 1e-3 else 3 - math.floor(math.log10(abs(value)))
+        value = round(value, places)
+        simple = value.limit_denominator(100)  # two such fractions differ in the first four decimals
+        value = simple if is_decimal and abs(value) >= 1e-3 and round(simple, 6) == value else value
+    return str(value)
+
+
+def answer_requests(judge: Judge, replies: int) -> None:
+    """Answer requests from standard input until it closes; end this process at a request's limit of CPU time."""
 
     def reply(value: Any) -> None:
-        replies.write(json.dumps(value) + "\n")
-        replies.flush()
+        os.write(replies, json.dumps(value).encode() + b"\n")
 
-    with open(os.devnull, "w") as devnull:
-        reply("ready")
-        for line in sys.stdin:
-            # Exit at the time limit; this timer needs neither the GIL nor the caller
-            faulthandler.dump_traceback_later(limit, exit=True, file=devnull)
-            gold, text = json.loads(line)
-            parsed = parse_gold(gold)
+    while line := _read_line():
+        limit, gold, text = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, limit)  # its signal ends the process within any operation
+        if gold is None:
+            reply(judge.form(judge.parse_answer(text)))
+        else:
+            parsed = judge.parse_gold(gold)
             reply(bool(parsed))
             if parsed:
-                reply(bool(equal(parsed, parse_answer(text))))
-            faulthandler.cancel_dump_traceback_later()
+                reply(bool(judge.equal(parsed, judge.parse_answer(text))))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _read_line() -> bytes:
+    """Return the next request; no other follows it before its reply, so no text of another is read."""
+    line = b""
+    while not line.endswith(b"\n") and (part := os.read(0, 65536)):
+        line += part
+    return line
+
+
+def main() -> None:
+    """Fork processes that answer requests, one at a time, until standard input closes."""
+    # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    with suppress(ValueError, OSError):  # macOS has no limit of address space
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)  # the limit of CPU time bounds large numbers
+    judge = make_judge()
+    logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
+    os.write(replies, b'"ready"\n')
+    while (child := os.fork()) > 0:
+        if os.waitpid(child, 0)[1] == 0:
+            return
+        os.write(replies, b"null\n")
+    try:
+        answer_requests(judge, replies)
+    except (MemoryError, RecursionError):
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main()

@@ -96,7 +96,7 @@ def countdown_solution(row: dict[str, Any]) -> str:
 
 
 def follow(row: dict[str, Any]) -> str:
-    text = " ".join(["word"] * 30)
+    text = " ".join(["we walk in the rain"] * 6)
     arguments = {k: v for given in row["kwargs"] for k, v in given.items() if v is not None}
     text += " " + " ".join(arguments.get("keywords", []))
     return f'"{text}"' if "startend:quotation" in row["instruction_id_list"] else text

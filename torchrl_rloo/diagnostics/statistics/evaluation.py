@@ -6,6 +6,7 @@ Estimates are exact expectations over the subsets of ``k`` of the ``n`` samples,
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
@@ -246,15 +247,20 @@ def _win_probability(counts: Sequence[int], own: int, n: int, k: int) -> float:
     equally likely, and independent probabilities multiply. ``ways[t, r, v]`` is the probability that the other answers
     have ``v`` votes in total, ``r`` of them exactly ``t`` and none more.
     """
-    # Start with the samples without an answer, which draw but do not vote
-    others = list(counts)
-    others.remove(own)
-    most = min(own, k)
-    ties = min(len(others), k)
+    if k == n:
+        return (own == max(counts)) / counts.count(own)
+    # Start with the samples without an answer, which do not vote, and the answers of the most frequent count
+    others = Counter(counts) - Counter([own])
+    most, ties = min(own, k), min(sum(others.values()), k)
+    silent = torch.tensor(_binomial_probabilities(n - sum(counts), n, k), dtype=torch.float64)
+    count, number = others.most_common(1)[0] if others else (0, 0)
+    del others[count]
     ways = torch.zeros(most + 1, ties + 1, k + 1, dtype=torch.float64)
-    ways[:, 0] = torch.tensor(_binomial_probabilities(n - sum(counts), n, k), dtype=torch.float64)
+    chances = _binomial_probabilities(count, n, k)
+    for votes in range(most + 1):
+        _set_ways(ways[votes], silent, chances[:votes], chances[votes], number)
     # Add the votes of the other answers, one answer at a time
-    for count in others:
+    for count in others.elements():
         ways, before = torch.zeros_like(ways), ways
         for votes, chance in enumerate(_binomial_probabilities(count, n, k)):
             if chance == 0 or votes > most:
@@ -266,6 +272,32 @@ def _win_probability(counts: Sequence[int], own: int, n: int, k: int) -> float:
     own_votes = _binomial_probabilities(own, n, k)
     won = math.fsum(own_votes[t] * float(ways[t, :, k - t] @ share) for t in range(1, most + 1))
     return won / _binomial_probabilities(n, n, k)[k]
+
+
+def _set_ways(ways: torch.Tensor, start: torch.Tensor, fewer: Sequence[float], equal: float, number: int) -> None:
+    """Set ``ways[r, v]`` for ``number`` answers alike, by the binomial theorem.
+
+    Args:
+        ways: ``[ties + 1, k + 1]``, zeros.
+        start: ``[k + 1]``, probabilities of the votes so far.
+        fewer: probabilities that an answer has 0, 1, ... votes, up to one less than the tie.
+        equal: probability of a tie.
+        number: number of answers.
+    """
+    below, votes, power = math.fsum(fewer), len(fewer), start
+    for r in range(number, -1, -1):  # of which the others have fewer votes: `power` has their sum
+        if r < len(ways) and r * votes < len(start):
+            weight = _log_choose(number, r) + _log_power(equal, r) + _log_power(below, number - r)
+            ways[r, r * votes :] = math.exp(weight) * power[: len(start) - r * votes]
+        if below == 0:
+            return
+        before, power = power, torch.zeros_like(power)
+        for v, chance in enumerate(fewer):
+            power[v:] += chance / below * before[: len(start) - v]
+
+
+def _log_power(base: float, exponent: int) -> float:
+    return 0.0 if exponent == 0 else exponent * math.log(base) if base > 0 else -math.inf
 
 
 def _binomial_probabilities(count: int, n: int, k: int) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
+from torchrl_rloo.rewards.answers import number_form
 from torchrl_rloo.rewards.matching import NumericMatch, find_number
 
 _STORIES = (
@@ -58,8 +59,7 @@ def extract_answer(text: str) -> str | None:
         >>> [extract_answer(text) for text in ("So it is $1,072.", r"\boxed{1072.0}", "72, I think.", "No idea.")]
         ['1072', '1072', '72', None]
     """
-    number = find_number(text, _SEARCH_PLACES)
-    return None if number is None or number.value is None else str(number.value)
+    return number_form(find_number(text, _SEARCH_PLACES))
 
 
 GSM8K = Task(

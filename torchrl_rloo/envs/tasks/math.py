@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
-from torchrl_rloo.rewards.answers import boxed_answer
 from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.math_judge import shared_judge
 
 _PROBLEMS = ("problem", "question", "prompt")
 _ANSWERS = ("final_answer", "answer", "solution")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]))")  # MATH also has \boxed 2 and \fbox{2}
+# MATH also has \boxed 2, \boxed\frac12 and \fbox{2}
+_ARGUMENT = r"(?:\{[^{}]*\}|[0-9A-Za-z])"
+_BOX = re.compile(
+    rf"\\(?:boxed|fbox)\s*(?:\{{|(-?\d[\d.,/]*(?<=\d)|[A-Za-z]|-?\\[dt]?frac{_ARGUMENT}{_ARGUMENT}|\\sqrt{_ARGUMENT}|\\pi\b))"
+)
 _WORDS = ("True", "False", "Yes", "No")  # DeepMath has these answers without dollar signs
 
 
@@ -35,7 +39,22 @@ def convert_row(example: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a row must have one of {_PROBLEMS} and one of {_ANSWERS}")
     answer = str(answer).strip()
     boxed = last_boxed(_BOX.sub(lambda m: r"\boxed{" + (f"{m[1]}}}" if m[1] else ""), answer))
+    if boxed == "":
+        raise ValueError(
+            f"the box must hold an answer, got {answer[-100:]!r}; remove the row, or set drop_bad_rows=True"
+        )
     return {"prompt": problem, "solution": rf"\text{{{answer}}}" if answer in _WORDS else boxed or answer}
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Return the canonical form of a completion's answer, as the reward compares it: equal answers are one vote.
+
+    Formulas are equal where their values are. The name in ``x=5`` does not count, except in lines such as ``y=5``.
+
+    Returns:
+        The form, or None if the completion has no answer.
+    """
+    return shared_judge().form(text)
 
 
 def synthetic_rows(split: str, size: int | None = None, seed: int = 0) -> list[dict[str, Any]]:
@@ -64,5 +83,5 @@ MATH = Task(
     scorer="accuracy",
     dataset={"source": "trl-lib/DeepMath-103K", "split": "train"},
     system_prompt="Think step by step, then put the final answer in \\boxed{}.",
-    extract_answer=boxed_answer,
+    extract_answer=extract_answer,
 )

@@ -109,7 +109,7 @@ def qwen_xml(text: str) -> list[ToolCall | MalformedCall]:
 
 
 _CALL_START = re.compile(r'\[?\{\s*"(name|type|function|parameters|arguments)"')
-_SEPARATOR = re.compile(r"[\s;,]*")
+_SEPARATOR = re.compile(r"(?:[\s;,]|<\|python_tag\|>)*")
 _BUILT_IN = re.compile(r"([A-Za-z_]\w{0,255})\.call\(")
 
 
@@ -131,7 +131,7 @@ def llama(text: str) -> list[ToolCall | MalformedCall]:
         return list(_llama_json(body, tagged=False))
     body = text[start + len(tag) :].strip()
     if body.startswith(("{", "[{")):
-        return list(_llama_json(body.replace(tag, ";"), tagged=True))
+        return list(_llama_json(body, tagged=True))
     if _BUILT_IN.match(body):
         return [_built_in(body)]
     return [ToolCall("python", {"code": body})] if body else [MalformedCall("", f"nothing follows {tag}")]
