@@ -78,8 +78,15 @@ NAMES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def rewards() -> list[CodeTests]:
+    """Build the rewards of the task and its scorer, once."""
+    task = load_task("code")
+    return [*task.make_rewards(), task.make_scorer()]
+
+
 @pytest.mark.parametrize(("name", "body", "arguments", "result"), NAMES, ids=[name for name, *_ in NAMES])
-def test_any_name_in_published_rows(name: str, body: str, arguments: str, result: str):
+def test_any_name_in_published_rows(rewards: list[CodeTests], name: str, body: str, arguments: str, result: str):
     # The shapes of MBPP, its sanitized part, and HumanEval
     right = f"def {name}(a, b=None):\n    return {body}"
     test = f"assert {name}(*{arguments}) == {result}"
@@ -91,11 +98,10 @@ def test_any_name_in_published_rows(name: str, body: str, arguments: str, result
         {"prompt": prompt, "test": check, "entry_point": name},
     ]
     # A right, a wrong and no program for each
-    task = load_task("code")
-    rows = [task.row_map(row) for row in rows for _ in range(3)]
+    rows = [load_task("code").row_map(row) for row in rows for _ in range(3)]
     programs = [right, right.replace("return ", "return 77, "), "import os"] * 3
     columns = {column: [row[column] for row in rows] for column in rows[0] if column != "prompt"}
-    for function in [*task.make_rewards(), task.make_scorer()]:
+    for function in rewards:
         assert function(["?"] * 9, programs, [[1]] * 9, **columns) == [1.0, 0.0, 0.0] * 3
 
 
