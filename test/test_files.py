@@ -203,6 +203,25 @@ def test_a_run_without_space_for_a_checkpoint_is_refused_before_the_first_step(s
         Run(small_disk / "large", 1, parts, loggers=[]).__enter__()
 
 
+@pytest.mark.parametrize("loggers", [[], ["csv"], ["tensorboard"]])
+def test_a_run_whose_disk_fills_up_says_so_and_resumes(small_disk, loggers):
+    model = torch.nn.Linear(100, 100)
+    arguments = {"checkpoint_every": 1, "loggers": loggers}
+    with pytest.raises(OSError, match=rf"^cannot write {small_disk}\S*: the disk is full; free space, or set another"):
+        with Run(small_disk / "run", 900, {"model": model}, **arguments) as run:
+            for step in run.steps():
+                run.log({"weight": float(model.weight.detach().sum())})
+                if step == 3:
+                    fill(small_disk)
+    assert Checkpointer(small_disk / "run" / "checkpoints").load()["step"] in (2, 3)
+    assert not list(small_disk.rglob(".lock")) and not list(small_disk.rglob("*.tmp"))
+    (small_disk / "filler").unlink()
+    with Run(small_disk / "run", 5, {"model": model}, **arguments) as run:
+        first, *_, last = run.steps()
+    assert first in (3, 4) and last == 5
+    assert [record["step"] for record in run.logger.history][:2] == [1, 2]
+
+
 def test_a_disk_that_is_read_only_is_named_before_the_first_step(small_disk):
     directory = small_disk / "run"
     with Run(directory, 1, {}, loggers=[]) as run:
