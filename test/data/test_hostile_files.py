@@ -39,6 +39,7 @@ DAMAGED: dict[str, tuple[str | bytes, str]] = {
     "nested_surrogate.jsonl": ('{"prompt": "a", "x": {"y": ["\\udfff"]}}', "line 1: column 'x' .*surrogate"),
     "surrogate_key.jsonl": ('{"prompt": "a", "x": {"\\udfff": 1}}', "line 1: column 'x' .*surrogate"),
     "surrogate_name.jsonl": ('{"prompt": "a", "\\udfff": 1}', "line 1: a column's name .*surrogate"),
+    "long_name.jsonl": ('{"prompt": "a", "' + "x" * 201 + '": 1}', "line 1: a column's name has 201 char"),
     "surrogate_message.jsonl": ('{"prompt": [{"role": "u", "content": "\\ud800"}]}', "line 1: .*surrogate"),
     "raw_nul.jsonl": (b'{"prompt": "a\0b"}', "line 1 .*control character"),
     "nuls.json": (b"\0" * 100, "line 1 must be one JSON object"),
@@ -209,7 +210,7 @@ NAMES = [
     "a\nb",
     "task",
     "kwargs",
-    "x" * 999,
+    "x" * 200,
 ]
 VALUES = [10**30, float("nan"), None, [], {}, [[1], [2, 3]], {"": 1}, {"a.b": {}}, b"\xff", "a\0", [1, "a", None]]
 

@@ -218,7 +218,7 @@ def _is_given(row: Mapping, name: str) -> bool:
 
 def _require_column(row: Mapping, name: str) -> Any:
     if row.get(name) is None:
-        found = sorted(column for column, value in row.items() if value is not None)
+        found = _preview(sorted(map(str, row)))
         raise ValueError(f"the row must have a column {name!r}, got {found}; choose another type or rename the column")
     return row[name]
 

@@ -20,6 +20,7 @@ from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
 from torchrl_rloo.lookup import import_object
 
+_MAX_NAME_CHARS = 200
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
 
 
@@ -280,6 +281,8 @@ def _rows(
     for where, row in located:
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
             raise ValueError(f"{where} must be a mapping from column names to values, got {row!r:.200}")
+        if (longest := max(map(len, row), default=0)) > _MAX_NAME_CHARS:
+            raise ValueError(f"{where}: a column's name has {longest} characters, limit {_MAX_NAME_CHARS}; rename it")
         if chosen is None:
             first, names = where, set(plain_value(list(row), f"{where}: a column's name"))
             chosen = _choose_columns(list(row), prompt_column, column_map, columns)
