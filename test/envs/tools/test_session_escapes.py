@@ -71,7 +71,10 @@ ATTACKS = {
     # Own interpreter
     "patched_read": "import os\nos.read = os.write = lambda *_: b'LATER'",
     "audit_hook": "import sys\nsys.addaudithook(lambda *_: None)\nimport gc; gc.freeze(); gc.disable()",
-    "frames": "import sys\nf = sys._getframe()\nwhile f: f.f_trace = lambda *a: 1 / 0; f = f.f_back\nsys.settrace(lambda *a: None)",
+    "frames": (
+        "import sys\nf = sys._getframe()\nwhile f: f.f_trace = lambda *a: 1 / 0; f = f.f_back\n"
+        "sys.settrace(lambda *a: None)"
+    ),
     "null_pointer": "import ctypes; ctypes.memset(0, 0, 1)",
     "overwritten_code": "import ctypes\nctypes.memset(id(len), 255, 64)\nlen([])",
 }
@@ -94,9 +97,8 @@ def test_nothing_runs_or_is_left_after_a_close():
     before = set(descendants(os.getpid()))
     sessions = PythonSessions(timeout=60.0)
     opened = [sessions.open() for _ in range(4)]
-    running = [
-        s.submit(text) for s, text in zip(opened, ["import time; time.sleep(99)", "while True: pass", "1", THREAD])
-    ]
+    codes = ["import time; time.sleep(99)", "while True: pass", "1", THREAD]
+    running = [session.submit(code) for session, code in zip(opened, codes, strict=True)]
     pids = json.loads(sessions.open().run("import os; [os.getpid(), os.getppid()]").output)
     opened[0].close()
     assert running[0].result(60).reason == "closed"
