@@ -20,9 +20,9 @@ open files, leftovers          only the standard streams, which are in memory; t
 A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
 start. The standard library is available without packages, with a fixed hash seed and the clock in UTC.
 
-Known limits: a program can test whether a path exists, and read file sizes, the user id, the host name and the kernel
-version, and test whether a process id exists. A root without capabilities must be able to read the standard library.
-The isolation relies on a kernel without security bugs.
+Known limits: a program can test whether a path or a process id exists. It can read file sizes, the user id, the host
+name and the kernel version. A root without capabilities must be able to read the standard library. The isolation relies
+on a kernel without security bugs.
 """
 
 from __future__ import annotations
