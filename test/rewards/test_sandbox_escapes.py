@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,8 @@ print("end")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_packages_of_no_interpreter_are_readable(sandbox: Sandbox, name: str):
     folder = Path(FOLDERS[name])
-    files = [str(path) for path in list(folder.rglob("*.py"))[:60] if path.is_file()]
-    files += [str(path) for path in folder.glob("*.pth")]
+    patterns = ("*.pth", "*.py", "*/*.py", "*.whl")
+    files = [str(path) for pattern in patterns for path in islice(folder.glob(pattern), 30)]
     if not files:
         pytest.skip(f"no packages in {folder}")
     assert sandbox.run(READ, json.dumps([str(folder), files])).stdout == "end\n"
@@ -180,11 +181,9 @@ def test_an_attempt_is_refused(sandbox: Sandbox, name: str):
 
 @pytest.mark.parametrize("advice", [9, 10, 11, 12, 13, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 100, 101])
 def test_rare_advice_on_memory_is_refused(sandbox: Sandbox, advice: int):
-    text = (
-        ATTEMPT
-        + "m = mmap.mmap(-1, 8192)\nat = ctypes.addressof(ctypes.c_char.from_buffer(m))\nlibc.madvise.argtypes = "
-    )
-    text += f"[ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]\nassert libc.madvise(at, 8192, 4) == 0\nok(libc.madvise(at, 8192, {advice}))"
+    text = ATTEMPT + "m = mmap.mmap(-1, 8192)\nat = ctypes.addressof(ctypes.c_char.from_buffer(m))\n"
+    text += "libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]\n"
+    text += f"assert libc.madvise(at, 8192, 4) == 0\nok(libc.madvise(at, 8192, {advice}))"
     assert "PermissionError: [Errno 1]" in sandbox.run(text).stderr
 
 
@@ -218,7 +217,7 @@ CONDITIONAL = {"_OPEN", "_OPENAT", "_CLONE", "_FCNTL", "_PRLIMIT", "_MMAP", "_MA
         "import signal\nsignal.signal(14, lambda *_: None)\nsignal.setitimer(0, 1e-6, 1e-6)\nwhile True: pass",
         "x = []\nwhile True: x.append(bytearray(1 << 20))",
         "exec('x=' + '(' * 90 + '1' + ')' * 90)\nimport gc\nwhile True: gc.collect()",
-        "import _thread, time\nwhile True:\n try: _thread.start_new_thread(time.sleep, (9,))\n except RuntimeError: pass",
+        "import _thread, time\nwhile True:\n try: _thread.start_new_thread(time.sleep, (9,))\n except OSError: pass",
         "raise SystemExit('x' * 1_000_000)",
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
         "import sys; sys.argv[0] = 'x' * 10**6; import os; os.environ['A'] = 'x' * 10**6; os._exit(9)",

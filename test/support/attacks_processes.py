@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 
 from support.processes import descendants, is_gone
 from support.waiting import wait_until
+from torchrl_rloo.rewards import sandbox_kernel
 from torchrl_rloo.rewards.sandbox import Sandbox
 
 SECRET = "hush-canary"
-X86_ONLY_MAX = 470  # highest number of a system call that is tried
+LAST_CALL = 470  # highest number of a system call that is tried
 
 # A program of random system calls. Arguments are small numbers, flags, pointers to known memory, paths and process ids.
 # Calls that end or stop the program itself are left out, so that all calls are reached
@@ -26,23 +28,28 @@ rng = random.Random(a["seed"])
 libc = ctypes.CDLL(None, use_errno=True)
 call = libc.syscall
 call.restype = ctypes.c_long
-paths = [ctypes.create_string_buffer(p.encode()) for p in [*a["paths"], "/proc/self/mem", "/dev/shm/x", ""]]
+paths = [ctypes.create_string_buffer(p.encode(), 1 << 16) for p in [*a["paths"], "/proc/self/mem", "/dev/shm/x", ""]]
 room = ctypes.create_string_buffer(1 << 16)
 pointers = [ctypes.addressof(x) for x in (*paths, room)] + [0]
 flags = [1 << n for n in range(32)] + [0o101, 0o1102, 0o777, 0x7E020000, 17, 0x4111]
 numbers = [*range(-2, 8), 100, 101, 4096, -100, 2**31, 2**63 - 1]
-ignored = {15, 23, 34, 35, 60, 61, 130, 202, 219, 230, 231, 270, 7, 271, 0, 19, 17, 9, 10, 11, 12, 25, 28, 56, 13, 14, 131, 3, 37, 38}
-ignored = ignored if a["x86"] else {93, 94, 98, 101, 115, 73, 72, 139, 133, 128, 63, 65, 67, 222, 226, 215, 214, 216, 233, 220, 134, 135, 132, 57, 103}
-entered = 0
+ignored, entered = set(a["ignored"]), set()
 for _ in range(a["calls"]):
-    number = rng.choice([rng.randrange(a["last"]), rng.randrange(a["last"]), rng.randrange(0x40000000, 0x40000000 + 600)])
+    number = rng.randrange(a["last"]) + rng.choice((0, 0, 1 << 30))
     if number in ignored:
         continue
     kinds = [rng.choice((pointers, flags, numbers, a["pids"])) for _ in range(6)]
     result = call(ctypes.c_long(number), *(ctypes.c_long(rng.choice(kind)) for kind in kinds))
-    entered += 1
-os.write(1, b"done")
+    if result >= 0 or ctypes.get_errno() not in (1, 38):
+        entered.add(number)
+os.write(1, json.dumps(sorted(entered)).encode())
+os._exit(0)
 """
+# Calls that end, stop or break the program itself without an effect outside, so that later ones are reached
+OWN = """read readv pread64 write writev pwrite64 lseek dup dup2 dup3 close mprotect munmap mremap brk rt_sigaction
+rt_sigprocmask rt_sigreturn sigaltstack pause nanosleep clock_nanosleep setitimer alarm poll ppoll select pselect6 futex
+exit exit_group restart_syscall rseq set_robust_list set_tid_address""".split()
+UPROBES = {335, 336}  # on x86-64, these end the caller
 
 
 def checks(folder: Path, victim: subprocess.Popen, before: set[int], starters: set[int]) -> list[str]:
@@ -67,7 +74,12 @@ def attack(count: int, seed: int) -> dict[str, Any]:
         ``tried`` and ``contained`` are numbers of programs; ``failures`` has a line for each other one.
     """
     rng, failures = random.Random(seed), []
-    machine = os.uname().machine
+    column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+    names = sandbox_kernel.SYSCALLS
+    conditional = (sandbox_kernel._OPEN, sandbox_kernel._OPENAT, sandbox_kernel._FCNTL, sandbox_kernel._PRLIMIT)
+    allowed = {numbers[column] for numbers in (*names.values(), *conditional)}
+    ignored = [names[name][column] for name in OWN] + [sandbox_kernel._MMAP[column], sandbox_kernel._MADVISE[column]]
+    ignored += [sandbox_kernel._CLONE[column], sandbox_kernel._FCNTL[column], *UPROBES]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "canary").write_text(SECRET)
@@ -77,11 +89,13 @@ def attack(count: int, seed: int) -> dict[str, Any]:
         try:
             for number in range(count):
                 attack_seed = rng.randrange(1 << 30)
-                fields = {"seed": attack_seed, "calls": 300, "x86": machine == "x86_64", "last": X86_ONLY_MAX}
+                fields = {"seed": attack_seed, "calls": 300, "ignored": ignored, "last": LAST_CALL}
                 fields |= {"paths": [str(folder / "canary"), str(folder / "new"), name, sys.executable]}
                 fields |= {"pids": [os.getpid(), victim.pid, sandbox._idle[0].process.pid, 1, -1, 0]}
-                result = sandbox.run(FUZZ, __import__("json").dumps(fields))
+                result = sandbox.run(FUZZ, json.dumps(fields))
                 found = checks(folder, victim, before, {s.process.pid for s in sandbox._idle})
+                if result.ok and not set(json.loads(result.stdout.splitlines()[-1])) <= allowed:
+                    found.append(f"a system call that is not allowed: {result}")
                 if SECRET in result.stdout + result.stderr:
                     found.append("the file was read")
                 if not sandbox.run("print(1)").ok:

@@ -11,17 +11,18 @@ processes, many threads        seccomp: no fork, no exec; more than 64 threads e
 network                        seccomp: no sockets; also Landlock, depending on the kernel
 signals, tracing               seccomp: no signals, even to itself; also Landlock, depending on the kernel
 writing, deleting              seccomp: files cannot be created, opened for writing, renamed or removed; also Landlock
-reading                        Landlock: only the standard library and shared libraries; no ``/proc``, ``/etc``, home
-                               directories or environment of the trainer
+reading                        Landlock: only the standard library and its shared libraries; no packages, ``/proc``,
+                               ``/etc``, home directories or environment of the trainer
+rights of root                 all capabilities are dropped, and no program can regain them
 open files, leftovers          only the standard streams, which are in memory; the process ends with the call
 =============================  =========================================================================================
 
 A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
 start. The standard library is available without packages, with a fixed hash seed and the clock in UTC.
 
-Known limits: a program can test whether a path exists, and read file sizes, the user id, the host name and the kernel
-version. It can read files next to shared libraries under ``/usr/lib``. The isolation relies on a kernel without
-security bugs.
+Known limits: a program can test whether a path or a process id exists. It can read file sizes, the user id, the host
+name and the kernel version. A root without capabilities must be able to read the standard library. The isolation relies
+on a kernel without security bugs.
 """
 
 from __future__ import annotations
