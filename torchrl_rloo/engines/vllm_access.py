@@ -73,8 +73,8 @@ class ServerAccess:
 
     ``GET`` and ``HEAD`` of ``/health`` and ``/ping`` are open. Requests with an ``Origin``, which are of web pages, are
     refused. So is each ``Host`` other than an IP address, ``localhost``, this machine's name, or a name in the
-    environment variable ``TORCHRL_RLOO_SERVER_HOSTS``, with commas between names. Whoever can read the connection can
-    read the key, so use HTTPS or a private network.
+    environment variable ``TORCHRL_RLOO_SERVER_HOSTS``, with commas between names. The key is not
+    encrypted, so use HTTPS or a private network.
 
     Args:
         app: application to protect.

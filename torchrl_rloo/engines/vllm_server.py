@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch
 
+from torchrl_rloo._http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_access import KEY, MIDDLEWARE, server_key
 from torchrl_rloo.engines.vllm_api import (
@@ -140,7 +141,7 @@ class VLLMServer(LoopEngine):
         if connect_timeout <= 0:
             raise ValueError(f"connect_timeout={connect_timeout} must be above 0 seconds")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"url={url!r} must be like 'http://127.0.0.1:8000'")
+            raise ValueError(f"url={Redactor(url, {})(url)!r} must be like 'http://127.0.0.1:8000'")
         self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
         self._tokens = 0  # of finished requests
         self._headers = {"Authorization": f"Bearer {api_key or server_key()}"}
@@ -149,11 +150,11 @@ class VLLMServer(LoopEngine):
 
     def _connect(self) -> None:
         self._loop = LoopThread("vllm-server")
-        self._http = _Http(self.url, self._headers, self.connect_timeout)
+        self._http = _Http(self.url, self._headers, self.connect_timeout, self._max_bytes)
         self._finalizer = weakref.finalize(self, _close, self._loop, self._http, CLOSED)
         try:
             limit = self.connect_timeout + self.request_timeout
-            self._world_size = self._loop.call(self._greet(), limit, f"connecting to {self.url}")
+            self._world_size = self._loop.call(self._greet(), limit, f"connecting to {self._http.redact(self.url)}")
         except BaseException:
             self._disconnect(NOT_RESTARTED)
             raise
@@ -184,8 +185,8 @@ class VLLMServer(LoopEngine):
         await self._resume_engine()
         if not await self._returns_processed():
             raise EngineError(
-                f"the server at {self.url} returns log-probs of the plain softmax, not of the sampled distribution; "
-                "start it with --logprobs-mode processed_logprobs, as server_command does"
+                f"the server at {self._http.redact(self.url)} returns log-probs of the plain softmax, not of the "
+                "sampled distribution; start it with --logprobs-mode processed_logprobs, as server_command does"
             )
         return (await self._http.get("/get_world_size", self.request_timeout))["world_size"]
 
@@ -276,8 +277,9 @@ class VLLMServer(LoopEngine):
 class _Http:
     """HTTP client of one server: aiohttp, on which datasets depends, keeps hundreds of requests open on a thread."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float):
-        self.url, self.headers, self.connect_timeout = url, headers, connect_timeout
+    def __init__(self, url: str, headers: Mapping[str, str], connect_timeout: float, max_bytes: int):
+        self.url, self.headers, self.connect_timeout, self.max_bytes = url, headers, connect_timeout, max_bytes
+        self.redact = Redactor(url, headers)
         self.session: Any = None
 
     async def get(self, path: str, timeout: float | None) -> Any:
@@ -311,25 +313,35 @@ class _Http:
         # Do not reuse connections: the server may close an idle one at the moment of its next request
         if self.session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self.session = aiohttp.ClientSession(connector=connector, headers=self.headers)
-        # Convert time-outs, connection errors and error replies to an EngineError
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self.connect_timeout)
+            headers = {**self.headers, "Accept-Encoding": ENCODINGS}
+            self.session = aiohttp.ClientSession(connector=connector, headers=headers, auto_decompress=False)
+        # Convert time-outs, connection errors and error replies to an EngineError, without aiohttp's, which has the key
+        limits, lost = aiohttp.ClientTimeout(total=timeout, sock_connect=self.connect_timeout), ""
+        place = f"{method} {self.redact(self.url)}{path}"
         try:
-            async with self.session.request(method, self.url + path, timeout=limits, **content) as reply:
-                text = await reply.text()
+            async with self.session.request(
+                method, self.url + path, timeout=limits, allow_redirects=False, **content
+            ) as reply:
+                body = await read_body(reply, self.max_bytes)
+            is_json = reply.content_type == "application/json" and reply.status < 300
+            value = await decode(body, plain_json) if is_json else body.decode(errors="replace")
         except asyncio.TimeoutError as error:
-            raise EngineTimeoutError(f"{method} {self.url}{path} took longer than {timeout} s") from error
+            raise EngineTimeoutError(f"{place} took longer than {timeout} s") from error
+        except ReplyError as error:
+            raise EngineError(f"{place}: {self.redact(str(error))}") from None
         except aiohttp.ClientError as error:
-            lost = f"{type(error).__name__}: {error}"
+            lost = self.redact.line(f"{type(error).__name__}: {error}")
+        if lost:
             if path == "/health" or not await self._answers():
-                raise EngineDeadError(f"no server answers at {self.url}: {lost}") from error
-            message = f"{method} {self.url}{path} lost its connection: {lost}; the server answers others"
-            raise EngineError(message) from ConnectionError(lost)
-        if reply.status >= 400:
+                raise EngineDeadError(f"no server answers at {self.redact(self.url)}: {lost}")
+            raise EngineError(f"{place} lost its connection: {lost}; the server answers others") from ConnectionError(
+                lost
+            )
+        if reply.status >= 300:
             hint = _HINTS.get((path, reply.status), "")
             kind = EngineDeadError if reply.status == 503 else EngineError
-            raise kind(f"{method} {self.url}{path}: {reply.status} {reply.reason}: {_message(text)}{hint}")
-        return json.loads(text) if reply.content_type == "application/json" else text
+            raise kind(self.redact(f"{place}: {reply.status} {reply.reason}: {_message(value)}") + hint)
+        return value
 
     async def _answers(self) -> bool:
         """Return whether the server still answers, after another call lost its connection."""
@@ -355,7 +367,7 @@ def _message(text: str) -> str:
         body = json.loads(text)
         error = body.get("error", body.get("detail", body))
         return str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return text[:2000]
 
 

@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from itertools import count
 from random import SystemRandom
 from typing import Any
+
+from torchrl_rloo._http import ENCODINGS, OversizedReplyError, Redactor, ReplyError, decode, read_body, strict_json
 
 _JITTER = SystemRandom()  # leaves the state of the seeded global generator unchanged
 _MAX_WAIT = 30.0  # maximum backoff in seconds
@@ -33,17 +36,21 @@ class RemoteRewardError(RuntimeError):
         return type(self), (str(self), self.status)
 
 
-class _TransientError(Exception):
-    """Failed attempt that may succeed when it is retried."""
+@dataclass(frozen=True)
+class _Failure:
+    """Failed attempt, with a message without secrets."""
 
-    def __init__(self, message: str, status: int | None = None, wait: float = 0.0):
-        super().__init__(message)
-        self.status, self.wait = status, wait
+    message: str
+    status: int | None = None
+    transient: bool = False  # whether another attempt may succeed
+    wait: float = 0.0  # seconds that the server asks for
 
 
 @dataclass(frozen=True)
 class JsonEndpoint:
     """Endpoint that accepts JSON by POST and answers with JSON.
+
+    Errors mask the key, the user, password and query of ``url``, and values of ``headers`` from four characters on.
 
     Connection errors, time-outs, replies that are not JSON, and the statuses 408, 425, 429 and 5xx are retried. The
     wait is ``backoff`` seconds, doubled each time up to 30, minus a random share of at most one half. A ``Retry-After``
@@ -59,6 +66,7 @@ class JsonEndpoint:
         headers: headers of each request. They are pickled, so pass a key through ``api_key_env`` instead.
         api_key_env: environment variable that holds a key, sent as ``Authorization: Bearer``. It is read when a session
             opens and is not stored. None sends no key.
+        max_bytes: maximum size of a reply, before and after it is unpacked. A larger one fails at once.
 
     Raises:
         ValueError: if a setting is out of range.
@@ -70,7 +78,7 @@ class JsonEndpoint:
             reply = await session.post({"completions": ["It is 4."]})
     """
 
-    url: str
+    url: str = field(repr=False)  # may hold a password
     timeout: float = 60.0
     total_timeout: float = 300.0
     retries: int = 4
@@ -78,15 +86,22 @@ class JsonEndpoint:
     concurrency: int = 16
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     api_key_env: str | None = None
+    max_bytes: int = 1 << 24
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url!r} must start with http:// or https://")
+            raise ValueError(f"url={self.redactor()(self.url)!r} must start with http:// or https://")
         for name in ("timeout", "total_timeout", "backoff"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive, finite number of seconds")
         if self.retries < 0 or self.concurrency < 1:
             raise ValueError(f"retries={self.retries} must be >= 0 and concurrency={self.concurrency} >= 1")
+        if self.max_bytes < 1:
+            raise ValueError(f"max_bytes={self.max_bytes} must be at least 1")
+
+    def redactor(self, key: str | None = None) -> Redactor:
+        """Return a function that masks the secrets of requests with a key."""
+        return Redactor(self.url, self.headers, [key])
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[JsonSession]:
@@ -100,22 +115,31 @@ class JsonEndpoint:
         key = None
         if self.api_key_env is not None and not (key := os.environ.get(self.api_key_env)):
             raise RemoteRewardError(
-                f"{self.url}: environment variable {self.api_key_env} is not set; export the key in it, or use "
-                "api_key_env=None for a server without keys"
+                f"{self.redactor()(self.url)}: environment variable {self.api_key_env} is not set; export the key in "
+                "it, or use api_key_env=None for a server without keys"
             )
-        headers = {**self.headers, "Content-Type": "application/json"}
+        headers = {**self.headers, "Content-Type": "application/json", "Accept-Encoding": ENCODINGS}
         if key:
             headers["Authorization"] = f"Bearer {key}"
+        limits = aiohttp.ClientTimeout()  # none, since a session limits a whole attempt
         connector = aiohttp.TCPConnector(limit=0)  # a wait for a connection would count towards the time limit
-        async with aiohttp.ClientSession(connector=connector, headers=headers) as client:
-            yield JsonSession(self, client, key)
+        async with aiohttp.ClientSession(
+            connector=connector, headers=headers, timeout=limits, auto_decompress=False
+        ) as client:
+            yield JsonSession(self, client, self.redactor(key))
 
 
 class JsonSession:
-    """Session of requests to a :class:`JsonEndpoint` within one event loop."""
+    """Session of requests to a :class:`JsonEndpoint` within one event loop.
 
-    def __init__(self, endpoint: JsonEndpoint, client: Any, key: str | None):
-        self._endpoint, self._client, self._key = endpoint, client, key
+    Attributes:
+        redact: function that masks the secrets of the requests in a text.
+        name: address without secrets, for errors.
+    """
+
+    def __init__(self, endpoint: JsonEndpoint, client: Any, redact: Redactor):
+        self._endpoint, self._client, self.redact = endpoint, client, redact
+        self.name = redact(endpoint.url)
         self._slots = asyncio.Semaphore(endpoint.concurrency)
 
     async def post(self, body: Any) -> Any:
@@ -132,53 +156,65 @@ class JsonSession:
     async def _post_with_retries(self, data: bytes) -> Any:
         settings, clock = self._endpoint, asyncio.get_running_loop().time
         deadline = clock() + settings.total_timeout
-        attempts = 0
-        while True:
-            attempts += 1
+        for attempts in count(1):
             # Give an attempt at most the time that is left
-            try:
-                return await self._attempt(data, max(0.001, min(settings.timeout, deadline - clock())))
-            except _TransientError as error:
-                failed = f"{settings.url}: {attempts} attempts failed, the last with: {error}"
-                if attempts > settings.retries:
-                    raise RemoteRewardError(failed, error.status) from error
-                # Wait longer after each failure, for a random time so that requests spread out
-                wait = max(error.wait, min(_MAX_WAIT, settings.backoff * 2 ** (attempts - 1)) * _JITTER.uniform(0.5, 1))
-                if clock() + wait >= deadline:
-                    limit = f"total_timeout={settings.total_timeout} s leaves no time to wait {wait:.3g} s more"
-                    raise RemoteRewardError(f"{failed}; {limit}", error.status) from error
+            result = await self._attempt(data, max(0.001, min(settings.timeout, deadline - clock())))
+            if not isinstance(result, _Failure):
+                return result
+            if not result.transient:
+                raise RemoteRewardError(f"{self.name}: {result.message}", result.status)
+            failed = f"{self.name}: {attempts} attempts failed, the last with: {result.message}"
+            if attempts > settings.retries:
+                raise RemoteRewardError(failed, result.status)
+            # Wait longer after each failure, for a random time so that requests spread out
+            wait = max(result.wait, min(_MAX_WAIT, settings.backoff * 2 ** (attempts - 1)) * _JITTER.uniform(0.5, 1))
+            if clock() + wait >= deadline:
+                limit = f"total_timeout={settings.total_timeout} s leaves no time to wait {wait:.3g} s more"
+                raise RemoteRewardError(f"{failed}; {limit}", result.status)
             await asyncio.sleep(wait)
 
     async def _attempt(self, data: bytes, timeout: float) -> Any:
+        """Return the decoded reply or a :class:`_Failure`.
+
+        It raises nothing, because the errors of aiohttp hold the headers of the request.
+        """
         import aiohttp
 
-        limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            # Refuse redirects: they could turn the POST into a GET, or send the key to another host
-            async with self._client.post(self._endpoint.url, data=data, timeout=limit, allow_redirects=False) as reply:
-                text = (await reply.read()).decode(errors="replace")
-        except asyncio.TimeoutError as error:
-            raise _TransientError(f"no answer within {timeout:.3g} s") from error
+            return await asyncio.wait_for(self._exchange(data), timeout)
+        except asyncio.TimeoutError:
+            return _Failure(f"no answer within {timeout:.3g} s", transient=True)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _TransientError(f"{type(error).__name__}: {error}") from error
-        except aiohttp.ClientError as error:
-            raise RemoteRewardError(f"{self._endpoint.url}: {type(error).__name__}: {error}") from error
-        # Retry only statuses that may be temporary
-        status = reply.status
-        if status >= 300:
-            message = f"{status} {reply.reason}: {self._redact(text)}"
-            if status in _RETRIED_STATUSES or status >= 500:
-                raise _TransientError(message, status, _retry_after(reply.headers.get("Retry-After")))
-            target = f" (redirects to {reply.headers['Location']})" if "Location" in reply.headers else ""
-            raise RemoteRewardError(f"{self._endpoint.url}: {message}{target}", status)
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise _TransientError(f"status {status} and no JSON: {self._redact(text)}", status) from error
+            return self._failure(f"{type(error).__name__}: {error}", transient=True)
+        except OversizedReplyError as error:
+            return self._failure(str(error))
+        except (aiohttp.ClientError, ValueError, OSError) as error:  # invalid addresses and headers, broken replies
+            return self._failure(f"{type(error).__name__}: {error}", transient=isinstance(error, ReplyError))
 
-    def _redact(self, text: str) -> str:
-        """Truncate an answer of the server and mask the key that it may echo."""
-        return (text.replace(self._key, "***") if self._key else text)[:1000]
+    async def _exchange(self, data: bytes) -> Any:
+        # Refuse redirects: they could turn the POST into a GET, or send the key to another host
+        async with self._client.post(self._endpoint.url, data=data, allow_redirects=False) as reply:
+            body = await read_body(reply, self._endpoint.max_bytes)
+        status = reply.status
+        if status < 300:
+            try:
+                return await decode(body, strict_json)
+            except ReplyError as error:
+                message = f"status {status} and no usable JSON: {error}: {_text(body)}"
+                return self._failure(message, status, transient=True)
+        # Retry only statuses that may be temporary
+        target = f" (redirects to {reply.headers['Location']})" if "Location" in reply.headers else ""
+        transient = status in _RETRIED_STATUSES or status >= 500
+        wait = _retry_after(reply.headers.get("Retry-After"))
+        return self._failure(f"{status} {reply.reason}{target}: {_text(body)}", status, transient=transient, wait=wait)
+
+    def _failure(self, message: str, status: int | None = None, **more: Any) -> _Failure:
+        return _Failure(self.redact.line(message), status, **more)
+
+
+def _text(body: bytes) -> str:
+    """Return the begin of a body as text, for a message."""
+    return body[: 1 << 16].decode(errors="replace")
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -68,6 +68,7 @@ class LLMJudge:
         backoff: seconds before the second attempt, doubled for each later one.
         concurrency: maximum number of requests in flight.
         api_key_env: environment variable with the key, read at each call and not stored. None sends no key.
+        max_bytes: maximum size of a reply.
         name: name in logs.
 
     Raises:
@@ -100,6 +101,7 @@ class LLMJudge:
         backoff: float = 0.5,
         concurrency: int = 16,
         api_key_env: str | None = "OPENAI_API_KEY",
+        max_bytes: int = 1 << 24,
         name: str = "judge",
     ):
         low, high = scale
@@ -119,7 +121,9 @@ class LLMJudge:
         self.cache = None if cache is None else LenientCache(cache)
         url = base_url.rstrip("/") + "/chat/completions"
         self.concurrency = concurrency  # also the number of calls in flight
-        self.endpoint = JsonEndpoint(url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env)
+        self.endpoint = JsonEndpoint(
+            url, timeout, total_timeout, retries, backoff, concurrency, {}, api_key_env, max_bytes
+        )
 
     async def __call__(
         self,
@@ -197,7 +201,7 @@ class LLMJudge:
         """Return the score on the scale and the reason, after up to ``retries`` reminders."""
         messages = body["messages"]
         for reminders in count():
-            content = _content(await session.post({**body, "messages": messages}))
+            content = session.redact(_content(await session.post({**body, "messages": messages})))
             try:
                 return parse_verdict(content, self.scale)
             except NoScoreError as error:
@@ -235,6 +239,7 @@ def _transcript(prompt: Any) -> str:
 def _content(reply: Any) -> str:
     """Return the text of a chat completion, "" without one (a reasoning model may run out of tokens)."""
     try:
-        return reply["choices"][0]["message"]["content"] or ""
+        content = reply["choices"][0]["message"]["content"]
+        return content if isinstance(content, str) else ""
     except (KeyError, IndexError, TypeError):
         return ""

@@ -11,6 +11,7 @@ from torchrl_rloo.rewards.http_json import JsonEndpoint, JsonSession, gather_all
 from torchrl_rloo.rewards.protocol import MalformedScoresError, final_text
 
 _JOINED, _FINAL = "prompts+completions", "final_text"
+_MAX_EXCERPT = 300  # characters of a reply in an error
 
 
 class RemoteScorer:
@@ -45,6 +46,7 @@ class RemoteScorer:
         headers: headers of each request. They are pickled, so they must not hold secrets.
         api_key_env: environment variable with a key, sent as ``Authorization: Bearer`` and read at each call. None
             sends no key.
+        max_bytes: maximum size of a reply.
         name: name in logs.
 
     Raises:
@@ -71,6 +73,7 @@ class RemoteScorer:
         concurrency: int = 8,
         headers: Mapping[str, str] | None = None,
         api_key_env: str | None = None,
+        max_bytes: int = 1 << 24,
         name: str = "remote",
     ):
         self.fields = {"prompts": "prompts", "completions": "completions"} if fields is None else dict(fields)
@@ -81,7 +84,7 @@ class RemoteScorer:
         self.scores_field, self.batch_size, self.__name__ = scores_field, batch_size, name
         self.concurrency = concurrency  # also the number of calls in flight
         self.endpoint = JsonEndpoint(
-            url, timeout, total_timeout, retries, backoff, concurrency, dict(headers or {}), api_key_env
+            url, timeout, total_timeout, retries, backoff, concurrency, dict(headers or {}), api_key_env, max_bytes
         )
 
     async def __call__(
@@ -116,21 +119,23 @@ class RemoteScorer:
     ) -> list[float | None]:
         stop = min(start + self.batch_size, total)
         reply = await session.post({field: list(values[start:stop]) for field, values in payload.items()})
-        scores = self._find_scores(reply)
+        scores = self._find_scores(reply, session)
         if not isinstance(scores, list) or not all(
             s is None or (isinstance(s, Real) and not isinstance(s, bool)) for s in scores
         ):
-            raise MalformedScoresError(f"{self.endpoint.url} must reply with numbers or nulls, got {_excerpt(scores)}")
+            got = session.redact.line(json.dumps(scores))[:_MAX_EXCERPT]
+            raise MalformedScoresError(f"{session.name} must reply with numbers or nulls, got {got}")
         if len(scores) != stop - start:
-            raise MalformedScoresError(f"{self.endpoint.url} returned {len(scores)} scores for {stop - start} rows")
+            raise MalformedScoresError(f"{session.name} returned {len(scores)} scores for {stop - start} rows")
         return scores
 
-    def _find_scores(self, reply: Any) -> Any:
+    def _find_scores(self, reply: Any, session: JsonSession) -> Any:
         value = reply
         for part in self.scores_field.split(".") if self.scores_field is not None else ():
             if not isinstance(value, dict) or part not in value:
+                got = session.redact.line(json.dumps(reply))[:_MAX_EXCERPT]
                 raise MalformedScoresError(
-                    f"{self.endpoint.url}: no {self.scores_field!r} in the reply {_excerpt(reply)}; set scores_field"
+                    f"{session.name}: no {self.scores_field!r} in the reply {got}; set scores_field"
                 )
             value = value[part]
         return value
@@ -138,7 +143,3 @@ class RemoteScorer:
 
 def _join(prompt: Any, completion: Any) -> Any:
     return prompt + completion if isinstance(prompt, str) else [*prompt, *completion]
-
-
-def _excerpt(value: Any) -> str:
-    return json.dumps(value)[:300]
