@@ -84,8 +84,8 @@ class MathJudge:
     def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[bool | None]:
         """Judge pairs of gold and text, several at a time; warn if time-outs take most of the time.
 
-        After 8 time-outs, the further rows of the call get a tenth of the time limit, but 0.5 s. So ``n`` hanging rows take at
-        most ``(8 + workers + n / 10) * timeout`` seconds of CPU time, from 5 s up.
+        After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
+        up, ``n`` hanging rows take at most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
         """
         timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
         short = min(self.timeout, max(_MIN_TIMEOUT, self.timeout / 10))
