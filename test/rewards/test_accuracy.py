@@ -264,3 +264,44 @@ def test_cosine_abstains_where_the_correctness_does():
 def test_cosine_settings_out_of_range(arguments, named):
     with pytest.raises(ValueError, match=named):
         CosineScaled(**arguments, correctness=boxed_accuracy)
+
+
+DEGENERATE = [
+    rf"\boxed{{{'(' * 5000}1{')' * 5000}}}", rf"\boxed{{{'{' * 20000}{'}' * 20000}}}", rf"\boxed{{{'x' * 20000}}}",
+    rf"\boxed{{{'sqrt{' * 3000}{'}' * 3000}}}", r"\boxed{" * 3000 + "7", "7" * 40_000,
+    "the answer is $" * 3000, "\\[" * 9000,
+]  # fmt: skip
+
+
+def test_long_answers_are_wrong_unread(accuracy):
+    before, start = accuracy.judge.timeouts, sum(os.times()[:2])
+    rows = [text for text in DEGENERATE for _ in range(16)]
+    assert score(accuracy, rows, solution=["7"] * len(rows)) == [0] * len(rows)
+    assert accuracy.judge.timeouts == before and sum(os.times()[:2]) - start < 20
+    assert score(accuracy, [rf"\boxed{{{'x' * 501}}}"] * 2, solution=["no idea", "7"]) == [None, 0]
+
+
+def test_hanging_rows_are_bounded_and_cost_no_other_row(caplog):
+    hanging = [r"\boxed{9^{9^{9}}}", r"\boxed{(10^7)!}", r"\boxed{2^{10^{11}}}", r"\boxed{9^{9^{9^9}}}"] * 6
+    reward = MathAccuracy(timeout=0.5)
+    with caplog.at_level(logging.WARNING):
+        scores = score(reward, [*hanging, r"\boxed{7}", r"\boxed{8}"], solution=["7"] * 26)
+    assert scores == [0] * 24 + [1, 0] and reward.judge.timeouts >= 12
+    (record,) = [r for r in caplog.records if "exceeded timeout=0.5 s and took most of the time" in r.message]
+    assert "of 26 answers" in record.message
+
+
+def test_the_worker_has_a_short_environment_and_limits(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-of-the-trainer")
+    judge = MathJudge()
+    assert judge("7", r"\boxed{7}") is True
+    pid = judge._idle[0].process.pid
+    names = {line.partition("=")[0] for line in open(f"/proc/{pid}/environ").read().split("\0") if line}
+    assert names <= {"PATH", "PYTHONPATH"}
+    limits = open(f"/proc/{pid}/limits").read()
+    assert "2000000000" in next(line for line in limits.splitlines() if line.startswith("Max address space"))
+
+
+def test_workers_out_of_range():
+    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
+        MathJudge(workers=0)

@@ -25,6 +25,7 @@ _SCRIPT = Path(__file__).with_name("math_worker.py")
 MAX_ANSWER_CHARS = 500  # of a box; longer answers are wrong, unread
 MAX_TEXT_CHARS = 4_000  # read at the end of a text, or before the end of its last box
 _FULL_TIMEOUTS = 8  # per call of `judge_rows`; further rows get a tenth of the limit
+_MIN_TIMEOUT = 0.5  # of further rows
 _ROWS_PER_WORKER = 8
 
 
@@ -83,14 +84,15 @@ class MathJudge:
     def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[bool | None]:
         """Judge pairs of gold and text, several at a time; warn if time-outs take most of the time.
 
-        After 8 time-outs, the further rows of the call get a tenth of the time limit. So ``n`` hanging rows take at
-        most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
+        After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
+        up, ``n`` hanging rows take at most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
         """
         timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
+        short = min(self.timeout, max(_MIN_TIMEOUT, self.timeout / 10))
 
         def judge(row: tuple[str, str]) -> bool | None:
             spent = self.timeouts - timeouts >= _FULL_TIMEOUTS
-            return self._judge(*row, self.timeout / 10 if spent else self.timeout)
+            return self._judge(*row, short if spent else self.timeout)
 
         threads = min(self.workers, math.ceil(len(rows) / _ROWS_PER_WORKER))
         if threads < 2:

@@ -271,6 +271,7 @@ def main() -> None:
     sys.set_int_max_str_digits(0)  # the limit of CPU time bounds large numbers
     judge = make_judge()
     logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
+    judge.equal(judge.parse_gold(r"\frac{1}{2}"), judge.parse_answer(r"\boxed{0.5}"))  # so that no child has to set up
     os.write(replies, b'"ready"\n')
     while (child := os.fork()) > 0:
         if os.waitpid(child, 0)[1] == 0:
