@@ -30,7 +30,7 @@ BATCH = 50  # attacks between two looks at the clock
 
 
 def attack_for(area: str, seconds: float, seed: int) -> dict:
-    """Attack one area in batches until the time is over, and return the sums of their results."""
+    """Run attacks on one area in batches until the time is over, and return the sums of their results."""
     attack = importlib.import_module(f"support.attacks_{area}").attack
     total: dict = {"tried": 0, "contained": 0, "failures": []}
     start = time.monotonic()
