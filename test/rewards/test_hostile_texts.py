@@ -7,6 +7,7 @@ import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from torchrl_rloo.envs.tools.parsers import PARSERS, llama
 from torchrl_rloo.rewards.instruction_checks import CHECKS
 from torchrl_rloo.rewards.registry import REWARDS
 
-LARGE = 10_000
-NEGLIGIBLE = 0.06  # seconds at the large size, below which noise would decide
+LARGE = 20_000
+NEGLIGIBLE = 0.1  # seconds at the large size, below which noise would decide
 MOST = 25  # ratio for ten times the size; quadratic time has 100
 # Used with `match` at one place each, after a search, so that their time adds up to the length of the text
-ANCHORED = {"_PARAMETER", "_END", "_MISTRAL_HEAD", "_SEPARATOR", "_IN_TEXT", "_DOUBTED_BEHIND", "_ERROR"}
+ANCHORED = {"_PARAMETER", "_END", "_MISTRAL_HEAD", "_SEPARATOR", "_IN_TEXT", "_DOUBTED_BEHIND", "_ERROR", "_CONTROL"}
 
 
 def growth(call: Callable[[str], Any], piece: str, large_size: int = LARGE) -> float:
@@ -55,7 +56,9 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
                     *(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()),
                 ]
                 nested += [item for pair in nested if isinstance(pair, tuple) for item in pair]
-                nested += list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
+                nested += (
+                    list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type | ModuleType) else []
+                )
                 for i, pattern in enumerate(
                     p for p in nested if isinstance(p, re.Pattern) and isinstance(p.pattern, str)
                 ):
@@ -75,12 +78,13 @@ def test_time_is_linear_in_the_text(name):
 
 def test_every_pattern_takes_linear_time():
     found = dict(patterns())
+    found = {pattern.pattern: (name, pattern) for name, pattern in found.items()}
     assert len(found) > 50
     slow = []
-    for name, pattern in found.items():
+    for name, pattern in found.values():
         anchored = name.rpartition(".")[2].partition("[")[0] in ANCHORED
         call = pattern.match if anchored else lambda text, pattern=pattern: sum(1 for _ in pattern.finditer(text))
-        slow += [(name, piece) for piece in PIECES if growth(call, piece, 6_000) > MOST]
+        slow += [(name, piece) for piece in PIECES if growth(call, piece, 4_000) > MOST]
     assert not slow
 
 

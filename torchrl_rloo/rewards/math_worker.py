@@ -56,7 +56,7 @@ def wrap_formula(gold: str) -> str | None:
 _THIN_SPACE = re.compile(r"(?<=[0-9])(?:\\[,;:!]|[~\u00a0\u2009\u202f ])\s?(?=[0-9]{3}(?![0-9]))")  # between thousands
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _LAST_DOT = re.compile(r"(?<=[0-9A-Za-z)}])\.(?=\s?\})")
-_PERCENTAGE = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*\\?%")
+_PERCENTAGE = re.compile(r"(?<![0-9.])([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s?\\?%")
 
 
 class Judge(NamedTuple):
