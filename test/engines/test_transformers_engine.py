@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -216,8 +217,9 @@ class Sender:
             payload = {"tensors": part}
             if transport == "shared_memory":
                 path, size = str(self.folder / f"{next(self.files)}"), packed_size(manifest[first:last])
+                os.close(os.open(path, os.O_CREAT, 0o600))  # as the engine demands
                 pack(part, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
-                payload = {"path": path, "size": size, "offset": 0, "nbytes": size}
+                payload = {"path": path, "size": size, "offset": 0, "nbytes": size, "uid": os.geteuid()}
             elif transport == "files":
                 path = self.folder / f"{next(self.files)}"
                 save_file({i.name: t.clone() for i, t in zip(manifest[first:last], part, strict=True)}, path)

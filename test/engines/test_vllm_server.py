@@ -291,6 +291,7 @@ def test_control_routes_want_the_key_and_refuse_web_pages(engine: VLLMServer, se
         VLLMServer(engine.url, api_key="wrong" * 8)
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://"])
 def test_urls_that_are_none_are_refused(url: str):
     with pytest.raises(ValueError, match="must be like 'http://127.0.0.1:8000'"):
         VLLMServer(url)

@@ -103,7 +103,7 @@ def collect(model, tokenizer, prompts, settings: dict, turns: int | None = 1, ge
         shuffle=False,
         transforms=[FeedbackTransform(respond, max_turns=4)],
     )
-    return LLMCollector(env, recorder).collect(), policy, recorder.turns
+    return LLMCollector(env, recorder, seed=1).collect(), policy, recorder.turns
 
 
 def check_ids(rows: TensorDictBase, sampled: dict[int, list[list[int]]], tokenizer, feedback_text: str) -> None:
@@ -194,7 +194,7 @@ def test_the_cases_are_what_they_say(make_tokenizer: Callable, make_model: Calla
     lengths, number_of_turns = {}, {}
     for case, (tokenizer_kwargs, end_bias, max_new_tokens, turns) in CASES.items():
         tokenizer = make_tokenizer("chatml", **tokenizer_kwargs)
-        settings = {"max_new_tokens": max_new_tokens, "seed": 0}
+        settings = {"max_new_tokens": max_new_tokens}
         rows, _, sampled = collect(make_model(tokenizer, end_bias=end_bias), tokenizer, prompts, settings, turns)
         lengths[case] = {len(turn) for turns in sampled.values() for turn in turns}
         number_of_turns[case] = set(rows[keys.NUM_TURNS].tolist())

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-KIND = sys.argv[1]
+KIND = sys.argv[-1]
 OBJECT = {"type": "object", "properties": {}}
 LOOP = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
 SPECS = {
