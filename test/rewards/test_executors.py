@@ -401,6 +401,8 @@ def test_threads_and_workers_run_at_the_same_time(kind, tmp_path):
         ({"mode": "process", "timeout": 0.0}, "timeout=0.0"),
         ({"mode": "process", "timeout": float("inf")}, "timeout=inf"),
         ({"mode": "thread", "rows_per_call": 0}, "rows_per_call=0"),
+        ({"mode": "thread", "environment": ["KEY"]}, r"environment=\['KEY'\] has no effect"),
+        ({"mode": "inline", "environment": ["KEY"]}, "cannot be combined with mode='inline'"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
@@ -414,3 +416,4 @@ def test_executors_from_settings():
     assert isinstance(executor, ThreadExecutor)
     assert (executor.workers, executor.timeout, executor.rows_per_call) == (3, 2.0, 4)
     assert isinstance(make_executor("process"), ProcessExecutor)
+    assert make_executor("process", environment=["KEY"]).environment == ("KEY",)

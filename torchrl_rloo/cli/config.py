@@ -82,6 +82,7 @@ class ExecutorConfig:
     workers: int | None = None  # number of threads or processes; null: the default of the mode
     timeout: float | None = None  # seconds per sample; null: the default of the mode
     rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode
+    environment: list[str] | None = None  # variables that processes get, such as [OPENAI_API_KEY]; null: no keys
 
 
 @dataclass

@@ -156,7 +156,12 @@ def prepare_function(function: RewardFunction) -> None:
 
 
 def make_executor(
-    mode: str = "inline", *, workers: int | None = None, timeout: float | None = None, rows_per_call: int | None = None
+    mode: str = "inline",
+    *,
+    workers: int | None = None,
+    timeout: float | None = None,
+    rows_per_call: int | None = None,
+    environment: Sequence[str] | None = None,
 ) -> Executor:
     """Create an executor from settings.
 
@@ -165,15 +170,21 @@ def make_executor(
         workers: maximum number of concurrent calls. None keeps the default of the class.
         timeout: seconds per trajectory. None keeps the default of the class.
         rows_per_call: number of trajectories per call. None keeps the default of the class.
+        environment: names of environment variables that processes get in addition; see :class:`ProcessExecutor`.
 
     Raises:
-        ValueError: if ``mode`` is unknown, or another setting is given with ``mode="inline"``.
+        ValueError: if ``mode`` is unknown, or another setting is given with ``mode="inline"`` or has no effect in it.
 
     Example:
         >>> make_executor("process", workers=2, timeout=5.0).timeout
         5.0
     """
-    settings = {"workers": workers, "timeout": timeout, "rows_per_call": rows_per_call}
+    settings = {
+        "workers": workers,
+        "timeout": timeout,
+        "rows_per_call": rows_per_call,
+        "environment": environment,
+    }
     settings = {name: value for name, value in settings.items() if value is not None}
     if mode == "inline":
         if settings:
@@ -185,6 +196,10 @@ def make_executor(
         return InlineExecutor()
     if mode not in _MODES:
         raise ValueError(f"unknown mode={mode!r}; it must be 'inline', 'thread' or 'process'")
+    if mode == "thread" and environment is not None:
+        raise ValueError(
+            f"environment={environment} has no effect with mode='thread', whose functions see all variables; omit it"
+        )
     return _MODES[mode](**settings)
 
 
