@@ -232,7 +232,7 @@ def attack_cache(path: Path, content: bytes, rng: random.Random) -> str | None:
                     ("", "1", "[]", "[0.9, 'x']", "x" * 40, b"\xff", 3, None, "[" * 5000, "f" * 32 + "[1]")
                 )
                 db.execute("UPDATE answers SET value = ? WHERE key = ?", (value, key))
-        except sqlite3.Error:
+        except (sqlite3.Error, UnicodeError):  # the message of an error may be damaged, too
             path.write_bytes(content)
     cache = LenientCache(path, timeout=0.1)
     try:
