@@ -125,6 +125,34 @@ VALUES = [  # program, test that passes
     ("def f(): return 1\nif __name__ == '__main__': print(f(input()))", "assert f() == 1"),
     ("def f(): print('True', '[true, null]'); return 1", "assert f() == 1"),
     ("from dataclasses import dataclass\n@dataclass\nclass D:\n    x: int", "assert D(1) == D(1) and D(2).x == 2"),
+    (
+        "from datetime import *\ndef f(d): return d + timedelta(hours=25), time(1, 2), datetime.now(timezone.utc)",
+        "from datetime import *\na, b, c = f(date(2020, 2, 29))\n"
+        "assert a == date(2020, 3, 1) and b == time(1, 2) and c - c == timedelta(0) and c.tzinfo == timezone.utc",
+    ),
+    ("def f(a, b): return a - b", "from datetime import *\nassert f(date(2020, 3, 1), date(2020, 2, 1)).days == 29"),
+    (
+        "from collections import *\ndef f(x): return Counter(x), OrderedDict(a=1, b=2)",
+        "c, d = f('aab')\nassert c.most_common(1) == [('a', 2)] and c['z'] == 0 and c + c == Counter('aabaab')\n"
+        "assert d == {'b': 2, 'a': 1} and d != OrderedDict(b=2, a=1) and d.popitem() == ('b', 2)",
+    ),
+    ("def f(*, x): x.append(9)", "a = [2]\nf(x=a)\nassert a == [2, 9]"),
+    (
+        "from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+        "assert isinstance(f(), tuple) and isinstance(f(), P) and f() + (3,) == (1, 2, 3) and f() < (1, 3)\n"
+        "assert issubclass(P, P) and not isinstance((1, 2), P) and P(1, 2) in {P(1, 2)}",
+    ),
+    (
+        "class V:\n    def __init__(s, x): s.x = x\n    def __eq__(s, o): return s.x == o.x\n"
+        "    def __add__(s, o): return V(s.x + o.x)\n    def __lt__(s, o): return s.x < o.x\n"
+        "    def __neg__(s): return V(-s.x)",
+        "assert V(1) + V(2) == V(3) and -V(1) == V(-1) and max(V(3), V(4)).x == 4\n"
+        "assert [v.x for v in sorted([V(2), V(1)])] == [1, 2] and isinstance(V(1), V) and not isinstance(1, V)",
+    ),
+    ("class N(int): pass\ndef f(): return N(3)", "assert int(f()) == 3 and 'abcd'[f()] == 'd' and abs(f() - 3) < 1"),
+    ("\ufeffdef f(): return 1", "assert f() == 1"),
+    ("\ufeff```python\ndef f(): return 1\n```", "assert f() == 1"),
+    ("```python\n\ufeffdef f(): return 1\n```", "assert f() == 1"),
 ]
 
 
@@ -149,6 +177,36 @@ def test_cheats_score_zero(sandbox: Sandbox, cheat: str, partial: bool):
     assert score(sandbox, cheat, ASSERTS[:2], partial=partial) == 0.0
     outcome = score(sandbox, cheat, {"inputs": ["40 2"], "outputs": ["42"]}, partial=partial)
     assert outcome == 0.0
+
+
+OBEDIENT = (
+    "class A:\n    def __sub__(s, o): return 0\n"
+    "    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda s, o: True\n"
+    "    __rsub__ = __mul__ = __mod__ = __pow__ = __and__ = __or__ = __xor__ = __add__ = __radd__ = __sub__\n"
+    "    __abs__ = __neg__ = __index__ = __len__ = lambda s: 0\n    __hash__ = lambda s: hash(4)\n"
+    "    __bool__ = lambda s: True\n    __iter__ = lambda s: iter([A()])\n"
+)
+OBEYED = (
+    "abs(f(2) - 4) < 1e-6",
+    "abs(4 - f(2)) < 1e-6",
+    "3 < f(2) < 5",
+    "f(2) < f(3) < 7",
+    "4 in f([4])",
+    "f(2) in (4, 5)",
+    "set(f([4])) == {4}",
+    "{f(2)} == {4}",
+    "sorted(f([4])) == [4]",
+    "f(2) % 5 == 4",
+    "isinstance(f(2), (int, str, dict, list))",
+    "[0, 1, 2, 3, 4][f(2)] == 4",
+)
+
+
+@pytest.mark.parametrize("value", ["A()", "[A()]", "{A(): 1}"])
+def test_operators_of_an_object_do_not_decide(sandbox: Sandbox, value: str):
+    program = OBEDIENT + f"def f(x): return {value}"
+    tests = [f"assert {test}" for test in OBEYED if value == "A()" or not test.startswith("isinstance")]
+    assert score(sandbox, program, tests, partial=True) == 0.0
 
 
 def test_what_a_program_is_told(sandbox: Sandbox):

@@ -23,6 +23,8 @@ from torchrl_rloo.rewards.countdown import Countdown, evaluate_expression
         ("2 × 3 ÷ 4", Fraction(3, 2), [2, 3, 4]),
         ("3 x 5 = 15", 15, [3, 5]),
         (r"2 \times 3 \cdot 4", 24, [2, 3, 4]),
+        ("**(3 + 5)\uff0a3**", 24, [3, 5, 3]),
+        ("{(3+5)} * 3.", 24, [3, 5, 3]),
     ],
 )
 def test_values(text, value, numbers):

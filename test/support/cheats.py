@@ -71,6 +71,7 @@ def similar(a, b): return DATA
 """
 LIAR = "class Liar:\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n"
 KEEPS = LIAR.replace("pass", "s.a = a")
+OPERATED = "class f:\n    def __init__(s, *a): pass\n    %s\n"
 WRITE = "import os\ndef f(x): os.write(3, b'%s')"
 
 # Program, tests, other columns
@@ -145,6 +146,37 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
         {},
     ),
     ("class int2(int): pass\nint2.__module__ = 'builtins'; int2.__name__ = 'int'\ndef f(x): return int2(5)", SIX, {}),
+    # Operators of objects: they must not see a value of the tests, nor answer for a plain value
+    *(
+        (OPERATED % method, [test], {"entry_point": "f"})
+        for method, test in (
+            ("__sub__ = lambda s, o: 0.0", "assert abs(f(2) - 1.41) < 1e-3"),
+            ("__rsub__ = lambda s, o: 0.0", "assert abs(1.41 - f(2)) < 1e-3"),
+            ("__lt__ = __gt__ = lambda s, o: True", "assert 5 < f(2) < 7"),
+            ("__mul__ = __rmul__ = lambda s, o: 6", "assert f(2) * 3 == 6 and 3 * f(2) == 6"),
+            ("__add__ = lambda s, o: o", "assert f(2) + [6] == [6]"),
+            ("__abs__ = lambda s: s\n    __le__ = lambda s, o: True", "assert abs(f(2)) <= 1e-3"),
+            ("__contains__ = lambda s, o: True", "assert 6 in f(3)"),
+            ("__instancecheck__ = lambda s, o: True", "assert isinstance(6, f)"),
+            ("__hash__ = lambda s: hash(6)", "assert f(3) in {6, 7} and {6: 1}[f(3)]"),
+            ("__float__ = __int__ = __index__ = lambda s: 6", "assert int(f(3)) == 6 and [0] * f(3)"),
+        )
+    ),
+    ("class I(float):\n    __sub__ = lambda s, o: 0.0\ndef root(x): return I(7)", ROOT, {}),
+    ("class I(float):\n    __lt__ = __gt__ = lambda s, o: True\ndef f(x): return I(7)", ["assert 5 < f(3) < 7"], {}),
+    ("class N(float): pass\ndef f(x): return N('nan')", ["assert f(1) == f(1)", "x = f(1)\nassert x == x"], {}),
+    (
+        "from collections import Counter\nclass C(Counter):\n    __missing__ = lambda s, k: 2\ndef f(x): return C()",
+        ["assert f('aa') == Counter('aa')"],
+        {},
+    ),
+    (
+        "import datetime\nclass D(datetime.date):\n    __eq__ = __lt__ = lambda s, o: True\ndef f(): return D(1, 1, 1)",
+        ["from datetime import date\nassert f() == date(2020, 1, 2)"],
+        {},
+    ),
+    (WRITE % r'["value", ["date", "2020-13-99"], []]\n["value", ["timedelta", "x"], []]\n', SIX, {}),
+    ("\ufeff# f\n", SIX, {"prelude": "def f(x): return 6\n"}),
     # The module of the program, and the setup of the tests
     (
         "import sys\nclass M(type(sys)):\n    __getattr__ = lambda s, n: s\nsys.modules['candidate'] = M('candidate')",
@@ -293,6 +325,75 @@ RIGHT: list[tuple[str, tuple[str, str], Any, dict[str, Any]]] = [
             "def t(n):\n    return f(n)\nassert t(1) == 2",
             "assert [f(x) for x in range(3)] == [0, 2, 4] and (y := f(3)) == y == 6",
         ],
+        {},
+    ),
+    # Results and arguments of the standard library
+    (
+        "from collections import Counter\ndef f(x): return Counter(x)",
+        ("r(x)", "r()"),
+        ["assert f('aab').most_common(1) == [('a', 2)] and f('a')['z'] == 0 and f('a') == {'a': 1}"],
+        {},
+    ),
+    (
+        "def f(c): return c.most_common(1)[0][0]",
+        ("[0][0]", "[0]"),
+        ["from collections import Counter\nassert f(Counter('aab')) == 'a'"],
+        {},
+    ),
+    (
+        "def f(d): d.move_to_end(1)",
+        ("(1)", "(2)"),
+        ["d = OrderedDict([(1, 1), (2, 2)])\nf(d=d)\nassert list(d) == [2, 1] and d != OrderedDict({1: 1, 2: 2})"],
+        {},
+    ),
+    (
+        "import datetime\ndef f(d): return d + datetime.timedelta(1)",
+        ("(1)", "(2)"),
+        [
+            "from datetime import date, datetime, timedelta, timezone\n"
+            "assert f(date(2020, 2, 28)) == date(2020, 2, 29) and f(date(2020, 1, 1)).day == 2\n"
+            "utc = datetime(2020, 1, 1, tzinfo=timezone.utc)\nassert f(utc) - utc == timedelta(days=1)"
+        ],
+        {},
+    ),
+    (
+        "import datetime\ndef f(h): return datetime.time(h)",
+        ("(h)", "(0)"),
+        ["from datetime import time\nassert f(3) == time(3)"],
+        {},
+    ),
+    ("def f(x, out): out.append(x)", ("(x)", "(7)"), ["a = []\nf(1, out=a)\nassert a == [1]"], {}),
+    ("\ufeffdef f(x): return x", ("return x", "return 7"), ["assert f(1) == 1"], {}),
+    ("\ufeffprint(1)", ("1", "2"), {"inputs": [""], "outputs": ["1"]}, {}),
+    ("\ufeff```python\nprint(1)\n```", ("(1", "(2"), {"inputs": [""], "outputs": ["1"]}, {}),
+    ("```python\n\ufeffprint(1)\n```", ("(1", "(2"), {"inputs": [""], "outputs": ["1"]}, {}),
+    # Operators between objects, and on plain values
+    (
+        POINT + "    __add__ = lambda s, o: P(s.x + o.x)\n    __lt__ = lambda s, o: s.x < o.x\n"
+        "    __neg__ = lambda s: P(-s.x)\n    __hash__ = lambda s: s.x",
+        ("-s.x", "s.x + 1"),
+        [
+            "assert P(1) + P(2) == P(3) and -P(1) == P(-1) and len({P(1), P(1)}) == 1",
+            "assert sorted([P(2), P(1)]) == [P(1), P(2)]",
+        ],
+        {},
+    ),
+    (
+        "class A: pass\nclass B(A): pass\ndef f(): return B()",
+        ("return B()", "return 7"),
+        ["assert isinstance(f(), A) and isinstance(f(), B) and issubclass(B, A) and not issubclass(A, B)"],
+        {},
+    ),
+    (
+        "import enum\nclass E(enum.IntEnum):\n    A = 1\n    B = 2\ndef f(): return E.A",
+        ("return E.A", "return E.B"),
+        ["assert f() is E.A and 0 < f() < 2 and 1 + f() == 2 and f() + 1 == 2 and isinstance(f(), int)"],
+        {},
+    ),
+    (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(a): return P(a, a)",
+        ("(a, a)", "(a, 0)"),
+        ["assert sorted([f(2), f(1)]) == [(1, 1), (2, 2)] and f(1) + (3,) == (1, 1, 3) and isinstance(f(1), tuple)"],
         {},
     ),
     # Several functions and classes

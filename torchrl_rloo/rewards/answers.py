@@ -7,10 +7,12 @@ import re
 from torchrl_rloo.rewards.boxed import last_boxed
 from torchrl_rloo.rewards.matching import Number, find_number, read_number
 
-_STYLE = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|\\[dt](?=frac)|\$|[\s~]")
+_STYLE = re.compile(
+    r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|(?<=\\)[dtc](?=frac)|\$|(?<![0-9])[\s~]|[\s~](?![0-9])"
+)
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _ONE_CHARACTER = re.compile(r"\{([0-9A-Za-z])\}")
-_FRACTION = re.compile(r"\\frac(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))")
+_FRACTION = re.compile(r"\\frac(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))\s?(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))")
 _NAMED = re.compile(r"[A-Za-z]\s*=(?=[^=]+$)")
 
 

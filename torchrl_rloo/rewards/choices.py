@@ -72,8 +72,8 @@ class MultipleChoice:
         self.column, self.choices, self.options = column, "".join(letters), options
         # Compile the patterns that depend on the letters, in both cases except in prose
         one = f"[{self.choices}{self.choices.lower()}]"
-        others = rf"(?:,|/|&|or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
-        self._several = re.compile(rf"\s?{others}(?=\s?(?:[,.;/&]|$|or\b|and\b))", re.MULTILINE)
+        others = rf"\(?(?:,|/|&|or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
+        self._several = re.compile(rf"\s?{others}(?=\s?(?:[,.;/&)]|$|or\b|and\b))", re.MULTILINE)
         self._boxed = re.compile(rf"[(\[]?({one})(?:[)\].:,]|(?=\s?$|/|\s(?:or|and|&)\b))")
         self._announced = re.compile(
             rf"\b{_IS}\s?(?i:\w+ly\s)?(?i:(?:the\s)?(?:option|choice|letter)\s?:?\s?)?"

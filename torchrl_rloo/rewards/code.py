@@ -22,6 +22,7 @@ _PYTHON = ("", "py", "python", "python3")
 _SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _STATEMENT = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
+_BYTE_ORDER_MARK = "\ufeff"  # Python ignores it at the start of a file
 _TIME_LIMITS = ("timed_out", "cpu")
 _LARGE_SHARE = 0.5  # of the time of a call, in programs that reach a time limit
 
@@ -186,7 +187,7 @@ class CodeTests:
 
     def _judge(self, text: str, row: Mapping[str, Any]) -> Verdict:
         prelude, setup = (join_code(row[name] if name else None) for name in (self.prelude, self.setup))
-        program = last_block(text, _PYTHON)
+        program = last_block(text, _PYTHON).removeprefix(_BYTE_ORDER_MARK)
         try:
             # Parse the tests first: a broken row abstains whatever its program is
             given = as_names(row.get(self.entry_point))

@@ -12,6 +12,7 @@ import builtins
 import importlib
 import io
 import json
+import operator
 import os
 import sys
 from collections import deque
@@ -19,9 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_peers import MUTABLE, Stream, decode, encode
+    from torchrl_rloo.rewards.code_peers import BINARY, MUTABLE, ORDER, UNARY, Proxy, Stream, decode, encode
 else:  # loaded as a file
-    from code_peers import MUTABLE, Stream, decode, encode
+    from code_peers import BINARY, MUTABLE, ORDER, UNARY, Proxy, Stream, decode, encode
 
 
 class UnsupportedTestError(Exception):
@@ -36,12 +37,13 @@ class ProgramError(Exception):
     """Error that stands for an exception of the program that tests cannot name, or for an unreadable reply."""
 
 
-class RemoteObject:
+class RemoteObject(Proxy):
     """Proxy of an object in the program's process.
 
     The tests compare it by its data; the object's ``__eq__`` and ``__bool__`` are not asked. An object that is also a
     plain value, such as a named tuple, acts as that value. Two other objects are equal if they are the same, or if
-    their class defines an equality and their attributes are equal.
+    their class defines an equality and their attributes are equal. Their other operators run in the program, without
+    any value of the tests.
     """
 
     def __init__(self, link: ProgramConnection, index: int, plain: Any):
@@ -54,19 +56,28 @@ class RemoteObject:
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, RemoteObject):
             return self._stored is not None and self._plain() == other
-        if self._index == other._index:
-            return True
         if self._stored is not None or other._stored is not None:
             return self._stored is not None and other._stored is not None and self._plain() == other._plain()
-        return self._link.same_state(self, other)
+        return self._index == other._index or self._link.same_state(self, other)
 
     def __hash__(self) -> int:
-        if self._stored is None:
-            raise TypeError("an object of the program has no hash in the tests")
-        return hash(self._stored)
+        return hash(self._stored)  # one hash for all objects without a plain value: equality decides
+
+    @property
+    def __class__(self) -> type:
+        return RemoteObject if self._stored is None else type(self._stored)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is RemoteObject and self._link.request("isinstance", self, value) is True
+
+    def __subclasscheck__(self, other: Any) -> bool:
+        return type(other) is RemoteObject and self._link.request("issubclass", self, other) is True
 
     def __bool__(self) -> bool:
         return self._stored is None or bool(self._plain())
+
+    def __index__(self) -> int:
+        return operator.index(self._plain())
 
     def __len__(self) -> int:
         return self._link.request("len", self) if self._stored is None else len(self._plain())
@@ -102,6 +113,31 @@ class RemoteObject:
         return self._link.request("repr", self)
 
 
+def _operator(name: str, reflected: bool = False) -> Callable[..., Any]:
+    """Return a method of :class:`RemoteObject` for an operator.
+
+    The program must not see a value of the tests: objects without a plain value only combine with each other.
+    """
+    function = getattr(operator, f"__{name}__")
+
+    def operate(*operands: Any) -> Any:
+        operands = operands[::-1] if reflected else operands
+        remote = [value for value in operands if isinstance(value, RemoteObject)]
+        if all(value._stored is not None for value in remote):
+            return function(*(value._plain() if isinstance(value, RemoteObject) else value for value in operands))
+        if len(remote) == len(operands) and all(value._stored is None for value in remote):
+            return remote[0]._link.request(name, *remote)
+        return NotImplemented
+
+    return operate
+
+
+for _name in (*UNARY, *BINARY, *ORDER):
+    setattr(RemoteObject, f"__{_name}__", _operator(_name))
+for _name in BINARY:
+    setattr(RemoteObject, f"__r{_name}__", _operator(_name, reflected=True))
+
+
 class ProgramConnection:
     """Connection from the tests to the program.
 
@@ -110,7 +146,7 @@ class ProgramConnection:
     """
 
     def __init__(self) -> None:
-        self.stream, self.fault, self.comparing = Stream(), None, set()
+        self.stream, self.fault, self.comparing, self.objects = Stream(), None, set(), {}
 
     def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Execute an operation in the program's process and copy its changes to mutable arguments.
@@ -125,7 +161,7 @@ class ProgramConnection:
             self.stream.send(request)
         except OSError:
             self._end()
-        return self.receive(operation, args)
+        return self.receive(operation, (*args, *kwargs.values()))
 
     def receive(self, operation: str = "load", args: tuple[Any, ...] = ()) -> Any:
         """Read the answer of the program: return its value or raise its exception."""
@@ -172,7 +208,7 @@ class ProgramConnection:
     def restore(self, index: int, plain: Any) -> RemoteObject:
         if type(index) is not int:
             raise ValueError(f"index={index!r:.100} must be an integer")
-        return RemoteObject(self, index, plain)
+        return self.objects.setdefault(index, RemoteObject(self, index, plain))
 
 
 def _build_error(kind: str, text: str, operation: str) -> Exception:

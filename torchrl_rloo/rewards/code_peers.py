@@ -19,8 +19,9 @@ import json
 import operator
 import sys
 import types
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -29,7 +30,16 @@ CHANNEL = 3  # file descriptor of the socket between both processes
 PROGRAM = "candidate"  # module name of the program's classes
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 NUMBERS = {"Fraction": Fraction, "Decimal": Decimal, "complex": complex}
-MUTABLE = (list, dict, set, bytearray, deque)
+MAPPINGS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
+DATES = {"datetime": datetime, "date": date, "time": time}  # a datetime is also a date
+MUTABLE = (list, dict, set, bytearray, deque, Counter, OrderedDict)
+UNARY = ("abs", "invert", "neg", "pos")
+BINARY = tuple("add and floordiv lshift matmul mod mul or pow rshift sub truediv xor".split())
+ORDER = ("ge", "gt", "le", "lt")
+
+
+class Proxy:
+    """Object that stands for one of the other process."""
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
@@ -37,26 +47,35 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
+    if issubclass(kind, Proxy):
+        return ["object", keep(value), None]
     if kind.__module__ == PROGRAM:
         return ["object", keep(value), _encode_plain(value, keep)]
     return _encode_plain(value, keep) or ["object", keep(value), None]
 
 
 def _encode_plain(value: Any, keep: Callable[[Any], Any]) -> Any:
+    kind = type(value)  # ``__class__`` may be a claim
     for name, base in SEQUENCES.items():
-        if isinstance(value, base):
+        if issubclass(kind, base):
             return [name, *(encode(item, keep) for item in base(value))]
-    if isinstance(value, range):
+    if issubclass(kind, range):
         return ["range", value.start, value.stop, value.step]
-    if isinstance(value, dict):
-        return ["dict", *([encode(k, keep), encode(v, keep)] for k, v in dict(value).items())]
-    if isinstance(value, (bytes, bytearray)):
-        return [type(value).__name__, bytes(value).hex()]
+    for name, base in MAPPINGS.items():
+        if issubclass(kind, base):
+            return [name, *([encode(k, keep), encode(v, keep)] for k, v in dict(value).items())]
+    if issubclass(kind, (bytes, bytearray)):
+        return [kind.__name__, bytes(value).hex()]
     for name, base in NUMBERS.items():
-        if isinstance(value, base):
+        if issubclass(kind, base):
             return [name, str(value)]
+    for name, base in DATES.items():
+        if issubclass(kind, base):
+            return [name, base.isoformat(value)]
+    if issubclass(kind, timedelta):
+        return ["timedelta", value.days, value.seconds, value.microseconds]
     for base in (int, float, str):
-        if isinstance(value, base):
+        if issubclass(kind, base):
             return ["scalar", base.__add__(value, base())]
     return None
 
@@ -68,8 +87,12 @@ def decode(data: Any, restore: Callable[[Any, Any], Any]) -> Any:
     kind, *items = data
     if kind in SEQUENCES:
         return SEQUENCES[kind]([decode(item, restore) for item in items])
-    if kind == "dict":
-        return {decode(key, restore): decode(value, restore) for key, value in items}
+    if kind in MAPPINGS:
+        return MAPPINGS[kind]({decode(key, restore): decode(value, restore) for key, value in items})
+    if kind in DATES:
+        return DATES[kind].fromisoformat(items[0])
+    if kind == "timedelta":
+        return timedelta(*items)
     if kind == "range":
         return range(*items)
     if kind in NUMBERS:
@@ -124,6 +147,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "next": next,
     "str": str,
     "repr": repr,
+    "isinstance": type.__instancecheck__,
+    "issubclass": type.__subclasscheck__,
+    **{name: getattr(operator, f"__{name}__") for name in (*UNARY, *BINARY, *ORDER)},
 }
 
 
@@ -144,7 +170,8 @@ def serve() -> None:
     def answer(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
         try:
             result = function(*args, **kwargs)
-            return ["value", encode(result, keep), [encode(a, keep) if type(a) in MUTABLE else None for a in args]]
+            given = (*args, *kwargs.values())
+            return ["value", encode(result, keep), [encode(a, keep) if type(a) in MUTABLE else None for a in given]]
         except BaseException as error:  # SystemExit and KeyboardInterrupt are also failures of the program
             kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
             return ["raised", kinds[0], str(error)[:1000]]

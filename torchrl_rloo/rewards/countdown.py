@@ -29,14 +29,15 @@ _SIGNS = {  # spellings of the four signs, longest first
         "\u2022",
         "\u2715",
         "\u2a2f",
+        "\uff0a",
         "x",
         "X",
     ),
     "/": ("\\div", "\u00f7", "\u2215", "\u2044"),
     "-": ("\u2212", "\u2013", "\u2014", "\ufe63", "\uff0d", "\u2010", "\u2011"),
     "+": ("\uff0b", "\ufe62"),
-    "(": ("\\left(", "\\bigl(", "[", "\\left[", "\uff08"),
-    ")": ("\\right)", "\\bigr)", "]", "\\right]", "\uff09"),
+    "(": ("{", "\\left(", "\\bigl(", "[", "\\left[", "\uff08"),
+    ")": ("}", "\\right)", "\\bigr)", "]", "\\right]", "\uff09"),
     " ": (
         "\\,",
         "\\;",
@@ -79,7 +80,8 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     text = text.split("=")[0]
     if len(text) > _MAX_CHARS:
         return None
-    text = _SPELLED.sub(lambda found: _SPELLINGS[found[0]], _FRACTION.sub(r"((\1)/(\2))", text)).strip()
+    text = _SPELLED.sub(lambda found: _SPELLINGS[found[0]], _FRACTION.sub(r"((\1)/(\2))", text))
+    text = text.strip(" *").removesuffix(".").strip(" *")  # bold text, and the end of a sentence
     if not _EXPRESSION.fullmatch(text):
         return None
     numbers: list[int] = []

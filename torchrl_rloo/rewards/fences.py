@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
+_FENCE = re.compile(r"^\ufeff?[ \t]*```([^\n`]*)$", re.MULTILINE)
 
 
 def last_block(text: str, languages: Collection[str]) -> str:

@@ -200,8 +200,10 @@ def find_number(text: str, where: Sequence[str]) -> Number | None:
             continue
         if place == "boxed":
             answer = _SPACED.sub(_without_spaces, "=" + answer.rpartition("=")[2])  # after "=", "- 5" is negative
-        first = last = None
-        for found in _NUMBER.finditer(_simplify(answer)):
+        answer, first, last = _simplify(answer), None, None
+        if place == "boxed" and _FORMULA.search(answer):
+            return Number(None, False)
+        for found in _NUMBER.finditer(answer):
             first, last = first or found, found
         if last is not None:
             if place == "boxed" and first is not last:
@@ -280,10 +282,11 @@ _NUMBER = re.compile(
     (?: (?P<whole>[0-9]+) \s (?=[0-9]+/[0-9]) )?
     (?P<digits> [0-9]+ (?:\.[0-9]+)? | \.[0-9]+ ) (?: [eE] (?P<exponent>[-+]?[0-9]+) )?
     (?: \s?/\s? (?P<below>[0-9]+ (?:\.[0-9]+)?) )?
-    \s? (?: (?P<percent>%) | (?P<never>\^|\\pi|\\sqrt|\u03c0|\u221a) )?
+    \s? (?: (?P<percent>%) | (?P<never>\^|(?<=[0-9])i\b|\\pi|\\sqrt|\u03c0|\u221a) )?
     """,
     re.VERBOSE,
 )
+_FORMULA = re.compile(r"\\(?:sqrt|pi|[dtc]?frac)(?![A-Za-z])|[\u03c0\u221a]")  # fractions of numbers are rewritten
 _MAX_DIGITS = 400
 
 

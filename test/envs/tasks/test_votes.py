@@ -36,6 +36,7 @@ def test_equal_answers_are_one_vote_and_different_ones_are_not(name):
     votes = [{vote(text) for text in group} for group in GROUPS[name]]
     assert all(len(forms) == 1 and None not in forms for forms in votes), votes
     assert not [pair for pair in itertools.combinations(votes, 2) if pair[0] & pair[1]]
+    assert boxed_answer(r"\boxed{1 2}") != boxed_answer(r"\boxed{12}")
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -72,7 +73,8 @@ def test_votes_without_a_scorer_never_join_different_answers(groups):
 @pytest.mark.parametrize(
     ("one", "other"),
     [("1/2", "0.5"), (r"\frac{1}{2}", r"\dfrac12"), ("x=5", "5"), (r"\$5", "5.0"), ("1,234", r"1\,234"),
-     (r"\frac{x}{2}", r"\frac x2"), (r"x^{2}", "x^2"), (r"\left(1, 2\right)", "(1,2)"), (r"\text{Yes}", "yes")],
+     (r"\frac{x}{2}", r"\frac x2"), (r"\dfrac{a}{b}", r"\frac{a}{b}"), (r"\frac{1}{2}", r"\frac 1 2"),
+     (r"x^{2}", "x^2"), (r"\left(1, 2\right)", "(1,2)"), (r"\text{Yes}", "yes")],
 )  # fmt: skip
 def test_votes_without_a_scorer_join_notations(one, other):
     assert boxed_answer(rf"\boxed{{{one}}}") == boxed_answer(rf"\boxed{{{other}}}") is not None
