@@ -14,7 +14,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from support.processes import descendants, is_gone, wait_until_gone
+from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo import _reaper
 from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
@@ -148,7 +148,10 @@ CLOSES = {
     "in_a_thread": lambda e: in_thread(e.close).result(PATIENCE),
     "in_threads_at_once": lambda e: [f.result(PATIENCE) for f in [in_thread(e.close) for _ in range(4)]],
     "by_deletion": lambda e: None,
-    "after_a_crash_while_idle": lambda e: (os.kill(descendants(os.getpid())[-1], signal.SIGKILL), e.close()),
+    "after_a_crash_while_idle": lambda e: (
+        os.kill(children(os.getpid(), "executor_worker")[-1], signal.SIGKILL),
+        e.close(),
+    ),
 }
 
 

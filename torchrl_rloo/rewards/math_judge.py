@@ -6,18 +6,19 @@ import json
 import logging
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo._processes import HelperProcess, short_environment
 from torchrl_rloo.rewards.boxed import find_last_box
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,15 +34,15 @@ class MathJudge:
     """Judge that compares answers with math-verify in worker processes.
 
     A worker forks the process that compares, and the next one if that exceeds its limit of CPU time or memory (2 GB).
-    Its environment is ``PATH`` and ``PYTHONPATH``. The time limits of math-verify are
-    disabled: they need the main thread and do not interrupt arithmetic with very large numbers. The worker enforces
-    the limit, so it also holds after this process is killed.
+    Its environment holds no keys. The time limits of math-verify are disabled: they need the main thread and do not
+    interrupt arithmetic with very large numbers.
 
     A box of more than 500 characters is a wrong answer, which is not read. Of other texts, the last 4,000 characters
     up to the last box are read, or the last 4,000 without a box.
 
     Each concurrent thread uses a separate worker. Workers start at the first call, in about a second, are reused by
-    later calls and end with the judge. A pickle does not contain them, and a forked process starts new ones.
+    later calls and end with the judge, or with this process, even after its kill. A pickle does not contain them, and a
+    forked process starts new ones.
 
     Args:
         timeout: seconds of CPU time per comparison.
@@ -141,7 +142,7 @@ class MathJudge:
                 worker = self._idle.pop()
             except IndexError:  # no idle worker, or another thread took it
                 return _Worker()
-            if worker.owner == os.getpid() and worker.process.poll() is None:
+            if worker.is_usable():
                 return worker
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,21 +161,14 @@ def _shorten(text: str) -> str:
     return "" if end - start > MAX_ANSWER_CHARS else text[max(0, end - MAX_TEXT_CHARS) : end + 1]
 
 
-class _Worker:
+class _Worker(HelperProcess):
     """Handle of a process that runs ``math_worker.py``."""
 
     def __init__(self):
-        self.owner = os.getpid()  # a forked process inherits the pipes but must not use them
-        path = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=path,
-            start_new_session=True,  # so that its children end with it
-        )
-        weakref.finalize(self, _end, self.process, self.owner)
+        environment = short_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, str(_SCRIPT)]
+        super().__init__(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        weakref.finalize(self, _close, self.process)
         if self.receive() is None:
             raise RuntimeError(f"the math-verify worker exited with code {self.process.wait()} before it was ready")
 
@@ -188,8 +182,7 @@ class _Worker:
         return json.loads(line) if line else None
 
 
-def _end(process: subprocess.Popen, owner: int) -> None:
-    if os.getpid() == owner:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def _close(process: subprocess.Popen) -> None:
+    process.stdout.close()
+    with suppress(OSError):  # a request may be left that a dead worker has not read
+        process.stdin.close()

@@ -91,7 +91,7 @@ def _tensorboard(directory: Path, records: Records, kwargs: dict[str, Any]) -> L
 
 def _csv(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
     # TorchRL's logger appends to existing files: remove them and write the records of this run again.
-    if (directory / "csv" / "scalars").exists():
+    if (directory / "csv" / "scalars").is_dir():  # removal of a FIFO would block
         shutil.rmtree(directory / "csv" / "scalars")
     logger = SafeCSVLogger("csv", str(directory), **kwargs)
     for record in records:
