@@ -150,6 +150,8 @@ def test_web_pages_are_refused_even_with_the_key(site: Site, origin: str, path: 
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example",
      "evil.example#127.0.0.1", "", "[evil]", "[::1", "localhost.", "trainer.example.evil", "0x7f.1", "2130706433",
+     "127.0.0.1:80@evil.example", "localhost:8000@evil.example", "[::1]evil.example", "[::1]:80:evil.example",
+     "[::1].evil.example:80", "[localhost]", "127.0.0.1:x", "localhost:80/evil.example", "[::1]]", "[[::1]]",
      "127.0.0.1, evil.example", "xn--localhost-9za", "evil.example\t127.0.0.1"],
 )  # fmt: skip
 def test_names_of_other_parties_are_refused(site: Site, host: str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -18,6 +19,7 @@ from typing import Any
 KEY = "VLLM_API_KEY"  # environment variable, also vLLM's own
 HOSTS = "TORCHRL_RLOO_SERVER_HOSTS"  # environment variable
 MIDDLEWARE = "torchrl_rloo.engines.vllm_access.ServerAccess"
+_HOST = re.compile(r"(?:\[([^][]+)]|([^][:@]+))(?::\d{0,5})?")  # an address in brackets, or a name, and a port
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
@@ -164,7 +166,9 @@ class ServerAccess:
 
     def _knows(self, host: str) -> bool:
         """Return whether no other party's name server decides about a host."""
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if (parts := _HOST.fullmatch(host)) is None:
+            return False
+        address, name = parts.groups()
         with suppress(ValueError):
-            return ip_address(name) is not None
-        return name.lower() in self._hosts
+            return ip_address(address or name) is not None
+        return address is None and name.lower() in self._hosts
