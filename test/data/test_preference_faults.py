@@ -234,5 +234,5 @@ def test_the_seed_chooses_the_examples_of_a_separate_source():
         return [{"question": f"{word} {i}", "chosen": "a", "rejected": "b"} for i in range(50)]
 
     arguments = {"type": "chatml.intel", "eval_source": rows("b"), "eval_size": 5}
-    chosen = [load_preference_splits(rows("a"), **arguments, seed=seed)[1] for seed in (0, 0, 1, 2)]
+    chosen = [list(load_preference_splits(rows("a"), **arguments, seed=seed)[1]) for seed in (0, 0, 1, 2)]
     assert chosen[0] == chosen[1] and len({str(part) for part in chosen}) == 3

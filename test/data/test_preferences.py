@@ -379,6 +379,26 @@ def test_splits_share_no_prompt_and_choose_from_the_whole_source():
     assert {str(example["prompt"]) for example in other} != prompts[1]
 
 
+@pytest.mark.parametrize("type", ["chatml.intel", "llama3.ultra", "zephyr.nectar", {"field_prompt": "q"}])
+@pytest.mark.parametrize("separate", [False, True])
+def test_splits_keep_the_markup_of_the_type_and_the_faults_of_their_source(type, separate: bool):
+    def rows(word: str) -> list[dict]:
+        pair = {"chosen": "a", "rejected": "b"}
+        if type == "llama3.ultra":
+            pair = {part: [{"role": "assistant", "content": text}] for part, text in pair.items()}
+        answers = {"answers": [{"answer": text, "rank": rank} for rank, text in enumerate("ab")]}
+        names = {"question": word, "q": word, "prompt": word}
+        return [{name: f"{text}{i}" for name, text in names.items()} | pair | answers for i in range(4)] + [{}]
+
+    options = {"drop_bad_rows": True}
+    whole = load_preferences(rows("x"), type, **options)
+    more = {"eval_source": rows("y"), "eval_size": 3} if separate else {"eval_size": 1}
+    parts = load_preference_splits(rows("x"), type, **more, **options)
+    assert [part.markup for part in parts] == [whole.markup] * 2
+    assert [len(part.dropped) for part in parts] == [1, int(separate)] and parts[0].dropped == whole.dropped
+    assert [len(part) for part in parts] == ([4, 3] if separate else [3, 1])
+
+
 def test_a_source_of_its_own_is_held_out():
     def rows(words: str) -> list[dict]:
         return [{"question": f"{word} {i}", "chosen": "a", "rejected": "b"} for word in words for i in range(50)]

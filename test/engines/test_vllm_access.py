@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -20,8 +21,9 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from support.waiting import PATIENCE, wait_until
-from torchrl_rloo.engines.vllm_access import HOSTS, KEY, ServerAccess, server_key
-from torchrl_rloo.engines.vllm_server import server_command, server_environment
+from torchrl_rloo.engines.base import EngineError
+from torchrl_rloo.engines.vllm_access import HOSTS, KEY, ServerAccess, client_key, server_key
+from torchrl_rloo.engines.vllm_server import VLLMServer, server_command, server_environment
 
 TOKEN = "correct-horse-battery-staple-0123456789"
 GOOD = f"Authorization: Bearer {TOKEN}"
@@ -148,6 +150,8 @@ def test_web_pages_are_refused_even_with_the_key(site: Site, origin: str, path: 
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example",
      "evil.example#127.0.0.1", "", "[evil]", "[::1", "localhost.", "trainer.example.evil", "0x7f.1", "2130706433",
+     "127.0.0.1:80@evil.example", "localhost:8000@evil.example", "[::1]evil.example", "[::1]:80:evil.example",
+     "[::1].evil.example:80", "[localhost]", "127.0.0.1:x", "localhost:80/evil.example", "[::1]]", "[[::1]]",
      "127.0.0.1, evil.example", "xn--localhost-9za", "evil.example\t127.0.0.1"],
 )  # fmt: skip
 def test_names_of_other_parties_are_refused(site: Site, host: str):
@@ -226,6 +230,57 @@ def test_processes_that_start_together_agree_on_the_key(cache: Path):
 def test_the_environment_has_priority(cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(KEY, TOKEN)
     assert server_environment()[KEY] == server_key() == TOKEN and not cache.exists()
+
+
+def own_address() -> str:
+    """Return the address of this machine on its way out, else the loopback address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.connect(("192.0.2.1", 1))
+            return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["127.0.0.1", "127.9.8.7", "[::1]", "localhost", "LocalHost", socket.gethostname(), own_address(),
+     "evil.example@127.0.0.1", "\uff4cocalhost"],
+)  # fmt: skip
+def test_a_server_of_this_machine_gets_the_made_key(cache: Path, place: str):
+    assert client_key(f"http://{place}:8000/path") == client_key(f"https://{place}") == server_key()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["192.0.2.1", "8.8.8.8", "[2001:db8::1]", "example.com", "127.0.0.1.example.com", "localhost.example.com",
+     "127.0.0.1@example.com", "localhost:1@example.com", "example.com#@127.0.0.1", "example.com?@localhost",
+     "example.com/@localhost", "localhost.", "127.1.example", "255.255.255.255", "224.0.0.1", "[::ffff:192.0.2.1]",
+     "2130706434.example", "xn--localhost-9za", socket.gethostname() + ".evil.example"],
+)  # fmt: skip
+def test_no_other_server_gets_the_made_key(cache: Path, monkeypatch: pytest.MonkeyPatch, place: str):
+    for scheme in ("http", "https"):
+        with pytest.raises(ValueError, match=f"no IP address of this machine; set api_key, or {KEY}"):
+            VLLMServer(f"{scheme}://{place}", connect_timeout=1e-3)
+    assert not cache.exists()
+    monkeypatch.setenv(KEY, TOKEN)
+    assert client_key(f"http://{place}") == TOKEN
+
+
+def test_a_key_for_another_server_is_sent_to_it_only(cache: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        seen = []
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                seen.append(connection.recv(9999))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(EngineError):
+            VLLMServer(url, api_key=TOKEN, connect_timeout=0.4)
+        thread.join(PATIENCE)
+    assert TOKEN.encode() in seen[0] and not cache.exists()
 
 
 @pytest.mark.parametrize(

@@ -186,19 +186,19 @@ def load_preferences(
 
 def load_preference_splits(
     source: Any,
-    type: str,
+    type: str | Mapping[str, Any],
     *,
     eval_source: Any = None,
     eval_split: str | None = None,
     eval_size: int = 512,
     seed: int = 0,
     **options: Any,
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[PreferenceDataset, PreferenceDataset]:
     """Load training and held-out preferences that share no prompt.
 
     Args:
         source: see :func:`load_preferences`.
-        type: format of both sources.
+        type: format of both sources; see :func:`load_preferences`.
         eval_source: source of held-out examples. None takes them from ``source``, whole prompts at a time.
         eval_split: split of ``eval_source``. None takes that of ``source``.
         eval_size: largest number of held-out examples. They are chosen at random because sources may be sorted by
@@ -207,7 +207,8 @@ def load_preference_splits(
         **options: arguments of :func:`load_preferences`.
 
     Returns:
-        Training examples and held-out examples.
+        Training examples and held-out examples, with the markup of the type. Faults of dropped rows are with the
+        examples of the same source.
 
     Raises:
         ValueError: if either list would be empty, or if ``eval_source`` and ``source`` share prompts.
@@ -219,12 +220,13 @@ def load_preference_splits(
         (7, 2)
     """
     # With a separate source, check that it shares no prompt with the training examples
-    examples = list(load_preferences(source, type, **options))
+    examples = load_preferences(source, type, **options)
     if eval_source is not None:
         options |= {"limit": None} | ({"split": eval_split} if eval_split else {})
-        held_out = list(load_preferences(eval_source, type, **options))
+        held_out = load_preferences(eval_source, type, **options)
         if len(held_out) > eval_size:
-            held_out = random.Random(seed).sample(held_out, eval_size)
+            chosen = random.Random(seed).sample(list(held_out), eval_size)
+            held_out = PreferenceDataset(chosen, markup=held_out.markup, dropped=held_out.dropped)
         seen = {str(example["prompt"]) for example in examples}
         if shared := sum(str(example["prompt"]) in seen for example in held_out):
             raise ValueError(
@@ -244,7 +246,10 @@ def load_preference_splits(
             f"eval_size={eval_size} of {len(examples)} examples leaves {len(train)} to train on and {len(held_out)} "
             "held out; choose a size in between, or set eval_source"
         )
-    return train, held_out
+    return (
+        PreferenceDataset(train, markup=examples.markup, dropped=examples.dropped),
+        PreferenceDataset(held_out, markup=examples.markup),
+    )
 
 
 def encode_preferences(examples: PreferenceDataset | Iterable[Example], tokenizer) -> TensorDictBase:

@@ -125,11 +125,12 @@ def model_stop_ids(model) -> tuple[int, ...]:
 def generate(
     model,
     prompts: Sequence[torch.Tensor],
-    config: GenerationConfig,
+    distribution: SamplingDistribution,
     *,
     uniforms: torch.Tensor,
     limits: torch.Tensor,
     stop_ids: Sequence[int],
+    stop_strings: Sequence[str] = (),
     tokenizer=None,
     head: Head | None = None,
     record_support: bool = False,
@@ -139,10 +140,11 @@ def generate(
     Args:
         model: causal language model in evaluation mode.
         prompts: ``B`` tensors of ids ``[P_i]``, each of length at least 1.
-        config: distribution and stop strings.
+        distribution: distribution to draw tokens from.
         uniforms: ``[B, L]`` random numbers in ``[0, 1)``, one for each token that may be sampled.
         limits: ``[B]`` int64, maximum number of tokens of each row, at most ``L``.
         stop_ids: ids that end a turn.
+        stop_strings: texts that end a turn once the decoded turn contains one.
         tokenizer: tokenizer that decodes turns for stop strings; required only with them.
         head: head of the model. Logits are then the scorer's, in float32 even for narrower weights. None uses the
             model's logits.
@@ -155,7 +157,7 @@ def generate(
 
     # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device
-    decoder = Decoder(model, head, prompts, config.distribution.repetition_penalty != 1)
+    decoder = Decoder(model, head, prompts, distribution.repetition_penalty != 1)
     batch, length = uniforms.shape
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     first_limit = int(limits.min())
@@ -171,17 +173,17 @@ def generate(
         # Draw a token for every line. Tokens of finished rows are cut off at the end
         numbers = uniforms[active, step]
         if supports is None:
-            sampled, sampled_log_probs = sample_tokens(decoder.logits, config.distribution, numbers, decoder.seen)
+            sampled, sampled_log_probs = sample_tokens(decoder.logits, distribution, numbers, decoder.seen)
         else:
-            full = process_logits(decoder.logits, config.distribution, decoder.seen).log_softmax(-1)
+            full = process_logits(decoder.logits, distribution, decoder.seen).log_softmax(-1)
             sampled, sampled_log_probs = draw_tokens(full, numbers)
             supports.add(active[live], step, full[live])
         tokens[active, step], log_probs[active, step] = sampled, sampled_log_probs
 
         # Mark the rows that end here
         done = torch.isin(sampled, stops)
-        if config.stop_strings:
-            done |= _contains(tokenizer, tokens[active, : step + 1], config.stop_strings)
+        if stop_strings:
+            done |= _contains(tokenizer, tokens[active, : step + 1], stop_strings)
         ended = live & done
         if ended.any():
             rows = active[ended]

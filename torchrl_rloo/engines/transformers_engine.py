@@ -20,7 +20,7 @@ from torchrl_rloo.engines.base import (
     WeightStep,
     check_in_flight,
 )
-from torchrl_rloo.engines.generation import GenerationConfig, generate, model_stop_ids
+from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
@@ -120,10 +120,11 @@ class TransformersEngine(Engine):
             turns = generate(
                 self.model,
                 [torch.tensor(r.prompt) for r in requests],
-                GenerationConfig(distribution=requests[0].distribution, stop_strings=requests[0].stop_strings),
+                requests[0].distribution,
                 uniforms=uniforms,
                 limits=limits,
                 stop_ids=requests[0].stop_ids,
+                stop_strings=requests[0].stop_strings,
                 tokenizer=self.tokenizer,
                 head=self.head,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import re
 import secrets
 import socket
 import stat
@@ -18,6 +19,7 @@ from typing import Any
 KEY = "VLLM_API_KEY"  # environment variable, also vLLM's own
 HOSTS = "TORCHRL_RLOO_SERVER_HOSTS"  # environment variable
 MIDDLEWARE = "torchrl_rloo.engines.vllm_access.ServerAccess"
+_HOST = re.compile(r"(?:\[([^][]+)]|([^][:@]+))(?::\d{0,5})?")  # an address in brackets, or a name, and a port
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 
 
@@ -42,6 +44,45 @@ def server_key() -> str:
         return _read_key(path)
     except OSError as error:
         raise type(error)(f"{path}: {error.strerror or error}; remove it, or set {KEY}") from error
+
+
+def client_key(url: str) -> str:
+    """Return the key for a server that a client has no key of.
+
+    It is the environment variable ``VLLM_API_KEY``, or for a server on this machine that of :func:`server_key`.
+
+    Args:
+        url: URL of the server. Its host is an IP address, ``localhost`` or this machine's name; no other name counts as
+            this machine, since a name server decides about it.
+
+    Raises:
+        ValueError: if no key is set and the server may be on another machine, which must not learn this one's key.
+    """
+    from yarl import URL  # as aiohttp reads it
+
+    host = str(URL(url).raw_host).lower()
+    if not os.environ.get(KEY) and not _is_here(host):
+        raise ValueError(f"host={host!r} is no IP address of this machine; set api_key, or {KEY} as at the server")
+    return server_key()
+
+
+def _is_here(host: str) -> bool:
+    """Return whether an address or name is certainly of this machine."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host in _own_names()
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # sends nothing: the route to an own address begins at this address
+        except OSError:
+            return False
+        return address.is_loopback or ip_address(probe.getsockname()[0]) == address
+
+
+def _own_names() -> set[str]:
+    return {"localhost", socket.gethostname().lower()}
 
 
 def _make_key(path: Path) -> None:
@@ -88,8 +129,9 @@ class ServerAccess:
         if not key:
             raise ValueError(f"{KEY} is not set; start the server with server_environment()")
         self.app, self._token = app, key.encode()
-        self._hosts = {"localhost", socket.gethostname().lower()}
-        self._hosts |= {name.strip().lower() for name in os.environ.get(HOSTS, "").split(",") if name.strip()}
+        self._hosts = _own_names() | {
+            name.strip().lower() for name in os.environ.get(HOSTS, "").split(",") if name.strip()
+        }
 
     async def __call__(self, scope: Mapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Pass a request on, or refuse it."""
@@ -124,7 +166,9 @@ class ServerAccess:
 
     def _knows(self, host: str) -> bool:
         """Return whether no other party's name server decides about a host."""
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if (parts := _HOST.fullmatch(host)) is None:
+            return False
+        address, name = parts.groups()
         with suppress(ValueError):
-            return ip_address(name) is not None
-        return name.lower() in self._hosts
+            return ip_address(address or name) is not None
+        return address is None and name.lower() in self._hosts

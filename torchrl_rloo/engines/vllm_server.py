@@ -19,7 +19,7 @@ import torch
 
 from torchrl_rloo._http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
-from torchrl_rloo.engines.vllm_access import KEY, MIDDLEWARE, server_key
+from torchrl_rloo.engines.vllm_access import KEY, MIDDLEWARE, client_key, server_key
 from torchrl_rloo.engines.vllm_api import (
     SERVER_VARIABLES,
     UNIPROC,
@@ -109,11 +109,12 @@ class VLLMServer(LoopEngine):
         request_timeout: seconds of sampling that a request may take; time in a pause does not count.
         connect_timeout: maximum time in seconds to wait for a server that is starting.
         api_key: key that is sent as a bearer token. None takes that of
-            :func:`~torchrl_rloo.engines.vllm_access.server_key`, as a server of :func:`server_command` does.
+            :func:`~torchrl_rloo.engines.vllm_access.client_key`. A server of :func:`server_command` on this machine has
+            the same.
         max_bytes: maximum size of a reply.
 
     Raises:
-        ValueError: if the URL is invalid, or if a time is not above 0.
+        ValueError: if the URL is invalid, if a time is not above 0, or if a server on another machine needs a key.
         EngineDeadError: if no server answers in time.
         EngineError: if the server was started without an option that :func:`server_command` sets.
 
@@ -144,7 +145,7 @@ class VLLMServer(LoopEngine):
             raise ValueError(f"url={Redactor(url, {})(url)!r} must be like 'http://127.0.0.1:8000'")
         self.url, self.connect_timeout = url.rstrip("/"), connect_timeout
         self._tokens = 0  # of finished requests
-        self._headers = {"Authorization": f"Bearer {api_key or server_key()}"}
+        self._headers = {"Authorization": f"Bearer {api_key or client_key(url)}"}
         self._max_bytes = max_bytes
         self._connect()
 

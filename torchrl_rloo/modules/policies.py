@@ -208,10 +208,11 @@ class TransformersWrapper(TurnPolicy):
         return generate(
             self.model,
             prompts,
-            self.config,
+            self.config.distribution,
             uniforms=uniforms,
             limits=limits,
             stop_ids=self.stop_ids,
+            stop_strings=self.config.stop_strings,
             tokenizer=self.tokenizer,
             head=self._current_head(),
             record_support=self.record_support,

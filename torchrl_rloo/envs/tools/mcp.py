@@ -9,20 +9,22 @@ import math
 import os
 import re
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from threading import Event
 from time import monotonic
 from typing import Any
 
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.tools.mcp_http import HTTPTransport
 from torchrl_rloo.envs.tools.mcp_results import format_result
 from torchrl_rloo.envs.tools.mcp_stdio import open_stdio
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0  # the SDK itself kills a process that does not end within 4 s
+_MAX_ERROR = 20_000  # characters of an error
 _MAX_PAGES, _MAX_TOOLS = 100, 1000  # of a server's list of tools, which might be endless
 
 Transport = Callable[[], AbstractAsyncContextManager[Any]]
@@ -48,7 +50,7 @@ class MCPTools(Sequence[Tool]):
 
     Args:
         transport: function that opens a transport such as :func:`mcp.client.stdio.stdio_client`; see :meth:`stdio` and
-            :meth:`http`.
+            :meth:`http`. An attribute ``redact`` of it, if any, masks secrets in errors.
         timeout: limit of a call, in seconds.
         connect_timeout: limit of connecting, in seconds, with the start of the server's process.
         per_trajectory: True for a separate session in each trajectory.
@@ -141,6 +143,9 @@ class MCPTools(Sequence[Tool]):
     def http(cls, url: str, *, headers: Mapping[str, str] | None = None, **settings: Any) -> MCPTools:
         """Connect to a server over streamable HTTP.
 
+        A reply, or an event of a stream, has at most 8 MiB; a larger one fails the call. Errors and logs show neither
+        the values of ``headers`` nor the secrets of ``url``; results are not searched for them.
+
         Args:
             url: URL of the endpoint, usually ending in ``/mcp``.
             headers: headers of each request, such as ``Authorization``.
@@ -150,10 +155,8 @@ class MCPTools(Sequence[Tool]):
             ValueError: if ``url`` is not an HTTP URL.
         """
         _import_mcp()
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url={url!r} must start with http:// or https://")
         per_trajectory = settings.get("per_trajectory", False)
-        return cls(lambda: _http(url, dict(headers or {})), **{"sessions": per_trajectory, **settings})
+        return cls(HTTPTransport(url, headers or {}), **{"sessions": per_trajectory, **settings})
 
     def __getitem__(self, index):
         return self._tools[index]
@@ -189,7 +192,7 @@ class MCPTools(Sequence[Tool]):
         self._shared = self._connect()
         client, specs, cursor = await self._shared.client(), [], None
         for _ in range(_MAX_PAGES):
-            page = await _listed(client.list_tools(cursor=cursor), self.connect_timeout)
+            page = await self._shared.page(client.list_tools(cursor=cursor), self.connect_timeout)
             specs += page.tools
             if (cursor := page.next_cursor) is None:
                 break
@@ -269,6 +272,7 @@ class _Connection:
     def __init__(self, transport: Transport, mode: str, seconds: float, connections: set[_Connection]):
         self.loop, self.owner = asyncio.get_running_loop(), os.getpid()
         self.lost, self.left = False, Event()
+        self._redact = getattr(transport, "redact", str)
         self._leaving, self._client = asyncio.Event(), self.loop.create_future()
         self._connections = connections
         connections.add(self)
@@ -301,11 +305,11 @@ class _Connection:
             self.lost = True
             self._connections.discard(self)
             if not self._client.done():
-                reason = f"the tool's server cannot be reached: {_reason(failure)}"
+                reason = f"the tool's server cannot be reached: {self._reason(failure)}"
                 self._client.set_exception(ConnectionLostError(reason))
                 self._client.exception()  # mark it as retrieved: there may be no waiter left
             elif failure is not None:
-                _LOGGER.warning("the connection to an MCP server ended: %s", _reason(failure))
+                _LOGGER.warning("the connection to an MCP server ended: %s", self._reason(failure))
             self.left.set()
 
     async def client(self) -> Any:
@@ -322,17 +326,39 @@ class _Connection:
             result = await client.call_tool(name, arguments, read_timeout_seconds=seconds)
         except MCPError as error:
             if error.code == REQUEST_TIMEOUT:
-                raise TimeoutError(f"the server did not answer within {seconds:g} s") from error
+                raise TimeoutError(f"the server did not answer within {seconds:g} s") from None
             if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):  # a server that forgot the session sends the latter
                 self.lost = True
                 self.leave()
-                raise ConnectionLostError(f"the tool's server was lost during the call ({error})") from error
-            raise ToolError(str(error)) from error
+                reason = self._redacted(f"the tool's server was lost during the call ({error})")
+                raise ConnectionLostError(reason) from None
+            raise ToolError(self._redacted(str(error))) from None
+        except Exception as error:  # such as a result of another shape
+            raise ToolError(self._reason(error)) from None
         # A tool that fails says so in its result
         text = format_result(result)
         if result.is_error:
-            raise ToolError(text)
+            raise ToolError(self._redacted(text))
         return text
+
+    async def page(self, request: Any, seconds: float) -> Any:
+        """Wait for a page of a server's tools."""
+        try:
+            return await asyncio.wait_for(request, seconds)
+        except Exception as error:
+            reason = " ".join(self._reason(error).split())
+            raise ConnectionLostError(f"the tool's server did not list its tools: {reason:.500}") from None
+
+    def _reason(self, error: BaseException | None) -> str:
+        """Describe the innermost error of nested exception groups."""
+        while getattr(error, "exceptions", None):
+            error = error.exceptions[0]
+        if error is None:
+            return "it was closed before it was connected"
+        return self._redacted(f"{type(error).__name__}: {error}")
+
+    def _redacted(self, text: str) -> str:
+        return self._redact(text[:_MAX_ERROR])
 
     def leave(self) -> None:
         """Ask the connection to end, from any thread."""
@@ -350,33 +376,6 @@ class _Connection:
 def _leave(connections: Iterable[_Connection]) -> None:
     for connection in list(connections):
         connection.leave()
-
-
-@asynccontextmanager
-async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
-
-    timeout = httpx2.Timeout(30.0, read=300.0)  # for silent streams; each call has a separate limit
-    async with httpx2.AsyncClient(headers=headers, timeout=timeout) as client:
-        async with streamable_http_client(url, http_client=client) as streams:
-            yield streams
-
-
-def _reason(error: BaseException | None) -> str:
-    """Describe the innermost error of nested exception groups."""
-    while getattr(error, "exceptions", None):
-        error = error.exceptions[0]
-    return "it was closed before it was connected" if error is None else f"{type(error).__name__}: {error}"
-
-
-async def _listed(request: Any, seconds: float) -> Any:
-    """Wait for a page of a server's tools."""
-    try:
-        return await asyncio.wait_for(request, seconds)
-    except Exception as error:
-        reason = " ".join(_reason(error).split())
-        raise ConnectionLostError(f"the tool's server did not list its tools: {reason:.500}") from error
 
 
 def _import_mcp() -> None:
