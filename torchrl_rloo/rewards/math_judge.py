@@ -40,9 +40,9 @@ class MathJudge:
     A box of more than 500 characters is a wrong answer, which is not read. Of other texts, the last 4,000 characters
     up to the last box are read, or the last 4,000 without a box.
 
-    Each concurrent thread uses a separate worker. Workers start at the first call, in about a second, are reused by
-    later calls and end with the judge, or with this process, even after its kill. A pickle does not contain them, and a
-    forked process starts new ones.
+    Each concurrent thread uses a separate worker. Workers start at the first call, in about a second, and are reused by
+    later calls. They end with the judge, or with this process, even after its kill. A pickle does not contain them, and
+    a forked process starts new ones.
 
     Args:
         timeout: seconds of CPU time per comparison.
