@@ -143,15 +143,17 @@ def test_a_call_that_ends_its_worker_leaves_no_child(family: str, end: str, tmp_
     assert all(map(is_gone, noted(tmp_path)))
 
 
+def worker_of(executor: ProcessExecutor) -> int:
+    """Return an idle worker: its reaper's oldest child."""
+    return min(children(executor._idle[-1]._helper.process.pid))
+
+
 CLOSES = {
     "twice": lambda e: (e.close(), e.close()),
     "in_a_thread": lambda e: in_thread(e.close).result(PATIENCE),
     "in_threads_at_once": lambda e: [f.result(PATIENCE) for f in [in_thread(e.close) for _ in range(4)]],
     "by_deletion": lambda e: None,
-    "after_a_crash_while_idle": lambda e: (
-        os.kill(children(os.getpid(), "executor_worker")[-1], signal.SIGKILL),
-        e.close(),
-    ),
+    "after_a_crash_while_idle": lambda e: (os.kill(worker_of(e), signal.SIGKILL), e.close()),
 }
 
 
