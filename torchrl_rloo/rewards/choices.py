@@ -11,21 +11,24 @@ from torchrl_rloo.rewards.protocol import final_text
 
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")
 _IS = (
-    r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:[:=]|is\b)|choose|select|pick|go\swith"
+    r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:(?:is\s?)?[:=]|is\b)|choose|select|pick|go\swith"
     r"|(?:so|but|thus|hence|therefore|then|,)\s(?:it|this|that)\s(?:is|must\sbe|has\sto\sbe))"
 )
 # Words in front of a letter that rule it out or doubt it, in its clause, or suppose it, in its sentence
 _RULED_OUT = re.compile(
     r"\b(?:not|never|nor|neither|cannot|(?:ca|is|do|does|did|was|would|could|might|must|should|wo|are)n.?t|wrong|incorrect|"
     r"false|avoid|reject|eliminate|exclude|rule\sout|ruled\sout|instead\sof|rather\sthan|unlikely|hardly|least|maybe|perhaps|"
-    r"possibly|thought|pretend|imagine|(?:would|could|might|may)\s(?:\w+\s){0,2}(?:be|have)|anything\sbut|refuse\sto)\b",
+    r"possibly|thought|pretend|imagine|(?:would|could|might|may)\s(?:\w+\s){0,2}(?:be|have)|anything\sbut|refuse\sto|used\sto|"
+    r"disagree|(?<!no\s)(?<!a\s)(?<!any\s)(?<!of\s)doubt(?:ful)?)\b",
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(r"\b(?:if|unless|whether|suppos(?:e|ing)|assum(?:e|ing)|hypothetically|were)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?;](?=\s)|\n|\b(?:so|but|thus|hence|therefore)\b", re.IGNORECASE)
 _DOUBTED_BEHIND = re.compile(
     r"\s?[,(]?\s?(?:\?|(?:(?:or|and)\s)?(?:maybe|perhaps|possibly|if|unless|would|could|might|may|was|cannot|can.?t|isn.?t|"
-    r"is\s(?:not|wrong|incorrect|false|impossible)|seems\swrong)\b)",
+    r"is\s(?:not|wrong|incorrect|false|impossible)|seems\swrong)\b)"
+    r"|\s?[.!,;]\s(?:(?:no|wait|oops|actually|hmm|but)[,.!]?\s){0,3}(?:that|this|it|which)s?(?:\s(?:is|was|seems))?\s"
+    r"(?:wrong|incorrect|false|a\smistake|not\s(?:right|correct|true))\b",
     re.IGNORECASE,
 )
 _SENTENCE_CHARS = 200  # searched in front of an announcement
@@ -72,8 +75,10 @@ class MultipleChoice:
         self.column, self.choices, self.options = column, "".join(letters), options
         # Compile the patterns that depend on the letters, in both cases except in prose
         one = f"[{self.choices}{self.choices.lower()}]"
-        others = rf"\(?(?:,|/|&|or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
-        self._several = re.compile(rf"\s?{others}(?=\s?(?:[,.;/&)]|$|or\b|and\b))", re.MULTILINE)
+        others = rf"\(?(?:,|;|/|&|\||or\b|and\b|,\s?or\b|,\s?and\b)\s?[(\[]?[{self.choices}]\b[)\]]?"
+        ends = rf"(?=\s?(?:[,.;/&|)]|$|or\b|and\b|[{self.choices}]\b))"
+        self._several = re.compile(rf"(?:\s?{others}|\s[{self.choices}]\b){ends}", re.MULTILINE)
+        self._listed = re.compile(rf"[).:]?\s?[(\[]?[{self.choices}]\b[).:]")  # "A. B. C." in a box
         self._boxed = re.compile(rf"[(\[]?({one})(?:[)\].:,]|(?=\s?$|/|\s(?:or|and|&)\b))")
         self._announced = re.compile(
             rf"\b{_IS}\s?(?i:\w+ly\s)?(?i:(?:the\s)?(?:option|choice|letter)\s?:?\s?)?"
@@ -105,7 +110,8 @@ class MultipleChoice:
         """Return the letter of ``choices`` that a completion chooses; None if it chooses none or several."""
         boxed = _strip_markup(last_boxed(text) or "")
         if found := self._boxed.match(boxed):
-            return None if self._several.match(boxed, found.end(1)) else found[1].upper()
+            several = self._several.match(boxed, found.end(1)) or self._listed.match(boxed, found.end(1))
+            return None if several else found[1].upper()
         text = _strip_markup(text)
         if announced := [found for found in self._announced.finditer(text) if not _is_doubted(text, found)]:
             found = announced[-1]

@@ -6,7 +6,7 @@ Each program runs in a separate Linux process, inside independent layers of isol
 attempt of a program           protection
 =============================  =========================================================================================
 endless loops, sleeping        CPU time limit of the kernel; wall-clock limit of a supervising process
-memory, huge output            limits on address space and on output size; no pipes, shared or locked memory
+memory, huge output            limits on address space and on output size; no pipes, no locked memory, none shared
 processes, many threads        seccomp: no fork, no exec; more than 64 threads end the program
 network                        seccomp: no sockets; also Landlock, depending on the kernel
 signals, tracing               seccomp: no signals, even to itself; also Landlock, depending on the kernel
@@ -100,8 +100,8 @@ def check_limits(timeout: float, cpu_seconds: int | None, memory: int, max_outpu
 class Sandbox:
     """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.rewards.sandbox` for its protections.
 
-    Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in about
-    0.1 s, are reused by later calls and end with the sandbox or with this process. A pickle does not contain them, and
+    Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in a
+    fraction of a second, are reused by later calls and end with the sandbox or with this process. A pickle does not contain them, and
     a forked process starts new ones.
 
     Args:
