@@ -101,8 +101,8 @@ class Sandbox:
     """Sandbox that runs untrusted Python programs; see :mod:`torchrl_rloo.rewards.sandbox` for its protections.
 
     Each concurrent thread uses a separate starter process, which forks the programs. Starters start on demand, in a
-    fraction of a second, are reused by later calls and end with the sandbox or with this process. A pickle does not contain them, and
-    a forked process starts new ones.
+    fraction of a second, are reused by later calls and end with the sandbox or with this process. A pickle does not
+    contain them, and a forked process starts new ones.
 
     Args:
         timeout: wall-clock limit of a program in seconds.

@@ -68,8 +68,8 @@ class SessionResult:
 class PythonSessions:
     """Pool of sandboxed Python processes, one for each session; the module's docstring describes the sandbox.
 
-    A keeper process watches them, and a zygote process forks them. Both start with this object, in a tenth of a second,
-    and end with it or with this process. A pickled copy and a forked process start their own.
+    A keeper process watches them, and a zygote process forks them. Both start with this object and end with it or with
+    this process. A pickled copy and a forked process start their own.
 
     Args:
         timeout: limit of a call, in seconds.
