@@ -17,7 +17,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
 
 KILL_SECONDS = 10.0  # limit for a tree that forks faster than it is killed
 TERM_SECONDS = 1.0  # for a helper to end after SIGTERM
@@ -42,52 +41,30 @@ def kill_tree(root: int) -> None:
 
 def kill_below(root: int) -> None:
     """Kill the descendants of a process until none is left, for at most ``KILL_SECONDS``."""
-    deadline, outsiders = time.monotonic() + KILL_SECONDS, {0, root}
-    while not _sweep(root, outsiders) and time.monotonic() < deadline:
-        pass
+    deadline = time.monotonic() + KILL_SECONDS
+    while (family := descendants(root)) and time.monotonic() < deadline:
+        # A group is killed at once, so no fork escapes; the root and this process may share one with outsiders
+        groups = set(family.values()) - {_group(root), os.getpgrp()}
+        for target in [-group for group in groups] + list(family):
+            _kill(target)
 
 
-def _sweep(root: int, outsiders: set[int]) -> bool:
-    """Kill the descendants of a process that a look at all processes finds; return whether there are surely none.
-
-    A descendant may fork and exit all the time. A listed process that ended unread may have been one, so another look
-    is due. It is fast, as it skips ``outsiders``: the root, and the processes that were found not to be below it.
-    """
-    spared = {_group(root), os.getpgrp()}  # the root and this process may share a group with outsiders
-    children: dict[int, list[int]] = {}
-    alive: dict[int, int] = {}  # groups of living processes
-    certain = True
-    # Read the newest processes first, and kill children of the root on sight: they may end within a millisecond
-    for name in reversed(os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        if not name.isdigit() or (pid := int(name)) in outsiders:
-            continue
-        if not (fields := _stat(pid)):
-            certain = False
-            continue
-        children.setdefault(int(fields[1]), []).append(pid)
-        if fields[0] not in "ZX":
-            alive[pid] = int(fields[2])
-            if int(fields[1]) == root:
-                _kill_with_group(pid, alive[pid], spared)
-    # Kill the others, and remember the outsiders
-    family = _below([root], children)
-    for pid in family & alive.keys():
-        _kill_with_group(pid, alive[pid], spared)
-    outsiders |= _below([pid for pid in outsiders if pid != root], children)
-    return certain and not family & alive.keys()
-
-
-def _below(roots: list[int], children: Mapping[int, Sequence[int]]) -> set[int]:
-    found = [child for parent in roots for child in children.get(parent, ())]
-    for parent in found:  # grows in the loop
-        found += children.get(parent, ())
-    return set(found)
-
-
-def _kill_with_group(pid: int, group: int, spared: set[int]) -> None:
-    if group not in spared:
-        _kill(-group)  # at once, so that no fork escapes
-    _kill(pid)
+def descendants(root: int) -> dict[int, int]:
+    """Return the living processes below ``root`` and the process group of each."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, int] = {}
+    alive: set[int] = set()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit() and (fields := _stat(int(name))):
+            children.setdefault(int(fields[1]), []).append((int(name), int(fields[2])))
+            if fields[0] not in "ZX":
+                alive.add(int(name))
+    parents = [root]
+    for parent in parents:  # grows in the loop
+        for pid, group in children.get(parent, ()):
+            parents.append(pid)
+            found[pid] = group
+    return {pid: group for pid, group in found.items() if pid in alive}
 
 
 def _stat(pid: int) -> list[str]:
