@@ -17,7 +17,7 @@ import pytest
 from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo import _reaper
-from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
+from torchrl_rloo._processes import Guard, HelperProcess, reaped_command, short_environment
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFailure
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
@@ -330,7 +330,8 @@ def test_helpers_have_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch):
 
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    before = set(descendants(os.getpid()))
+    guard = Guard.shared()  # an earlier test may have started it
+    before = set(descendants(os.getpid())) - {guard.process.pid}
     executor, sandbox, sessions = ProcessExecutor(1), Sandbox(), PythonSessions()
     server = HelperProcess(reaped_command(["sleep", "1000"]), short_environment())
     run(executor, "")

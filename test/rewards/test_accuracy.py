@@ -218,7 +218,9 @@ def test_idle_workers_end_with_a_killed_trainer_that_has_a_fork():
         print(fork, *workers, flush=True)
         time.sleep(1000)
     """
-    trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     fork, *workers = map(int, trainer.stdout.readline().split())
     try:
         os.kill(workers[1], signal.SIGSTOP)
