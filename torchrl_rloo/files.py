@@ -23,6 +23,7 @@ _REASONS = {
     errno.EACCES: ("permission denied", "make it writable for this user, or set another output directory"),
     errno.EPERM: ("operation not permitted", "make it writable for this user, or set another output directory"),
     errno.ELOOP: ("it is a symbolic link, which is not followed", "remove it"),
+    errno.EMLINK: ("it is a hard link to another file, which would change", "remove it"),
     errno.EISDIR: ("it is a folder", "move it away"),
     errno.EEXIST: ("it is no folder", "move it away"),
     errno.ENOTDIR: ("a part of its path is a file", "move that file away, or set another output directory"),

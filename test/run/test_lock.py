@@ -267,13 +267,15 @@ def test_a_host_cannot_write_to_the_terminal(tmp_path):
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "fifo"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard_link", "folder", "fifo"])
 def test_a_lock_file_that_is_none_is_named_and_not_followed(tmp_path, kind):
     target, path = tmp_path / "target", tmp_path / "run" / ".lock"
     path.parent.mkdir()
     target.write_text("precious")
     if kind in ("link", "dangling"):
         path.symlink_to(target if kind == "link" else tmp_path / "nowhere")
+    elif kind == "hard_link":
+        path.hardlink_to(target)
     else:
         path.mkdir() if kind == "folder" else os.mkfifo(path)
     with pytest.raises(OSError, match=rf"cannot write {path}: it is .*; (remove it|move it away)"):

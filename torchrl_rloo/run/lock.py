@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from errno import EINVAL, ENOLCK, ENOSYS, EOPNOTSUPP
+from errno import EINVAL, EMLINK, ENOLCK, ENOSYS, EOPNOTSUPP
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,8 @@ def _lock(path: Path) -> int:
         try:
             with explained(path):
                 regular_size(descriptor)
+                if os.fstat(descriptor).st_nlink > 1:  # the holder would be written into another file
+                    raise OSError(EMLINK, os.strerror(EMLINK))
             if _take(descriptor, path) and _is_at(descriptor, path):
                 with explained(path):
                     _write_holder(descriptor)
