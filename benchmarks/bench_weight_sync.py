@@ -12,6 +12,10 @@ a ``VLLMEngine``. The others send them to one or more ``AsyncVLLMEngine`` in chi
 
 Each transport and its copy are measured in a separate process. After the last push, the engines' log-probs are compared
 with the model's. Ends with one line of JSON.
+
+``--ranks 2 4`` measures the private memory that the ranks of a sharded model take for a push, without an engine that
+loads. Memory in shared files is not private. ``--packing`` compares broadcasts of tensors and of buckets to one process
+over gloo.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from time import perf_counter
 from typing import Any
 
 from common import print_result, print_table, qwen2, run_python, word_tokenizer
+from weight_transfers import packing_rows, sharded_rows
 
 TRANSPORTS = ("direct", "shared_memory", "collective", "files")
 ORDERS = ("rolling", "barrier", "pause_first")
@@ -148,6 +153,14 @@ def copy_seconds(model: Any, repeats: int = 5) -> float:
     return min(times)
 
 
+def build(layers: int, width: int, vocabulary: int) -> tuple[Any, Any]:
+    """Build a random model and its tokenizer."""
+    tokenizer = word_tokenizer(vocabulary)
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "vocab_size": vocabulary}
+    return qwen2(tokenizer, num_hidden_layers=layers, **sizes, **heads), tokenizer
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
@@ -161,6 +174,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checksum", choices=("xxh3", "device"), default="xxh3")
     parser.add_argument("--verify-every", type=int, default=1, help="number of pushes of which one carries checksums")
     parser.add_argument("--streamed", action="store_true", help="load each bucket as it arrives, not all at the end")
+    parser.add_argument("--ranks", nargs="+", type=int, help="numbers of ranks to shard the model over, without vLLM")
+    parser.add_argument("--packing", action="store_true", help="compare broadcasts of buckets and of tensors instead")
     parser.add_argument("--measure", metavar="DIRECTORY", help=argparse.SUPPRESS)  # used in the separate process
     return parser.parse_args()
 
@@ -170,12 +185,14 @@ def main() -> None:
     if args.measure:
         print_result({"rows": measure(args.measure, args)})
         return
+    if args.ranks or args.packing:
+        rows = packing_rows(args) if args.packing else sharded_rows(args)
+        print_table("broadcasts:" if args.packing else "pushes of a sharded model:", rows)
+        print_result({"benchmark": "weight_transfers", "rows": rows})
+        return
     with tempfile.TemporaryDirectory() as directory:
-        tokenizer = word_tokenizer(args.vocabulary)
-        heads = {"num_attention_heads": args.width // 64, "num_key_value_heads": args.width // 64}
-        sizes = {"hidden_size": args.width, "intermediate_size": args.width * 8 // 3, "vocab_size": args.vocabulary}
-        qwen2(tokenizer, num_hidden_layers=args.layers, **sizes, **heads).save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        for part in build(args.layers, args.width, args.vocabulary):
+            part.save_pretrained(directory)
         options = ["--pushes", str(args.pushes), "--bucket-mib", str(args.bucket_mib), "--measure", directory]
         options += ["--engines", str(args.engines), "--orders", *args.orders, "--checksum", args.checksum]
         options += ["--verify-every", str(args.verify_every), *(["--streamed"] if args.streamed else [])]

@@ -11,7 +11,10 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -49,6 +52,33 @@ def run_python(script: str, *args: str) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextmanager
+def local_ray(num_cpus: int, object_store_mb: int = 200) -> Iterator[None]:
+    """Run a local Ray cluster within the context, whose actors import from this folder.
+
+    Args:
+        num_cpus: places for actors, whatever the machine has.
+        object_store_mb: size of the object store.
+    """
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        ray.init(
+            "local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_mb << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -8,7 +8,6 @@ import itertools
 import os
 import pkgutil
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -169,12 +168,9 @@ def limits(setting: str) -> str:
 def load_recipe(name: str):
     """Import a recipe's file as a module."""
     from torchrl_rloo.cli.main import recipe_file
+    from torchrl_rloo.cli.recipe import import_recipe
 
-    spec = importlib.util.spec_from_file_location(f"docs_recipe_{name}", recipe_file(name))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up here
-    spec.loader.exec_module(module)
-    return module
+    return import_recipe(recipe_file(name), f"docs_recipe_{name}")
 
 
 def coming_from_pages() -> dict[str, str]:

@@ -38,6 +38,7 @@ from support.engines import (  # noqa: F401  fixtures
 from support.fork_server import ForkServer
 from support.hermetic import refuse_remote_connections
 from support.judges import math_judge, one_judge  # noqa: F401  fixtures
+from support.ray_cluster import functions_by_value, ray_cluster  # noqa: F401  fixtures
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start

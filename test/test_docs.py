@@ -18,7 +18,10 @@ import yaml
 from torchrl.data import ReplayBuffer
 
 from support.recipes import settings
-from torchrl_rloo.cli.main import RECIPES
+from torchrl_rloo.cli.cluster_options import HELP as CLUSTER_SETTINGS
+from torchrl_rloo.cli.cluster_options import PREFIX, parse_cluster
+from torchrl_rloo.cli.main import RECIPES, STORED
+from torchrl_rloo.cli.main import _parser as command_parser
 from torchrl_rloo.cli.schema import check_names, non_null_fields
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
@@ -84,6 +87,14 @@ def test_each_block_runs_in_a_test_or_is_marked_as_output(page: Path):
 
 
 WITHOUT_CONTEXT = {"README.md", "docs/how-to/vllm.md"}  # run by test_tutorials.py
+_PARTS = """
+from torchrl_rloo.data import load_prompts
+from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
+from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.rewards import boxed_accuracy
+tokenizer, prompts = build_tokenizer(), load_prompts(addition_prompts("train", size=64))
+env = DatasetChatEnv(prompts, tokenizer, prompts_per_batch=16, num_generations=2, rewards=boxed_accuracy)
+"""
 NAMES = {  # parts that the blocks of a page take as given
     "docs/methods.md": """
 from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -91,7 +102,37 @@ from torchrl_rloo.modules import TransformersWrapper, frozen_reference
 tokenizer = build_tokenizer()
 actor = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate=False)
 reference = frozen_reference(actor)
-"""
+""",
+    "docs/how-to/cluster.md": _PARTS
+    + """
+from torchrl_rloo.engines import TransformersEngine
+model, make_engine = build_model(tokenizer, seed=0), lambda: TransformersEngine(build_model(tokenizer, seed=0))
+""",
+    "docs/how-to/reading-a-run.md": _PARTS
+    + """
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.modules import TransformersWrapper
+model = build_model(tokenizer, seed=0)
+collector = LLMCollector(
+    env, TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0})
+)
+""",
+    "docs/how-to/stored-rollouts.md": _PARTS
+    + """
+from torchrl.data import ReplayBuffer
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.ray_session import ray_session
+from torchrl_rloo.replay import MCAdvantage, RowStorage
+policy = TransformersWrapper(
+    build_model(tokenizer, seed=0), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "seed": 0}
+)
+buffer = ReplayBuffer(storage=RowStorage(), transform=MCAdvantage(2))
+rows = LLMCollector(env, policy).collect()
+groups = [rows[i : i + 2] for i in range(0, 32, 2)]
+session = ray_session(num_cpus=4, include_dashboard=False)
+session.__enter__()
+""",
 }
 
 
@@ -108,7 +149,7 @@ def test_python_blocks_run_in_the_order_of_the_page(page: Path, fork_server, tmp
 # Commands of the pages write down their arguments instead of running.
 STUBS = "".join(
     f"{name}() {{ printf '%s\\0' {name} \"$@\" >> commands; printf '\\n' >> commands; }}\n"
-    for name in ("torchrl-rloo", "python", "pip", "make")
+    for name in ("torchrl-rloo", "torchrun", "python", "pip", "make", "ray")
 )
 
 
@@ -123,14 +164,36 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
 def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # the user's files, or of earlier runs
     for program, *arguments in commands(page, tmp_path):
-        if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "evaluate"):
+        if program == "torchrun":  # with the launcher's options before the command
+            program, arguments = "torchrl-rloo", arguments[arguments.index("torchrl_rloo.cli.main") + 1 :]
+        if program == "ray" and "--" in arguments:  # a job
+            program, *arguments = arguments[arguments.index("--") + 1 :]
+        if "--ranks" in arguments:
+            assert arguments[1] == "--ranks" and int(arguments[2]) > 1
+            del arguments[1:3]
+        if arguments[1:2] == ["--on-ray"]:
+            del arguments[1 : 4 if arguments[2] == "--resources" else 2]
+        if program == "torchrl-rloo" and arguments[0] in ("run", "cp", "check", "evaluate"):
             recipe, given = ("evaluate", arguments[1:]) if arguments[0] == "evaluate" else (arguments[1], arguments[2:])
             given = [*RECIPES[recipe][1:], *(given[1:] if arguments[0] == "cp" else given)]
             settings(recipe, *given)  # raises what is wrong
+        elif program == "torchrl-rloo" and arguments[0] == "plan":
+            given = [argument for argument in arguments if "=" in argument]
+            settings("rloo", *(parse_cluster(given)[1] if "--cluster" in arguments else given))
+        elif program == "torchrl-rloo" and arguments[0] in STORED:
+            parse_command(arguments)
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
             if len(arguments) > 1:
                 settings("rloo", *shlex.split(arguments[1].removeprefix("ARGS=")))
+
+
+def parse_command(arguments: list[str]) -> None:
+    """Fail for options that a command does not have."""
+    try:
+        command_parser().parse_args(arguments)
+    except SystemExit:
+        pytest.fail(f"torchrl-rloo {shlex.join(arguments)} cannot be parsed")
 
 
 def code_spans(page: Path) -> list[str]:
@@ -154,7 +217,9 @@ def test_settings_metrics_and_files_that_a_page_names_exist(page: Path, monkeypa
 
 
 def known_settings(name: str) -> None:
-    """Fail for a dotted name that no recipe has."""
+    """Fail for a dotted name that neither a recipe nor the planner of clusters has."""
+    if name.removeprefix(PREFIX) in CLUSTER_SETTINGS:
+        return
     check_names([name], load_recipe("rloo").Config)
 
 

@@ -194,7 +194,8 @@ def state():
     return {"rng": rng, "threads": threads, "defaults": defaults, "logging": (logger.level, logger.handlers[:])}
 
 before = state()
-heavy = "vllm", "ray", "datasets", "peft", "wandb", "mlflow", "matplotlib", "pandas", "hydra"
+# torchrl.data itself imports ray if it is installed
+heavy = "vllm", "datasets", "peft", "wandb", "mlflow", "matplotlib", "pandas", "hydra"
 for module in pkgutil.iter_modules(torchrl_rloo.__path__, "torchrl_rloo."):
     light = module.name not in ("torchrl_rloo.embedded", "torchrl_rloo.cli")  # these load transformers and hydra
     if module.ispkg and light:

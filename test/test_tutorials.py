@@ -169,7 +169,7 @@ def test_the_loop_runs_with_vllm(run):
     """The lines of ``docs/how-to/vllm.md`` replace the policy and the collector of the README's loop."""
     pytest.importorskip("vllm")
     page = TUTORIALS.parent / "docs" / "how-to" / "vllm.md"
-    (lines,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
     before, collector = lines.rstrip().rsplit("\n", 1)
     loop = replaced(read_loop(), ("range(25)", "range(2)"))
     loop = re.sub(r"^policy = .*$", lambda _: before, loop, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Ends of process trees, and the two scripts that ensure them; it needs only the standard library.
+"""Ends of process trees, and the scripts that ensure them; it needs only the standard library.
 
 ``reap`` gives a helper process a parent, its reaper. Orphans below a reaper become its children, by
 ``PR_SET_CHILD_SUBREAPER``, so daemons also end with the helper, even after its crash. ``guard`` is one process per
@@ -125,9 +125,7 @@ def reap(trainer: int) -> None:
     child = os.fork()
     if child == 0:
         # Use a new session, so that signals to the group do not reach the reaper
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != reaper:
-            os._exit(1)
+        die_with_parent(reaper)
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED | {signal.SIGCHLD})
         return
@@ -148,6 +146,14 @@ def reap(trainer: int) -> None:
             os.kill(reaper, -code)
     finally:
         os._exit(code & 255)
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies; on other systems than Linux it continues."""
+    if sys.platform.startswith("linux"):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _supervise(child: int, trainer: int) -> int:
@@ -201,11 +207,14 @@ def guard(trainer: int) -> None:
 
 
 def main(role: str, trainer: str, *command: str) -> None:
-    """Run as the guard of a trainer, or run a command below a reaper."""
+    """Run as the guard of a trainer, or run a command below a reaper, or one that the kernel kills with its parent."""
     if role == "guard":
         return guard(int(trainer))
-    limit_process()
-    reap(int(trainer))
+    if role == "exec":
+        die_with_parent(int(trainer))
+    else:
+        limit_process()
+        reap(int(trainer))
     os.execvp(command[0], command)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,7 @@ from typing import BinaryIO
 
 TEMPORARIES = ".incomplete*.tmp"  # pattern of the temporary names
 SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block
+_TEMPORARY_FOLDER = re.compile(r"\.incomplete-[0-9]+-[0-9a-f]{12}\.tmp")
 _FULL = "free space, or set another output directory"
 _REASONS = {
     errno.ENOSPC: ("the disk is full", _FULL),
@@ -72,6 +75,11 @@ class _Recorder(io.FileIO):
             raise
 
 
+def temporary_name(path: Path) -> Path:
+    """Return a new name for a file or folder that will replace ``path``; see :func:`remove_temporaries`."""
+    return path.with_name(f".incomplete-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces ``path`` when the block ends without an exception.
@@ -88,7 +96,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written. The message names the path and the remedy.
     """
-    temporary = path.with_name(f".incomplete-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    temporary = temporary_name(path)
     with explained(path):
         raw = _Recorder(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFE_FLAGS, 0o666), "wb")
     try:
@@ -151,9 +159,13 @@ def regular_size(descriptor: int) -> int:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed writers left in a folder."""
+    """Remove the temporary files and folders that killed writers left in a folder."""
     for path in folder.glob(TEMPORARIES):
-        with suppress(OSError):  # a folder with such a name
+        if path.is_dir() and not path.is_symlink():
+            if _TEMPORARY_FOLDER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            continue
+        with suppress(OSError):
             path.unlink(missing_ok=True)
 
 

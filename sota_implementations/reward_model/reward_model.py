@@ -10,11 +10,11 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchrl_rloo.cli import config as c
-from torchrl_rloo.cli.recipe import parse_args, run_recipe
+from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
 from torchrl_rloo.cli.schema import non_null_fields
 
 
@@ -23,7 +23,7 @@ class ModelConfig:
     """Model to train and how to load it."""
 
     name: str = "embedded"  # hub id or local directory of a causal model or one-label classifier; or embedded
-    dtype: str = "float32"  # data type of the trained weights; bfloat16 loses most steps of a small learning rate
+    dtype: str = "float32"  # data type of the trained weights: float32 or float64; fewer bits lose small steps
     device: str = "cpu"  # device of the model: cpu or cuda
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained
 
@@ -108,13 +108,14 @@ from torchrl_rloo.data import keys, load_preference_splits
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics import DEFINITIONS, Calibration, calibrate, write_calibration, write_report
 from torchrl_rloo.diagnostics.calibration import CALIBRATION_PLOT
+from torchrl_rloo.diagnostics.health import make_health
 from torchrl_rloo.embedded import addition_preferences, resolve_model
 from torchrl_rloo.modules import context_length, save_model
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.objectives import merge_outputs
 from torchrl_rloo.objectives.reward_model import RewardModelLoss
-from torchrl_rloo.run import Run, check_resumable
-from torchrl_rloo.training import accumulate, linear_schedule, optimizer_step
+from torchrl_rloo.run import Run, check_resumable, repeat_after_rollback
+from torchrl_rloo.training import accumulate, check_optimizer, make_optimizer, make_schedule, optimizer_step
 
 PARTS = ("chosen", "rejected")
 HEADLINE = ("loss", "rewards/accuracy", "eval/pair_accuracy", "time/step")
@@ -123,8 +124,14 @@ PANELS += (("rewards/chosen", "rewards/rejected"), ("rewards/margin",), ("grad_n
 
 
 def main(cfg: Config) -> None:
+    repeat_after_rollback(lambda step: train(cfg if step is None else replace(cfg, resume=step)))
+
+
+def train(cfg: Config) -> None:
     # Load model and pairs
+    health = make_health(**asdict(cfg.health))
     check_resumable(cfg.output_dir, **c.run_settings(cfg))
+    check_optimizer(c.named_arguments(cfg.optimizer), c.named_arguments(cfg.schedule), cfg.train.steps)
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     name = resolve_model(cfg.model.name, cfg.seed, log=print)
@@ -134,12 +141,13 @@ def main(cfg: Config) -> None:
 
     # Build loss, optimizer and learning-rate schedule
     loss_fn = RewardModelLoss(RewardModel(model), **asdict(cfg.loss), micro_batch_size=cfg.train.micro_batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.optimizer))
-    scheduler = linear_schedule(optimizer, cfg.train.steps, **asdict(cfg.schedule))
+    optimizer = make_optimizer(model, **c.named_arguments(cfg.optimizer))
+    scheduler = make_schedule(optimizer, cfg.train.steps, **c.named_arguments(cfg.schedule))
 
     # Train on pairs in shuffled epochs; evaluate between steps
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with Run(cfg.output_dir, cfg.train.steps, parts, **c.run_settings(cfg), headline=HEADLINE) as run:
+    settings = c.run_settings(cfg) | {"headline": HEADLINE, "health": health}
+    with Run(cfg.output_dir, cfg.train.steps, parts, **settings) as run:
         if run.step == 0:
             evaluate(run, cfg, loss_fn, eval_set, tokenizer)
         for step in run.steps():
@@ -228,10 +236,12 @@ def finish(
     report = write_report(
         run.directory,
         history=run.logger.history,
+        timings=run.logger.timings,
         summary=result,
         tables=run.logger.tables,
         definitions=DEFINITIONS,
         settings=asdict(cfg),
+        command=command_line(),
         panels=PANELS,
         figures={"Calibration on held-out pairs": folder / CALIBRATION_PLOT},
         title="Reward model",

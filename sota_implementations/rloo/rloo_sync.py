@@ -6,48 +6,28 @@ Examples:
   rloo_sync.py algorithm=grpo inference=vllm       another method, sampled by vLLM
   rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6  a model from the hub
   rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]  your data and reward
+  rloo_sync.py rollouts.path=rows rollouts.train=false      only sample, and keep all rows as files
+  rloo_sync.py rollouts.source=rows                         only train, on stored rows
+  torchrun --nproc-per-node=2 rloo_sync.py train.parallel=fsdp                           two ranks, each with a shard
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import sampling_config as s
-from torchrl_rloo.cli.recipe import parse_args, run_recipe
-from torchrl_rloo.cli.schema import check_settings, non_null_fields
+from torchrl_rloo.cli.check import load_own_checks, preflight
+from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
+from torchrl_rloo.cli.rloo_config import RLOOConfig
+from torchrl_rloo.cli.schema import non_null_fields
 
 
 @dataclass
-class Config(c.RunConfig):
+class Config(RLOOConfig):
     """Settings of RLOO training."""
 
     output_dir: str = "outputs/rloo_sync/${task.name}/seed${seed}"  # directory of checkpoints, metrics, report, model
-    algorithm: str = "rloo_trl"  # method: rloo, rloo_trl, grpo, dr_grpo, dapo, gspo, cispo, ...; a wrong name lists all
-    loss: dict[str, c.Any] = field(default_factory=dict)  # arguments of RLOOLoss that replace the algorithm's
-    advantage: dict[str, c.Any] = field(default_factory=dict)  # arguments of MCAdvantage that replace the algorithm's
-    lora: c.Any = None  # arguments of peft.LoraConfig: {r: 16, target_modules: all-linear}; null: train all weights
-    task: c.TaskConfig = field(default_factory=c.TaskConfig)
-    model: c.ModelConfig = field(default_factory=c.ModelConfig)
-    data: c.DataConfig = field(default_factory=c.DataConfig)
-    plan: c.PlanConfig = field(default_factory=c.PlanConfig)
-    train: c.TrainConfig = field(default_factory=c.TrainConfig)
-    generate: s.GenerateConfig = field(default_factory=s.GenerateConfig)
-    environment: s.EnvironmentConfig = field(default_factory=s.EnvironmentConfig)
-    reward: c.RewardConfig = field(default_factory=c.RewardConfig)
-    kl: c.KLConfig = field(default_factory=c.KLConfig)
-    optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
-    schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
-    sampler: s.SamplerConfig = field(default_factory=s.SamplerConfig)
-    collector: s.CollectorConfig = field(default_factory=s.CollectorConfig)
-    inference: s.InferenceConfig = field(default_factory=s.InferenceConfig)
-    curriculum: c.CurriculumConfig = field(default_factory=c.CurriculumConfig)
-    eval: c.EvalConfig = field(default_factory=c.EvalConfig)
-
-    def __post_init__(self):
-        check_settings("lora", self.lora)
-        s.check_ahead(self.collector, self.sampler)
-        c.check_clip_range(self.reward, self.advantage)
 
 
 if __name__ == "__main__":  # parse before torch is imported, so --help and wrong settings respond at once
@@ -56,6 +36,7 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,22 +47,45 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
 from torchrl_rloo import data, diagnostics, modules, replay
-from torchrl_rloo.collectors import AdaptiveConcurrency, GroupSource, LLMCollector, RefillingCollector, StepRows
+from torchrl_rloo.collectors import (
+    AdaptiveConcurrency,
+    GroupSource,
+    LLMCollector,
+    RefillingCollector,
+    SharedSource,
+    StepRows,
+    StoredRollouts,
+    add_missing_kl,
+    check_stored_groups,
+)
 from torchrl_rloo.data import PromptDataset, keys, tensor_rows
 from torchrl_rloo.embedded import resolve_model, resolve_task
-from torchrl_rloo.engines import Engine, sleeping
+from torchrl_rloo.engines import Engine, sleeping, start_together
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_settings
-from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
+from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform, add_reference_kl
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
-from torchrl_rloo.replay import MCAdvantage, RowStorage
+from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.replay import MCAdvantage, RolloutFiles, RolloutWriter, RowStorage, run_id
 from torchrl_rloo.rewards import load_reward, make_executor
-from torchrl_rloo.run import Run, check_resumable, meters
-from torchrl_rloo.training import accumulate, catch_up, linear_schedule, minibatches, optimizer_step
+from torchrl_rloo.run import Run, check_resumable, meters, repeat_after_rollback, timings
+from torchrl_rloo.training import (
+    accumulate,
+    catch_up,
+    check_copies,
+    check_optimizer,
+    make_optimizer,
+    make_schedule,
+    minibatches,
+    offload_activations,
+    optimizer_step,
+    shard_model,
+)
 from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightUpdater, WeightUpdater
 
-HEADLINE = ("reward", "eval/greedy", "eval/sampled", "time/step")  # metrics of the progress bar
+# Metrics of the progress bar, and the table of waits
+DISPLAY = {"headline": ("reward", "eval/greedy", "eval/sampled", "time/step"), "digest": diagnostics.waiting_table}
 
 
 class Problem(NamedTuple):
@@ -92,23 +96,38 @@ class Problem(NamedTuple):
     eval_set: PromptDataset
     model_name: str
     model: PreTrainedModel
-    wrapper: dict[str, Any]  # arguments of every policy: tokenizer and sampling
+    wrapper: dict[str, Any]  # arguments of every policy of Transformers: tokenizer, sampling, precision
     limits: dict[str, Any]  # rows and tokens of one forward and backward pass
+    accumulation: dict[str, Any]  # further arguments of an optimizer step's passes
     make_transforms: Callable[[], list]  # builds the transforms that answer the policy's turns
     chat: dict[str, Any]  # arguments of every environment: limits and template
     rewards: RewardTransform
     method: Preset
     plan: diagnostics.TrainingPlan
+    health: diagnostics.health.Health
 
 
 def main(cfg: Config) -> None:
+    split = {"tensor_parallel": cfg.train.tensor_parallel, "context_parallel": cfg.train.context_parallel}
+    timeout, group = cfg.train.rank_timeout, cfg.train.parallel != "none"
+    with Ranks.from_environment(cfg.model.device, timeout=timeout, group=group, **split) as ranks:
+        repeat_after_rollback(lambda step: train(resumed_at(cfg, step), ranks))
+
+
+def resumed_at(cfg: Config, step: int | None) -> Config:
+    """Return the settings of a run that continues from a step; None changes nothing."""
+    return cfg if step is None else replace(cfg, resume=step)
+
+
+def train(cfg: Config, ranks: Ranks) -> None:
     # Task, model, rewards, method; wrong settings raise before anything samples
-    problem = load_problem(cfg)
+    problem = load_problem(cfg, ranks)
     model, rewards, method, plan = problem.model, problem.rewards, problem.method, problem.plan
 
-    # Environment: prompts, turns, rewards, KL to the initial model
-    trainer = TransformersWrapper(model, generate=False, packing=cfg.train.packing, **problem.wrapper)
-    env = make_env(cfg, problem, trainer)
+    # Ranks: each has a replica or a shard of the model, and trains on its share of the rows that rank 0 samples
+    sampler, reference = copy_model(cfg, problem, ranks)
+    trainer = make_trainer(cfg, problem, ranks)
+    scorer = make_reference(cfg, problem, ranks, trainer, reference)
 
     # Learning: buffer with leave-one-out advantages, loss, optimizer, schedule
     advantage = MCAdvantage(**method.advantage_arguments)
@@ -119,54 +138,72 @@ def main(cfg: Config) -> None:
         generator=torch.Generator().manual_seed(cfg.seed),
     )
     loss_fn = RLOOLoss(trainer, **method.loss_arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.optimizer))
-    scheduler = linear_schedule(optimizer, plan.optimizer_steps, **asdict(cfg.schedule))
+    offloaded = "optimizer" in cfg.train.offload
+    optimizer = make_optimizer(model, **c.named_arguments(cfg.optimizer), offload_states=offloaded)
+    scheduler = make_schedule(optimizer, plan.optimizer_steps, **c.named_arguments(cfg.schedule))
 
-    # Sampling: by the model itself, or by an engine that receives its weights
-    policy, engine, sampler, updater = make_policy(cfg, problem, trainer)
-    collector = make_collector(cfg, env, policy, updater)
-    source = make_source(cfg, problem, collector, advantage, trainer)
-    evaluation = make_evaluation(cfg, problem, policy)
+    # Sampling on rank 0: by the model itself, or by an engine that receives its weights
+    policy, engine, updater = make_policy(cfg, problem, ranks, trainer, sampler)
+    writer = make_writer(cfg, problem, ranks)
+    source = make_source(cfg, problem, ranks, policy, updater, advantage, trainer, scorer, writer)
+    evaluation = make_evaluation(cfg, problem, policy) if ranks.is_main else None
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
-    run = Run(cfg.output_dir, plan.steps, parts, **c.run_settings(cfg), headline=HEADLINE)
+    settings = c.run_settings(cfg) | DISPLAY | {"health": problem.health}
+    run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with engine or nullcontext(), closing(rewards), closing(source), run:
-        rewards.quarantine.rewind(run.step)  # steps that run again write their failed samples again
+        if ranks.is_main:  # steps that run again write their failed samples again
+            rewards.quarantine.rewind(run.step)
+        if writer is not None:  # and their rows
+            writer.rewind(run.step)
         if run.step == 0:
-            evaluate(run, cfg, evaluation)
-        elif engine is not None:  # a new engine starts with the initial weights
+            source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
+        if run.step == 0 and cfg.rollouts.train:
+            evaluate(run, cfg, source, evaluation)
+        elif cfg.inference.engine is not None:  # a new engine starts with the initial weights
             updater.initialize()
         for step in run.steps():
+            ranks.place = f"step {step}"
             with run.time("collect"):  # 1. sample whole groups of finished trajectories
-                rewards.report_progress(step - 1, plan.steps, plan.epochs(step - 1), collector.num_tokens)
+                report_progress(run, problem, source, writer)
                 rows, sampled = step_rows = source.collect()
-            log_rollouts(run, cfg, problem, step_rows, collector)
+            log_rollouts(run, cfg, problem, step_rows, source)
+            if not cfg.rollouts.train:  # only collect
+                run.log(meters(engine, *source.parts))
+                continue
             with run.time("train"), sleeping(engine if cfg.inference.sleep else None):
                 if rows is not None:  # 2. compute leave-one-out advantages
-                    buffer.extend(score_old_log_probs(run, cfg, problem, rows, loss_fn, collector.policy_version))
+                    buffer.extend(score_old_log_probs(run, cfg, problem, rows, loss_fn, source))
+                    write_bundle(run, cfg, problem, step_rows, buffer, loss_fn)
                 outputs, norms = [], []
                 for batch in minibatches(buffer, plan.minibatches, plan.epochs_per_batch):  # 3. optimize
-                    outputs += accumulate(loss_fn, batch, merge_identical=cfg.train.merge_identical, **problem.limits)
+                    with offload_activations("activations" in cfg.train.offload):
+                        outputs += accumulate(loss_fn, batch, ranks=ranks, **problem.accumulation, **problem.limits)
                     norms.append(optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm))
                 buffer.empty()
                 catch_up(scheduler, step * plan.optimizer_steps // plan.steps)
             with run.time("sync"):  # 4. push the weights to the sampler
                 if run.is_due(cfg.sampler.sync_every):
-                    collector.update_policy_weights_()
+                    source.update_policy_weights_()
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                evaluate(run, cfg, evaluation)
+                evaluate(run, cfg, source, evaluation)
+            run.log({}, timings=timings(*source.parts))
     if run.finished:
-        finish(run, cfg, problem)
+        finish(run, cfg, problem, ranks, source)
 
 
-def load_problem(cfg: Config) -> Problem:
+def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     """Build task, rewards and method, load model and prompts, and check that all sizes fit."""
     # Refuse to resume with other settings before anything is loaded
     check_resumable(cfg.output_dir, **c.run_settings(cfg))
+    s.check_transport(cfg.inference)
+    load_own_checks(cfg.check)
+    health = diagnostics.make_health(**asdict(cfg.health))
+    check_optimizer(c.named_arguments(cfg.optimizer), c.named_arguments(cfg.schedule), c.optimizer_steps(cfg.plan))
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     # Resolve the task: the user's own prompts and rewards replace the default one
@@ -184,8 +221,9 @@ def load_problem(cfg: Config) -> Problem:
         reward_weights=rewards.weights,
     )
     # Load the model, the prompts, and the turns of a conversation
-    name = resolve_model(cfg.model.name, cfg.seed, task.name, log=print)
-    model, tokenizer = modules.load_model(name, **non_null_fields(cfg.model, "name", "kwargs"), **cfg.model.kwargs)
+    name = ranks.broadcast(lambda: resolve_model(cfg.model.name, cfg.seed, task.name, log=print), "start model")
+    settings = non_null_fields(cfg.model, "name", "kwargs") | {"device": str(ranks.device)}
+    model, tokenizer = modules.load_model(name, **settings, **cfg.model.kwargs, meta=cfg.train.load_shards)
     model = model if cfg.lora is None else modules.add_adapter(model, cfg.lora)
     train_set, eval_set = task.load(**non_null_fields(cfg.data), seed=cfg.seed, tokenizer=tokenizer)
     context, template = modules.context_length(model), cfg.data.template_kwargs
@@ -203,14 +241,31 @@ def load_problem(cfg: Config) -> Problem:
         max_tokens=chat.get("max_tokens"),
     )
     trained = modules.count_trained(model)
-    print(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
-    print(f"training: {train_set}\nheld out: {eval_set}\n{plan}", flush=True)
-    diagnostics.check_engine(cfg.inference.engine, plan, cfg.lora, cfg.sampler.dtype)
+    ranks.log(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
+    ranks.log(f"training: {train_set}\nheld out: {eval_set}\n{plan}")
+    diagnostics.check_engine(s.engine_arguments(cfg.inference), plan, cfg.lora, cfg.sampler.dtype)
     wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | non_null_fields(cfg.generate)}
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
+    autocast = cfg.train.parallel != "fsdp"  # FSDP itself casts the weights that it gathers
+    scoring = {"precision": cfg.train.precision, "float32_head": cfg.train.float32_head} if autocast else {}
+    accumulation = {"merge_identical": cfg.train.merge_identical, "reduce": cfg.train.reduce}
     chat |= {"template_kwargs": template}
-    prompts = (train_set, eval_set)
-    return Problem(task, *prompts, name, model, wrapper, limits, make_transforms, chat, rewards, method, plan)
+    return Problem(
+        task=task,
+        train_set=train_set,
+        eval_set=eval_set,
+        model_name=name,
+        model=model,
+        wrapper=wrapper | scoring,
+        limits=limits,
+        accumulation=accumulation,
+        make_transforms=make_transforms,
+        chat=chat,
+        rewards=rewards,
+        method=method,
+        plan=plan,
+        health=health,
+    )
 
 
 def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
@@ -229,15 +284,61 @@ def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
     )
 
 
-def make_env(cfg: Config, problem: Problem, trainer: TransformersWrapper) -> DatasetChatEnv:
-    """Build the environment: prompts, turns, rewards, their shaping, KL to the initial model."""
-    rewards, method = problem.rewards, problem.method
+def copy_model(cfg: Config, problem: Problem, ranks: Ranks) -> tuple[PreTrainedModel | None, PreTrainedModel | None]:
+    """Return the sampler (the model itself, or a copy on rank 0) and the copy for the KL; both may be None."""
+    shares, dtype = cfg.sampler.share_weights, cfg.sampler.dtype
+    sampler = problem.model if shares else None
+    if not shares and ranks.is_main:
+        sampler = modules.frozen_copy(problem.model, dtype and data.parse_dtype(dtype))
+    needs_reference = problem.method.kl is not None and cfg.lora is None
+    return sampler, modules.frozen_copy(problem.model) if needs_reference else None
+
+
+def make_trainer(cfg: Config, problem: Problem, ranks: Ranks) -> TransformersWrapper:
+    """Distribute the model over the ranks and build its scorer."""
+    distribute(cfg, problem, ranks, problem.model)
+    return TransformersWrapper(problem.model, generate=False, packing=cfg.train.packing, **problem.wrapper)
+
+
+def make_reference(
+    cfg: Config, problem: Problem, ranks: Ranks, trainer: TransformersWrapper, model: PreTrainedModel | None
+) -> TransformersWrapper | modules.AdapterReference | None:
+    """Build the scorer of the initial model: a copy, sharded like the model, or the model without its adapter."""
+    if problem.method.kl is None:
+        return None
+    if model is None:
+        return modules.AdapterReference(trainer)
+    distribute(cfg, problem, ranks, model)
+    return trainer.get_new_version(model=model)
+
+
+def distribute(cfg: Config, problem: Problem, ranks: Ranks, model: PreTrainedModel) -> None:
+    """Distribute a model over the ranks and, if they read only their shards, load its weights."""
+    shard_model(model, ranks, cfg.train.parallel, **sharding(cfg))
+    if cfg.train.load_shards:
+        modules.load_shards(model, problem.model_name, device=ranks.device, **cfg.model.kwargs)
+
+
+def sharding(cfg: Config) -> dict[str, Any]:
+    """Return the arguments of ``shard_model``."""
+    if cfg.train.parallel != "fsdp":
+        return {}
+    settings = {name: getattr(cfg.train, name) for name in ("precision", "float32_head", "shard_size")}
+    return settings | {"offload_parameters": "parameters" in cfg.train.offload}
+
+
+def kl_arguments(problem: Problem) -> dict[str, Any]:
+    """Return the arguments of the KL to the initial model."""
+    masked = problem.method.loss.get("mask_truncated_completions", False)
+    return problem.method.reward_kl_arguments | problem.limits | {"mask_truncated_completions": masked}
+
+
+def make_env(cfg: Config, problem: Problem, reference: modules.Scorer | None) -> DatasetChatEnv:
+    """Build the environment: prompts, turns, rewards, their shaping, KL to the initial model if it has a reference."""
+    rewards = problem.rewards
     after = [instantiate(spec, rewards) for spec in cfg.reward.shaping]
-    if method.kl is not None:
-        reference = modules.frozen_reference(trainer) if cfg.lora is None else modules.AdapterReference(trainer)
-        masked = method.loss.get("mask_truncated_completions", False)
-        settings = method.reward_kl_arguments | problem.limits
-        after.append(KLRewardTransform(reference, mask_truncated_completions=masked, **settings))
+    if reference is not None:
+        after.append(KLRewardTransform(reference, **kl_arguments(problem)))
     return DatasetChatEnv(
         problem.train_set,
         problem.wrapper["tokenizer"],
@@ -267,64 +368,153 @@ def make_prompt_sampler(curriculum: c.CurriculumConfig, problem: Problem) -> dat
 
 
 def make_policy(
-    cfg: Config, problem: Problem, trainer: TransformersWrapper
-) -> tuple[TurnPolicy, Engine | None, torch.nn.Module, WeightUpdater]:
-    """Build the policy, its engine, the model with the sampler's weights and their updater; verify the updates."""
+    cfg: Config, problem: Problem, ranks: Ranks, trainer: TransformersWrapper, sampler: PreTrainedModel | None
+) -> tuple[TurnPolicy | None, Engine | None, WeightUpdater]:
+    """Build the policy and the engine of rank 0, and the updater of each rank; verify the updates."""
     # Sample with the model itself or a copy; without an engine this is all
-    shares, dtype, tokenizer = cfg.sampler.share_weights, cfg.sampler.dtype, problem.wrapper["tokenizer"]
-    sampler = problem.model if shares else modules.frozen_copy(problem.model, dtype and data.parse_dtype(dtype))
     to_sampler = InProcessWeightUpdater(problem.model, sampler)
     if cfg.inference.engine is None:
-        return TransformersWrapper(sampler, **problem.wrapper), None, sampler, to_sampler
+        policy = None if sampler is None else TransformersWrapper(sampler, **problem.wrapper)
+        return policy, None, to_sampler
     # Start the engine, then verify that weights arrive and that its log-probs match the trainer's
-    engine = make_engine(cfg.inference, problem.model_name)
-    to_engine = instantiate(cfg.inference.updater, sampler, engine)
-    policy = vLLMWrapper(engine, **problem.wrapper)
-    if cfg.inference.self_test:
-        print(diagnostics.self_test(to_engine, sampler, tokenizer, engine), flush=True)
-    else:
-        to_engine.initialize()
-    engine_dtype = cfg.inference.engine.get("dtype")
+    model_name, arguments = problem.model_name, s.engine_arguments(cfg.inference)
+    if cfg.model.quantization is not None and arguments.get("enable_lora"):  # the base that adapters fit
+        tokenizer = problem.wrapper["tokenizer"]
+        model_name = modules.save_merged(problem.model, tokenizer, Path(cfg.output_dir) / "base", adapter=False)
+    engine = ranks.on_main(lambda: make_engine(cfg.inference, str(model_name)), "start of the engine")
+    sampling = {name: problem.wrapper[name] for name in ("tokenizer", "generate_kwargs")}
+    policy, updater = None, to_sampler
+    senders = ranks if sampler is problem.model else Ranks.single()  # rank 0 alone has a copy
+    if sampler is not None:
+        to_engine = instantiate(cfg.inference.updater, sampler, engine if ranks.is_main else [])
+        updater = SequentialWeightUpdater(to_sampler, to_engine)
+        if cfg.inference.self_test:
+            result = diagnostics.self_test(to_engine, sampler, sampling["tokenizer"], engine, ranks=senders)
+            ranks.log(str(result))
+        else:
+            to_engine.initialize()
+    policy = vLLMWrapper(engine, **sampling) if ranks.is_main else None
+    dtype, engine_dtype = cfg.sampler.dtype, arguments.get("dtype")
     diagnostics.check_parity(
         policy,
         trainer,
         problem.eval_set,
         sampler_dtype=(dtype or cfg.model.dtype) if engine_dtype == "float32" else engine_dtype,
         template_kwargs=cfg.data.template_kwargs,
+        ranks=ranks,
     )
-    return policy, engine, sampler, SequentialWeightUpdater(to_sampler, to_engine)
+    return policy, engine, updater
 
 
 def make_engine(inference: s.InferenceConfig, model_name: str) -> Engine:
     """Start the engines, in a supervised pool if the settings have one."""
-    arguments = dict(inference.engine)
-    if "model" in arguments:
-        arguments["model"] = arguments["model"] or model_name
+    arguments, nested = dict(inference.engine), s.engine_arguments(inference)
+    if "model" in nested:
+        nested = nested | {"model": nested["model"] or model_name}
+        arguments = arguments | {"make_engine": nested} if "make_engine" in arguments else nested
+    starts = [
+        partial(instantiate, arguments | {k: v[i] for k, v in inference.per_replica.items()})
+        for i in range(inference.replicas)
+    ]
     with ExitStack() as started:  # close the first engines if a later one does not start
-        engines = [
-            started.enter_context(instantiate(arguments | {k: v[i] for k, v in inference.per_replica.items()}))
-            for i in range(inference.replicas)
-        ]
+        together = start_together(starts) if s.is_on_ray(inference) else (start() for start in starts)
+        engines = [started.enter_context(engine) for engine in together]
         engine = engines[0] if inference.pool is None else instantiate(inference.pool, engines)
         started.pop_all()
     return engine
 
 
-def make_collector(cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater) -> LLMCollector:
+def make_writer(cfg: Config, problem: Problem, ranks: Ranks) -> RolloutWriter | None:
+    """Build the writer of all sampled rows on rank 0, if the settings name a folder."""
+    if cfg.rollouts.path is None or not ranks.is_main:
+        return None
+    return RolloutWriter(
+        cfg.rollouts.path,
+        model=cfg.model.name,
+        tokenizer=problem.wrapper["tokenizer"],
+        notes=note_rewards(cfg, problem),
+        max_bytes=cfg.rollouts.max_bytes,
+        writer=run_id(cfg.output_dir),
+    )
+
+
+def note_rewards(cfg: Config, problem: Problem) -> dict[str, Any]:
+    """Return what describes stored rows: their rewards, and the distribution of their log-probs."""
+    rewards = problem.rewards
+    notes = {"rewards": rewards.names, "functions": cfg.reward.functions, "weights": rewards.weights}
+    return notes | {"clip_range": rewards.clip_range, "generate": non_null_fields(cfg.generate)}
+
+
+def make_stored(cfg: Config, problem: Problem, updater: WeightUpdater) -> StoredRollouts:
+    """Build the source of stored rows, in place of environment and collector."""
+    files, plan = RolloutFiles(cfg.rollouts.source, tokenizer=problem.wrapper["tokenizer"]), problem.plan
+    check_stored_groups(
+        files,
+        rewards=problem.rewards.names,
+        num_generations=plan.num_generations,
+        prompts_per_step=plan.prompts_per_step,
+        steps=min(plan.steps, cfg.stop_after or plan.steps) if cfg.curriculum.refill is None else None,
+    )
+    return StoredRollouts(
+        files,
+        groups_per_batch=plan.prompts_per_step,
+        max_staleness=cfg.collector.max_staleness,
+        on_stale=cfg.collector.on_stale,
+        weight_updater=updater,
+    )
+
+
+def make_collector(
+    cfg: Config, env: DatasetChatEnv, policy: TurnPolicy, updater: WeightUpdater, writer: RolloutWriter | None
+) -> LLMCollector:
     """Build the collector: nothing ahead by default, so that every batch has the current weights."""
     settings = asdict(cfg.collector)
     if isinstance(limits := settings["max_in_flight"], dict):
         settings["max_in_flight"] = AdaptiveConcurrency(**limits)
     settings["audit"] = Path(cfg.output_dir) / "ledger.jsonl" if cfg.collector.audit else None
-    return LLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, **settings)
+    return LLMCollector(env, policy, weight_updater=updater, seed=cfg.seed, postproc=writer, **settings)
 
 
 def make_source(
-    cfg: Config, problem: Problem, collector: LLMCollector, advantage: MCAdvantage, trainer: TransformersWrapper
+    cfg: Config,
+    problem: Problem,
+    ranks: Ranks,
+    policy: TurnPolicy | None,
+    updater: WeightUpdater,
+    advantage: MCAdvantage,
+    trainer: TransformersWrapper,
+    reference: modules.Scorer | None,
+    writer: RolloutWriter | None,
+) -> SharedSource:
+    """Build the source of a step's rows, which environment and collector of rank 0 sample, or a folder holds."""
+    source, finish, stored = None, None, cfg.rollouts.source is not None
+    if ranks.is_main and stored:
+        source = make_group_source(cfg, problem, make_stored(cfg, problem, updater), advantage, trainer)
+    elif ranks.is_main:
+        env = make_env(cfg, problem, reference if ranks.size == 1 else None)
+        collector = make_collector(cfg, env, policy, updater, writer)
+        source = make_group_source(cfg, problem, collector, advantage, trainer)
+    # The reference of several ranks scores on all of them, after the rows are collected
+    if reference is not None and (stored or ranks.size > 1):
+        add_kl = add_missing_kl if stored else add_reference_kl
+        finish = partial(add_kl, ref=reference, ranks=ranks, **kl_arguments(problem))
+    samples_itself = cfg.inference.engine is None and cfg.sampler.share_weights
+    sampler = problem.model if samples_itself else None
+    offloaded = policy.model if cfg.sampler.offload and ranks.is_main else None
+    return SharedSource(ranks, source, updater, sampler=sampler, offloaded=offloaded, finish=finish)
+
+
+def make_group_source(
+    cfg: Config,
+    problem: Problem,
+    collector: LLMCollector | StoredRollouts,
+    advantage: MCAdvantage,
+    trainer: TransformersWrapper,
 ) -> GroupSource:
-    """Build the source of a step's rows: all groups, or only those with a signal."""
+    """Build the source of groups: all of them, or only those with a signal."""
     refill, cache = cfg.curriculum.refill, cfg.curriculum.cache
-    observe = getattr(collector.env.primer.sampler, "update", None)  # a prompt sampler that learns from every batch
+    prompts = None if collector.env is None else collector.env.primer.sampler
+    observe = getattr(prompts, "update", None)  # a prompt sampler that learns from every batch
     if refill is not None:
         if advantage.depends_on_other_groups:
             raise ValueError(
@@ -357,32 +547,67 @@ def make_evaluation(cfg: Config, problem: Problem, policy: TurnPolicy) -> diagno
     )
 
 
+def report_progress(run: Run, problem: Problem, source: SharedSource, writer: RolloutWriter | None = None) -> None:
+    """Tell the reward functions, and the writer of rows, how far the run is."""
+    done, plan = run.step - 1, problem.plan
+    if writer is not None:
+        writer.step = run.step
+    problem.rewards.report_progress(done, plan.steps, plan.epochs(done), source.num_tokens)
+
+
 def score_old_log_probs(
-    run: Run, cfg: Config, problem: Problem, rows: TensorDictBase, loss_fn: RLOOLoss, version: int
+    run: Run, cfg: Config, problem: Problem, rows: TensorDictBase, loss_fn: RLOOLoss, source: SharedSource
 ) -> TensorDictBase:
     """Score rows with the training model before its first update, if the loss or parity metrics need it."""
     rows = tensor_rows(rows)
     whole = not any(keys.PREVIOUS_SEGMENTS in row.keys() for row in rows.unbind(0))
     parity = run.is_due(cfg.inference.parity_every) and whole
     if parity or {keys.PROXIMAL_LOG_PROBS, keys.PROXIMAL_ENTROPY} & set(loss_fn.in_keys):
-        rows = modules.record_log_probs(loss_fn.actor_network, rows, entropy=keys.PROXIMAL_ENTROPY, **problem.limits)
+        settings = {"entropy": keys.PROXIMAL_ENTROPY, "ranks": source.ranks} | problem.limits
+        rows = modules.record_log_probs(loss_fn.actor_network, rows, **settings)
     if parity:  # only rows of the current weights; the log-probs of cached rows are already the trainer's
-        fresh = (rows[keys.POLICY_VERSION] == version) & (rows[keys.GROUP_ID] < replay.FIRST_CACHED_GROUP)
+        current = rows[keys.POLICY_VERSION] == source.policy_version
+        fresh = current & (rows[keys.GROUP_ID] < replay.FIRST_CACHED_GROUP)
         run.log(diagnostics.parity_metrics(rows[fresh]) if fresh.any() else {})
     return rows
 
 
-def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, collector: LLMCollector) -> None:
+def write_bundle(
+    run: Run, cfg: Config, problem: Problem, step_rows: StepRows, buffer: ReplayBuffer, loss_fn: RLOOLoss
+) -> None:
+    """Write the step's rows with advantages, settings and expected numbers, if the settings ask for this step."""
+    if run.step not in cfg.rollouts.bundles or not len(buffer):
+        return
+    method, folder = problem.method, run.directory / "bundles"
+    scoring = {"precision": cfg.train.precision, "float32_head": cfg.train.float32_head}
+    settings = {"loss": method.loss_arguments, "advantage": method.advantage_arguments, "kl": method.kl}
+    bundle = diagnostics.make_bundle(
+        buffer[:],
+        loss_fn,
+        step=run.step,
+        model=cfg.model.name,
+        settings=settings | {"scoring": scoring},
+        notes=note_rewards(cfg, problem),
+        texts=step_rows,
+        **problem.limits,
+    )
+    path = folder / f"step_{run.step:06d}.bundle"
+    digest = diagnostics.write_bundle(path, bundle)
+    print(f"bundle of step {run.step}: {path} (SHA-256 {digest})", flush=True)
+    if cfg.rollouts.bundle_weights:
+        modules.save_model(problem.model, problem.wrapper["tokenizer"], folder / f"step_{run.step:06d}_model")
+
+
+def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, source: SharedSource) -> None:
     """Log metrics of a step's rows and, at intervals, a table of some of them."""
     rows, sampled = step_rows
     rewards, masked = problem.rewards, problem.method.loss.get("mask_truncated_completions", False)
     metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, mask_truncated_completions=masked)
-    trained = sampled if rows is None else rows
-    metrics["staleness"] = collector.policy_version - float(trained[keys.POLICY_VERSION].float().mean())
-    metrics["num_tokens"] = collector.num_tokens
+    metrics |= diagnostics.staleness_metrics(sampled if rows is None else rows, source.policy_version)
+    metrics["num_tokens"] = source.num_tokens
     speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
-    run.log(metrics, timings=rewards.timings() | {"tokens_per_second": speed})
-    if cfg.log.samples and run.is_due(cfg.log.samples_every):
+    run.log(metrics, timings={"tokens_per_second": speed})
+    if cfg.log.samples and run.is_due(cfg.log.samples_every) and source.ranks.is_main:
         run.log_table("training completions", diagnostics.completion_table(sampled, cfg.log.samples))
 
 
@@ -395,32 +620,50 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
         method.adaptive_kl.update(run.metrics["kl"], rows)
 
 
-def evaluate(run: Run, cfg: Config, evaluation: diagnostics.Evaluation) -> None:
+def evaluate(run: Run, cfg: Config, source: SharedSource, evaluation: diagnostics.Evaluation | None) -> None:
     """Log metrics of the held-out prompts, a table of their greedy completions and, if set, transcripts."""
     with run.time("eval"):
-        result = evaluation.run(keep_rows=cfg.log.transcripts)
+        result = source.on_main(lambda: evaluation.run(keep_rows=cfg.log.transcripts), "evaluation")
+    if result is None:  # on the other ranks
+        return
     run.log(result.metrics)
+    page = f"transcripts/step_{run.step:06d}.html" if cfg.log.transcripts else None
     if cfg.log.samples:
-        run.log_table("held-out completions", result.table()[: cfg.log.samples])
-    if cfg.log.transcripts:
-        page = run.directory / "transcripts" / f"step_{run.step:06d}.html"
-        title = f"Evaluation after step {run.step}"
-        diagnostics.write_evaluation_transcripts(page, result, evaluation.policy.tokenizer, title=title)
+        run.log_table("held-out completions", result.table(cfg.log.samples, page=page))
+    if page:
+        title, tokenizer = f"Evaluation after step {run.step}", evaluation.policy.tokenizer
+        diagnostics.write_evaluation_transcripts(run.directory / page, result, tokenizer, title=title)
 
 
-def finish(run: Run, cfg: Config, problem: Problem) -> None:
-    """Save the model, write the report, and print the result as one line of JSON."""
-    folder = modules.save_model(problem.model, problem.wrapper["tokenizer"], run.directory / "model")
-    result = run.summary("eval/greedy", "eval/sampled")
+def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: SharedSource) -> None:
+    """Save the model if it was trained, write the report, and print the result as one line of JSON."""
+    written = {} if cfg.rollouts.path is None else {"rollouts": str(Path(cfg.rollouts.path).resolve())}
+    if cfg.rollouts.train:
+        checksums = check_copies(problem.model, ranks)
+        if ranks.size > 1:
+            ranks.log(f"checksums of the ranks' weights: {', '.join(checksums.values())}")
+        folder = modules.save_model(problem.model, problem.wrapper["tokenizer"], run.directory / "model")
+        written["model"] = str(folder.resolve())
+    if not ranks.is_main:
+        return
+    result = run.summary("eval/greedy", "eval/sampled") if cfg.rollouts.train else run.summary("reward")
+    figures = {}
+    if (step := diagnostics.choose_step(run.timer.recent)) is not None:
+        waits = getattr(source.source.collector, "waits", None)  # stored rows have none
+        profiles = () if waits is None else waits.profiles
+        figures["Timeline of a step"] = diagnostics.plot_timeline(step, profiles, run.directory / "timeline.png")
     report = diagnostics.write_report(
         run.directory,
         history=run.logger.history,
+        timings=run.logger.timings,
         summary=result | {"plan": str(problem.plan)},
         tables=run.logger.tables,
         definitions=diagnostics.DEFINITIONS,
         settings=asdict(cfg),
+        figures=figures,
+        command=command_line(),
     )
-    print(json.dumps(result | {"report": str(report.resolve()), "model": str(folder.resolve())}))
+    print(json.dumps(result | {"report": str(report.resolve())} | written))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -297,3 +298,28 @@ def test_doctored_histories_are_rejected(history: Path) -> None:
     stuck = [dict(record) for record in records]
     stuck[again]["attempt"] = 0
     check(stuck, "group 13 is drawn again under attempt 0")
+
+
+def test_counts_of_states_agree_with_the_groups() -> None:
+    """Take groups through random changes and a restore; the counts by state equal those of a pass over all groups."""
+    ledger, draw = make_ledger(), random.Random(0)
+    saved = None
+    for number in range(300):
+        by_state = {state: ledger.of(state) for state in GroupState}
+        leased, complete = by_state[GroupState.LEASED], by_state[GroupState.COMPLETE]
+        for lease in ledger.lease(draw.randint(1, 3)):
+            if draw.random() < 0.7:
+                ledger.complete(lease.group_id, lease.attempt, rows_of(lease))
+        ledger.requeue([g.group_id for g in (*leased, *complete) if draw.random() < 0.1])
+        ledger.drop([g.group_id for g in ledger.of(GroupState.LEASED) if draw.random() < 0.1])
+        ids = [g.group_id for g in ledger.of(GroupState.COMPLETE) if draw.random() < 0.5]
+        ledger.deliver(ids)
+        ledger.settle(ids[::2])
+        ledger.acknowledge()
+        if number == 150:
+            saved = ledger.state_dict(ledger.primer.state_dict)
+        if number == 200:
+            ledger.load_state_dict(saved, ledger.primer.load_state_dict)
+        for state in GroupState:
+            assert ledger.count(state) == len(ledger.of(state)), (number, state)
+    assert ledger.count(*GroupState) == len(ledger.groups) > 0

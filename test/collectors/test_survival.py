@@ -277,7 +277,7 @@ def test_a_closed_pool_ends_a_collect_and_loses_no_group(pooled) -> None:
         collecting.result(30)
     with pytest.raises(EngineError, match="closed"):
         in_thread(collector.collect).result(30)
-    assert in_state(collector, "drawn", "leased") == {0, 1}
+    assert in_state(collector, "drawn", "leased", "complete") == {0, 1}  # group 0 may have ended before
 
 
 def test_shutdown_does_not_wait_for_a_restart(pooled, model) -> None:

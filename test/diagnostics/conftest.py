@@ -68,7 +68,7 @@ class Browser:
 
     def open(
         self,
-        page: Path,
+        page: Path | str,
         address: str = "",
         *,
         width: int = 1400,
@@ -76,14 +76,16 @@ class Browser:
         dark: bool = False,
         ready: str = "document.querySelector('#transcript .token')",
     ) -> None:
-        """Load a page from scratch, and wait for the condition ``ready``."""
+        """Load a file or an address from scratch, and wait for the condition ``ready``."""
         self.events.clear()
+        url = page if isinstance(page, str) else page.as_uri()
+        self.own = ("file:", "about:", "data:image/png;", *([page] if isinstance(page, str) else []))
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self("Page.navigate", url="about:blank")
-        self("Page.navigate", url=page.as_uri() + address)
-        self.wait(f"location.protocol === 'file:' && document.readyState === 'complete' && {ready}")
+        self("Page.navigate", url=url + address)
+        self.wait(f"location.protocol !== 'about:' && document.readyState === 'complete' && {ready}")
 
     def js(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
@@ -125,7 +127,7 @@ class Browser:
         bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [event for event in self.events if event["method"] in bad]
         requests = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-        found += [url for url in requests if not url.startswith(("file:", "about:", "data:image/png;"))]
+        found += [url for url in requests if not url.startswith(self.own)]
         return found + self.js("violations") + ([True] if self.js("'pwned' in window") else [])
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ from torchrl_rloo.rewards import boxed_accuracy
 from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.executors import ThreadExecutor
 
+ENDS = ("low", "high", "length", "clipped_ratio")
+
 
 def make(scorers, size=7, rows=None, **kwargs):
     tokenizer = build_tokenizer()
@@ -52,7 +54,7 @@ def test_scores_every_prompt_once_with_its_columns():
     answers = [row["answer"] for row in addition_prompts("test", size=7)]
     assert seen == answers * 2  # greedy, then sampled
     assert metrics["eval/greedy"] == pytest.approx(3 / 7) and metrics["eval/sampled"] == pytest.approx(4 / 7)
-    ends = {f"eval/{name}_{end}" for name in ("greedy", "sampled") for end in ("low", "high")}
+    ends = {f"eval/{name}_{end}" for name in ("greedy", "sampled") for end in ENDS}
     assert metrics.keys() == {"eval/greedy", "eval/sampled", "eval/failed", "eval/abstained"} | ends
     assert metrics["eval/greedy_low"] == mean_interval(torch.tensor([0, 1, 0, 1, 0, 1, 0.0])).low
     assert [row["answer"] for row in table] == answers
@@ -130,7 +132,7 @@ def test_own_sampling_and_no_greedy_completions():
     assert len(result.table(limit=5)) == 5
     _, only_greedy = make(first_id, num_samples=0)
     counts = {"eval/failed", "eval/abstained"}
-    assert only_greedy()[0].keys() == {"eval/greedy", "eval/greedy_low", "eval/greedy_high"} | counts
+    assert only_greedy()[0].keys() == {"eval/greedy"} | {f"eval/greedy_{end}" for end in ENDS} | counts
 
 
 def test_tasks_of_a_mixture_have_metrics_of_their_own():

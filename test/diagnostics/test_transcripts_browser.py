@@ -109,6 +109,27 @@ def test_tells_of_a_token_under_the_pointer_and_in_focus(browser, page):
     assert browser.complaints() == []
 
 
+def test_log_probs_of_another_model_are_compared(browser, page, tmp_path):
+    browser.open(page, "#row=4")
+    assert browser.js("[...byId('color').options].map((o) => o.value)") == ["log_probs", "advantage", "mask"]
+    tokenizer = build_tokenizer()
+    row = conversation(tokenizer, "What is 2*3?", [("six", None)], 0, 0, 1.0)
+    change = torch.linspace(-1.5, 1.5, len(row[keys.TOKENS])) * row[keys.ACTION_MASK]
+    row.set(keys.PROXIMAL_LOG_PROBS, row[keys.LOG_PROBS] + change)
+    browser.open(write_transcripts(tmp_path / "page.html", stack_rows([row]), tokenizer), "#row=0")
+    browser.js("byId('color').value = 'change', byId('color').dispatchEvent(new Event('change'))")
+    assert browser.js("document.body.dataset.color") == "change" and "-1" in browser.js(
+        "byId('legend').textContent"
+    ).replace("\u2212", "-")
+    last = int(row[keys.ACTION_MASK].nonzero().max())
+    facts = dict(browser.js(f"tokenFacts(rows[0], rows[0].parts[0], {last})"))
+    assert float(facts["change of the log-prob"]) == pytest.approx(float(change[last]), abs=1e-4)
+    rising = browser.js("document.querySelectorAll('#transcript .token.rise4').length")
+    assert rising == int((change >= 1).sum()) > 0
+    assert browser.js("document.querySelectorAll('#transcript .token:not(.action).rise4').length") == 0
+    assert browser.complaints() == []
+
+
 def test_filters(browser, page):
     browser.open(page)
     assert listed(browser) == list(range(12)) and "12 of 12" in browser.js("found.textContent")

@@ -11,7 +11,7 @@ from math import inf
 import pytest
 import torch
 
-from support.waiting import PATIENCE, in_thread
+from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.pool import EnginePool
@@ -494,9 +494,7 @@ def test_a_closed_pool_fails_everything_and_leaves_no_thread() -> None:
         with pytest.raises(EngineError, match="is closed"):
             call()
     assert all(engine.closed for engine in engines) and states(pool) == ["closed"] * 2
-    for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+    wait_until(lambda: set(threading.enumerate()) <= before, what="the end of the pool's threads")
 
 
 @pytest.mark.parametrize(

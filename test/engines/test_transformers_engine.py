@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from support.gpu import needs_gpu
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
@@ -539,8 +540,7 @@ def test_a_sleeping_engine_refuses_requests_and_takes_weights(engine: Transforme
     assert engine.generate(requests())[0].versions == [2] * 12
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_sleep_moves_the_model_off_the_gpu_and_back(random_model, sender: Sender, make_source) -> None:
     engine = TransformersEngine(copy.deepcopy(random_model).cuda())
     before = engine.generate(requests())

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.gpu import needs_gpu
 from torchrl_rloo.weight_update import checksums
 from torchrl_rloo.weight_update.checksums import CHECKSUMS, device_sum
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, plan_buckets, unpack
@@ -112,7 +113,7 @@ def test_the_device_checksum_does_not_depend_on_alignment_or_chunks(monkeypatch:
     assert device_sum([tensor]) == expected == "ecd4b45990898648"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a GPU")
+@needs_gpu
 def test_the_device_checksum_is_the_same_on_a_gpu():
     tensors = [torch.randn(1000, 77), torch.randn(33).bfloat16(), torch.arange(7)]
     assert device_sum([t.cuda() for t in tensors]) == device_sum(tensors)

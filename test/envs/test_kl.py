@@ -14,7 +14,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import gather_actions, ragged
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
+from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform, add_reference_kl
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
@@ -178,6 +178,20 @@ def test_an_abstention_stays_one(collect: Callable, make_ref: Callable) -> None:
 
     rewards = collect(KLRewardTransform(make_ref(), COEFF), rewards=abstain)[keys.REWARD].flatten()
     assert rewards[1::2].isnan().all() and rewards[::2].isfinite().all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"mask_truncated_completions": True, "estimator": "k3"}])
+def test_collected_rows_get_the_penalty_of_the_transform(settings, collect: Callable, make_ref: Callable) -> None:
+    def abstain(completions, **_):
+        return [None if i % 4 == 1 else float(i) for i in range(len(completions))]
+
+    expected = collect(KLRewardTransform(make_ref(), COEFF, **settings), rewards=abstain)
+    rows = add_reference_kl(collect(rewards=abstain), make_ref(), COEFF, **settings)
+    assert 0 < rows[keys.REWARD].isnan().sum() < len(rows) and 0 < rows[keys.TRUNCATED].sum() < len(rows)
+    torch.testing.assert_close(rows[keys.REWARD], expected[keys.REWARD], rtol=0, atol=1e-4, equal_nan=True)
+    for row, other in zip(rows.unbind(0), expected.unbind(0), strict=True):
+        wanted = row[keys.LOG_PROBS] if row[keys.REWARD].isnan() else other[keys.REF_LOG_PROBS]
+        torch.testing.assert_close(row[keys.REF_LOG_PROBS], wanted, rtol=0, atol=1e-5)
 
 
 def test_a_turn_that_continues_is_not_penalized(bpe, prompts, policy_model, make_ref: Callable) -> None:

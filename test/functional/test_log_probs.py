@@ -5,6 +5,7 @@ import torch
 
 import torchrl_rloo.functional.log_probs as log_probs_module
 import torchrl_rloo.functional.projection as projection_module
+from support.gpu import needs_gpu
 from torchrl_rloo.functional import SamplingDistribution, token_log_probs
 from torchrl_rloo.functional.log_probs import TokenLogProbs
 from torchrl_rloo.functional.sampling import Support
@@ -290,7 +291,7 @@ def test_narrow_floats_are_multiplied_and_kept_in_float32(name, dtype, tiles, mo
         torch.testing.assert_close(gradient.double(), reference, atol=1e-4, rtol=torch.finfo(dtype).eps)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32], ids=str)
 def test_a_gpu_gives_the_same(dtype):
     case = Case("low rank")

@@ -1,21 +1,22 @@
 """Rows split over two ranks: shared normalizers and averaged gradients equal those of one process.
 
-Run as a script this file is one rank: ``test_loss_ranks.py RANK FOLDER``.
+As a script, this file runs one rank.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 from tensordict import TensorDictBase
 
+from support.rank_scripts import become_rank, run_ranks
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.objectives.normalizers import Normalizers
+from torchrl_rloo.ranks import Ranks
 
 SPLIT = ([1, 2, 4, 6], [0, 3, 5])  # unequal numbers of rows and of tokens
 MERGED = ([0, 3, 4, 5, 6], [1, 2])
@@ -38,7 +39,6 @@ SETTINGS = {
         "high_entropy_fraction": 0.4,
     },
 }
-TIMEOUT = 120  # seconds, enough for a busy machine
 
 
 def make_policy() -> TransformersWrapper:
@@ -57,21 +57,17 @@ def gradient_of(policy: TransformersWrapper, loss: torch.Tensor) -> list[torch.T
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    group = torch.distributed.group.WORLD
+def run_rank(ranks: Ranks, folder: Path) -> dict[str, tuple]:
     policy, rows, results = make_policy(), torch.load(folder / "rows.pt", weights_only=False), {}
     for name, settings in SETTINGS.items():
-        loss, part = RLOOLoss(policy, **settings), part_of(rows, name, rank)
-        normalizers = loss.normalizers(part, group)
+        loss, part = RLOOLoss(policy, **settings), part_of(rows, name, ranks.rank)
+        normalizers = loss.normalizers(part, ranks.group)
         gradient = gradient_of(policy, loss(part, normalizers).loss)
         for g in gradient:  # as DistributedDataParallel does
             torch.distributed.all_reduce(g)
             g /= 2
         results[name] = (normalizers.num_rows, normalizers.num_tokens, normalizers.entropy_threshold, gradient)
-    torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows_of, rows_with, fork_server):
@@ -84,13 +80,7 @@ def test_averaged_gradients_of_two_ranks_are_those_of_one_process(tmp_path, rows
 
     rows = rows_with(rows_of(own, 300, torch.float32), "weighted", "merged")
     torch.save(rows, tmp_path / "rows.pt")
-    ranks = [fork_server.start(Path(__file__), [rank, tmp_path]) for rank in range(2)]
-    try:
-        assert [rank.wait(TIMEOUT) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    results = run_ranks(fork_server, __file__, tmp_path, 2).results()
     for name, settings in SETTINGS.items():
         loss = RLOOLoss(policy, **settings)
         whole = loss.normalizers(rows)
@@ -117,4 +107,4 @@ def test_both_ranks_have_truncated_rows_and_action_tokens(rows_of, bigram_rows):
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    become_rank(run_rank)

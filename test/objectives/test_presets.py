@@ -451,4 +451,4 @@ def test_settings_that_are_wrong_are_named(settings, message):
 
 def test_the_keys_of_an_advantage_are_those_of_the_transform():
     own = set(inspect.signature(MCAdvantage.__init__).parameters) - {"self", "num_generations", "kl"}
-    assert set(presets._ADVANTAGE_KEYS) == own
+    assert set(presets.ADVANTAGE_KEYS) == own

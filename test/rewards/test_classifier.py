@@ -212,6 +212,26 @@ def test_dtype_and_device(directory):
         scores(SequenceClassifier(directory, dtype="float31"), rows())
 
 
+def test_an_offloaded_model_is_on_its_device_only_while_it_scores(directory, monkeypatch):
+    reward = SequenceClassifier(directory, device="cuda", offload=True)
+    reward.prepare()
+    model, moves = reward._loaded[0], []
+    monkeypatch.setattr(model, "to", lambda device: moves.append(device))  # no GPU is needed to see the moves
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **inputs: moves.append("forward") or forward(**inputs))
+    assert len(reward([""] * 3, ["7", "8", ""], [None] * 3)) == 3
+    assert moves == ["cuda", "forward", "cpu"]
+    monkeypatch.setattr(model, "forward", lambda **inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        reward([""], ["7"], [None])
+    assert moves[-1] == "cpu"
+
+
+def test_layers_are_split_by_a_device_map(directory):
+    whole, split = SequenceClassifier(directory), SequenceClassifier(directory, device_map={"": "cpu"})
+    assert split([""], ["7"], [None]) == whole([""], ["7"], [None])
+
+
 def test_pickles_by_name_and_loads_at_the_first_call(directory):
     reward = SequenceClassifier(str(directory) + "/", batch_size=2)
     assert reward.__name__ == "my-reward-model"
@@ -265,6 +285,8 @@ def test_making_one_does_not_import_torch(directory):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_length": 0}, "max_length=0"),
         ({"truncation": "middle"}, "truncation='middle'"),
+        ({"offload": True}, "offload=True requires a GPU, got device=None"),
+        ({"device": "cpu", "device_map": "auto"}, "device='cpu' cannot be combined with device_map"),
     ],
 )
 def test_settings_out_of_range(settings, named):

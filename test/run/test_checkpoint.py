@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.gpu import needs_gpu
 from torchrl_rloo.run import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
 
 
@@ -216,6 +218,71 @@ def test_a_failing_save_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001.pt"]
 
 
+def tied_state(step: int) -> dict[str, object]:
+    """Return a state with tied weights, views, versions of modules and lists."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(30, 40))
+    model[1].weight = model[0].weight
+    whole = torch.full((100,), float(step))
+    return {
+        "step": step,
+        "model": model.state_dict(),
+        "views": [whole[:10], whole[50:]],
+        "log": [[step]],
+        "t": (1, whole),
+    }
+
+
+def test_an_asynchronous_save_has_the_bytes_of_its_moment(tmp_path: Path) -> None:
+    state = tied_state(3)
+    wanted = Checkpointer(tmp_path / "a").save(3, state)
+    checkpointer = Checkpointer(tmp_path / "b", asynchronous=True)
+    path = checkpointer.save(3, state)
+    state["views"][1].zero_(), state["model"]["0.weight"].zero_(), state["log"][0].append(4)
+    checkpointer.wait()
+    assert path.read_bytes() == wanted.read_bytes()
+    # The next saves wait for those before; close waits for the last
+    for step in (4, 5, 6):
+        checkpointer.save(step, {"step": step})
+    checkpointer.close()
+    assert checkpointer.steps() == [5, 6]
+
+
+def test_an_error_of_an_asynchronous_save_surfaces_in_the_next_call(tmp_path: Path, monkeypatch) -> None:
+    checkpointer = Checkpointer(tmp_path, asynchronous=True)
+    checkpointer.save(1, {"step": 1})
+    checkpointer.wait()
+    assert not checkpointer.failed
+    monkeypatch.setattr("os.fsync", _full_disk)
+    for call in (lambda: checkpointer.save(3, {}), checkpointer.wait, checkpointer.close):
+        checkpointer.save(2, {"step": 2})
+        with pytest.raises(OSError, match=r"^cannot write \S+step_00000002.pt: the disk is full; free space"):
+            call()
+        assert checkpointer.steps() == [1] and not checkpointer.failed
+        checkpointer.wait()  # an error is raised once
+    with pytest.raises(TypeError, match=r"state\['a'\] is a builtins.set"):
+        checkpointer.save(2, {"a": {1}})
+
+
+def _full_disk(*args) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+_ENDS_EARLY = """
+import sys, torch
+from torchrl_rloo.run import Checkpointer
+checkpointer = Checkpointer(sys.argv[1], asynchronous=True)
+save = torch.save
+torch.save = lambda *args: (__import__("time").sleep(0.5), save(*args))
+checkpointer.save(1, {"step": 1})
+"""
+
+
+def test_an_asynchronous_save_ends_before_the_process(tmp_path: Path, fork_server) -> None:
+    done = fork_server.run(_ENDS_EARLY, [tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert Checkpointer(tmp_path).load() == {"step": 1}
+
+
 def _draw() -> list[object]:
     return [random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(), torch.randn(3).tolist()]
 
@@ -230,8 +297,7 @@ def test_random_generators_continue_bit_for_bit(tmp_path: Path) -> None:
     assert [_draw() for _ in range(3)] == expected
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_cuda_generators_continue_bit_for_bit(tmp_path: Path) -> None:
     devices = range(torch.cuda.device_count())
     Checkpointer(tmp_path).save(1, {"rng": rng_state()})

@@ -19,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_rloo.run import Checkpointer, RunLogger
+from torchrl_rloo.run.digest import Digest
 from torchrl_rloo.run.progress import duration
 
 _FILES = ("metrics.jsonl", "timings.jsonl", "completions.jsonl")
@@ -186,6 +187,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
         with RunLogger(tmp_path, loggers=[], total_steps=4) as logger:
             for step in range(1, 5):
                 logger.log(step, {"reward": 0.5})
+                logger.log_phase("training" if step == 1 else None)
             logger.log_table(4, "completions", [{"completion": "hello"}])
         print("the end", file=terminal, flush=True)
         shown = ""
@@ -193,11 +195,38 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
             shown += os.read(outer, 4096).decode()
     os.close(outer)
     assert "4/4" in shown and "reward 0.5" in shown and "\r" in shown
-    assert "completion  hello" in shown
+    assert "completion  hello" in shown and "training:  25%" in shown
+
+
+def test_a_digest_tells_of_the_steps_since_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def digest(entries, before) -> str:
+        steps = [entry["step"] for entry in entries]
+        speed = sum(entry["tokens/s"] for entry in entries)
+        return f"steps {steps[0]} to {steps[-1]} after {before and before['step']}, {speed:g}"
+
+    with RunLogger(tmp_path, loggers=[], total_steps=47, digest=digest) as logger:
+        for step in range(1, 48):
+            _log_step(logger, step)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("steps")]
+    starts = [
+        "steps 1 to 11 after None",
+        "steps 12 to 22 after 11",
+        "steps 23 to 33 after 22",
+        "steps 34 to 44 after 33",
+    ]
+    assert shown == [f"{start}, 2200" for start in starts] + ["steps 45 to 47 after 44, 600"]
+
+
+def test_a_late_digest_does_not_wait_for_its_step() -> None:
+    time = [0.0]
+    digest = Digest(lambda entries, before: str(len(entries)), None, clock=lambda: time[0])
+    assert digest.text({"step": 1}) == ""
+    time[0] = 600.0
+    assert [digest.text({"step": step}) for step in (2, 3)] == ["2", ""]
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'tensorboard', 'wandb'\]"):
+    with pytest.raises(ValueError, match=r"'tensorbord'; valid: \['csv', 'mlflow', 'ray', 'tensorboard', 'wandb'\]"):
         RunLogger(tmp_path, loggers=["tensorbord"])
     with pytest.raises(ValueError, match=r"arguments for \['wandb'\]"):
         RunLogger(tmp_path, loggers=[], logger_kwargs={"wandb": {}})

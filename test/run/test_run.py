@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchrl_rloo.run import Checkpointer, Run, check_resumable, meters
+from torchrl_rloo.run import Checkpointer, Run, StepTimer, check_resumable, meters
 from torchrl_rloo.run.settings import check_same_settings
 
 SETTINGS = {"plan": {"steps": 4, "prompts": 2}, "optimizer": {"lr": 0.1}, "eval": {"every": 2}, "log": {"samples": 1}}
@@ -63,9 +65,64 @@ def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, capsys):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
 
 
+def test_a_run_goes_back_to_a_given_step(tmp_path, capsys):
+    whole, part = play(tmp_path, checkpoint_every=1, keep=9)
+    log = (tmp_path / "metrics.jsonl").read_bytes()
+    stopped, _ = play(tmp_path, checkpoint_every=0, keep=9, resume=2, until=3)
+    output = capsys.readouterr().out
+    assert "resumed after step 2" in output and "stopped after step 3; rerun with resume=auto to resume" in output
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1, 2, 3]
+    resumed, other = play(tmp_path, seed=1)
+    assert other.state == part.state and (tmp_path / "metrics.jsonl").read_bytes() == log
+
+
+def test_a_run_without_the_given_step_is_refused_before_anything_is_loaded(tmp_path):
+    settings = {"settings": SETTINGS, "defaults": {}}
+    for resume, steps in ((3, r"\[\]"), (0, r"\[\]")):
+        with pytest.raises(FileNotFoundError, match=rf"resume={resume} must be one of the checkpoints {steps}"):
+            check_resumable(tmp_path, resume=resume, **settings)
+    play(tmp_path)
+    for call in (lambda: check_resumable(tmp_path, resume=3, **settings), lambda: play(tmp_path, resume=3)):
+        with pytest.raises(FileNotFoundError, match=r"=3 must be one of the checkpoints \[2, 4\]"):
+            call()
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [2, 4]
+    for resume in ("now", -1, True, 1.0, None):
+        with pytest.raises(ValueError, match="resume=.* must be one of .* or the step of a checkpoint"):
+            Run(tmp_path, 4, {}, resume=resume)
+
+
+def test_an_asynchronous_run_has_the_same_checkpoints(tmp_path):
+    for name, asynchronous in (("a", False), ("b", True)):
+        play(tmp_path / name, asynchronous=asynchronous)
+    states = [Checkpointer(tmp_path / name / "checkpoints").load() for name in "ab"]
+    for state in states:
+        state.pop("cpu_seconds")
+        state["parts"].pop("logger")["timings"]  # lengths of numbers that depend on the clock
+    assert str(states[0]) == str(states[1])
+
+
+def test_an_error_of_an_asynchronous_save_ends_the_run(tmp_path, monkeypatch):
+    run = Run(tmp_path, 9, {}, loggers=[], checkpoint_every=2, asynchronous=True)
+    with pytest.raises(OSError, match="the disk is full"), run:
+        for step in run.steps():
+            if step == 2:
+                monkeypatch.setattr("torch.save", full_disk)
+            time.sleep(0.01)
+    assert 2 <= run.step <= 4
+    run = Run(tmp_path, 9, {}, loggers=[], checkpoint_every=2, asynchronous=True)
+    with pytest.raises(ZeroDivisionError, match="comes first"), run:
+        for step in run.steps():
+            if step == 3:
+                raise ZeroDivisionError("the error of the loop comes first")
+
+
+def full_disk(*args) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device: the disk is full")
+
+
 def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path):
     run, _ = play(tmp_path, 3)  # checkpoints after 2 and 3
-    Checkpointer(tmp_path / "checkpoints")._path(3).unlink()
+    (tmp_path / "checkpoints" / "step_00000003.pt").unlink()
     resumed, _ = play(tmp_path, 3)
     assert [record["step"] for record in resumed.logger.history] == [0, 1, 2, 3]
 
@@ -172,3 +229,45 @@ def test_meters_gather_metrics_and_keep_the_counts_of_parts_apart():
     assert meters(first, second)["count/meter_2/b"] == 1, "names do not change once another part counts"
     with pytest.raises(ValueError, match="Other and a part before it both count 'count/tools/f/failed'"):
         meters(tools, Other(**{"tools/f/failed": 1}))
+
+
+def test_the_timer_knows_the_phases_of_the_last_steps():
+    time, seen = [100.0], []
+    timer = StepTimer(lambda: time[0])
+    timer.on_phase = seen.append
+    for step in range(10):
+        for phase, seconds in (("collect", 2.0), ("train", 1.0 + step), ("collect", 1.0)):
+            with timer(phase):
+                assert timer.phase == phase
+                time[0] += seconds
+        time[0] += 0.5
+        taken = timer.take()
+        assert taken == {"time/collect": 3.0, "time/train": 1.0 + step, "time/step": 4.5 + step}
+    assert timer.phase is None and seen[:3] == ["collect", None, "train"]
+    assert len(timer.recent) == 8 and timer.recent[-1].end == time[0]
+    start, _, phases = timer.recent[-1]
+    assert phases == [
+        ("collect", start, start + 2),
+        ("train", start + 2, start + 12),
+        ("collect", start + 12, start + 13),
+    ]
+
+
+def test_a_phase_inside_another_and_many_phases():
+    timer = StepTimer()
+    with timer("outer"):
+        with pytest.raises(ValueError), timer("inner"):
+            raise ValueError
+        assert timer.phase == "outer"
+    for _ in range(1000):
+        with timer("many"):
+            pass
+    timer.take()
+    assert len(timer.recent[0].phases) == 256
+
+
+def test_the_time_of_a_checkpoint_is_part_of_the_next_step(tmp_path):
+    run, _ = play(tmp_path)
+    times = {entry["step"]: entry for entry in run.logger.timings}
+    assert [step for step, entry in times.items() if "time/checkpoint" in entry] == [3]
+    assert times[3]["time/step"] >= times[3]["time/checkpoint"] + times[3]["time/train"]

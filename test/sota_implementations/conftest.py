@@ -121,7 +121,8 @@ def start(fork_server, own: Path) -> Callable[..., ForkedProcess]:
 
     def start(overrides: list[str], output: Path, hold: str = "", recipe: str = "rloo") -> ForkedProcess:
         environment = os.environ | ({"HOLD": hold} if hold else {})
-        arguments = [*RECIPES[recipe][1:], *overrides, f"output_dir={output}"]
+        unchecked = ["check.mode=off"] if recipe.startswith("rloo") else []  # only the run itself calls rewards
+        arguments = [*RECIPES[recipe][1:], *unchecked, *overrides, f"output_dir={output}"]
         process = fork_server.start(recipe_file(recipe), arguments, cwd=own, environment=environment)
         if hold:
             state = wait_until(lambda: (now := process_state(process.pid)) in "TZX" and now, what=hold)

@@ -14,6 +14,7 @@ from torchrl_rloo.cli.values import CHOICES
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
+from torchrl_rloo.modules.quantization import QUANTIZATIONS
 from torchrl_rloo.objectives import PRESETS
 from torchrl_rloo.objectives.kl import PLACES
 from torchrl_rloo.rewards.executors import _MODES as MODES
@@ -36,6 +37,7 @@ def overrides(warm_model) -> list[str]:
         "data.eval_size=8",
         "eval.every=0",
         "checkpoint.every=0",
+        "check.mode=off",
         "reward.functions=[own_rewards.distinct]",  # every group has a signal
     ]
 
@@ -79,7 +81,7 @@ def test_a_method_has_its_settings(overrides, importable, tmp_path, monkeypatch,
 
         monkeypatch.setattr(recipe, name, call)
 
-    spy("KLRewardTransform"), spy("MCAdvantage"), spy("RLOOLoss", ends=True)
+    spy("MCAdvantage"), spy("RLOOLoss"), spy("KLRewardTransform", ends=True)
     with pytest.raises(Reached):
         run_recipe_here("rloo", *overrides, f"algorithm={method}", "kl.coeff=0.07", f"output_dir={tmp_path}")
     advantage, loss, reward = made["MCAdvantage"], made["RLOOLoss"], made["KLRewardTransform"]
@@ -148,19 +150,55 @@ EARLY = [  # refused before torch is imported
     ("generate.temperature=-1", "generate.temperature=-1.0 must be at least 0"),
     ("generate.top_p=1.5", "generate.top_p=1.5 must be between 0 and 1"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9] must be two numbers"),
+    ("optimizer.name=adamv", "optimizer.name=adamv: unknown (did you mean 'adam"),
+    ("optimizer.kwargs.lr=1", "optimizer.kwargs has lr; set optimizer.lr"),
+    ("schedule.name=steplr", "schedule.name=steplr: unknown (did you mean 'StepLR'"),
+    ("schedule.kwargs={warmup_steps:1}", "schedule.kwargs has warmup_steps; set schedule.warmup_steps"),
+    ("model.dtype=bfloat16", "set model.dtype=float32 and train.precision=bfloat16"),
+    ("model.device=cuda train.offload=[activation]", "train.offload=activation: unknown (did you mean 'activations'?)"),
+    ("train.offload=[optimizer]", "train.offload=['optimizer'] has no effect with model.device=cpu"),
+    ("model.device=cuda train.offload=[parameters]", "train.offload=[parameters] requires train.parallel=fsdp"),
+    (
+        "model.device=cuda train.parallel=fsdp train.offload=[parameters,optimizer]",
+        "parameters also keeps the optimizer's states on the CPU; remove optimizer",
+    ),
     ("reward.clip_range=[1]", "reward.clip_range=[1.0] must be [low, high]"),
     ("reward.clip_range=[0,1] advantage.credit=turn", "reward.clip_range=[0.0, 1.0] has no effect with advantage.cr"),
     ("reward.functions=my_rewards.good", "reward.functions must be a list"),
     ("reward.executor.mode=proces", "reward.executor.mode=proces: unknown (did you mean 'process'?)"),
     ("resume=yes", "resume=yes: unknown; valid: auto, extend, never"),
     ("train.packing=pack", "train.packing=pack: unknown (did you mean 'packed'?)"),
+    ("train.parallel=fdsp", "train.parallel=fdsp: unknown (did you mean 'fsdp'?)"),
+    ("train.precision=bf16", "train.precision=bf16: unknown"),
+    ("train.float32_head=true", "train.float32_head=true has no effect with train.precision=float32"),
+    ("train.shard_size=2", "train.shard_size=2 requires train.parallel=fsdp"),
+    ("train.reduce=every_pass", "train.reduce=every_pass requires train.parallel=ddp or fsdp"),
+    ("train.parallel=ddp inference=vllm", "runs vLLM in the process of rank 0"),
+    ("sampler.offload=true", "sampler.offload=true requires sampler.share_weights=false"),
+    ("sampler={offload:true,share_weights:false}", "sampler.offload=true has no effect with model.device=cpu"),
+    (
+        "sampler={offload:true,share_weights:false} model.device=cuda collector.ahead=2",
+        "sampler.offload=true cannot be combined with collector.ahead=2",
+    ),
+    ("train.tensor_parallel=0", "train.tensor_parallel=0 must be at least 1"),
+    ("train.tensor_parallel=2", "rank 0 cannot sample alone with train.tensor_parallel=2"),
+    ("train.tensor_parallel=2 sampler.share_weights=false lora={r:4}", "lora cannot be combined with train.tensor_par"),
+    ("train.context_parallel=2 train.parallel=ddp", "train.context_parallel=2 requires train.packing=packed"),
+    ("train.context_parallel=2 train.packing=packed", "train.context_parallel=2 requires train.parallel=ddp or fsdp"),
+    (
+        "train.context_parallel=2 train.packing=packed train.parallel=ddp curriculum={cache:{capacity:8},refill:{}}",
+        "curriculum.cache scores groups again on rank 0 and cannot be combined with train.context_parallel=2",
+    ),
     ("model.dtype=float33", "model.dtype=float33: unknown (did you mean 'float32'"),
     ("sampler.dtype=fp16 sampler.share_weights=false", "sampler.dtype=fp16: unknown"),
+    ("log.loggers=[ray]", "log.loggers=ray requires a cluster; use rloo_async, or remove it"),
     ("log.loggers=[csv,tensorbored]", "log.loggers=tensorbored: unknown (did you mean 'tensorboard'?)"),
     ("kl.where=token", "kl.where=token has no effect with kl.coeff=0"),
     ("kl.target=0.1 kl.coeff=0", "kl.target=0.1 has no effect with kl.coeff=0"),
     ("kl.coeff=0.1 kl.where=rewards", "kl.where=rewards: unknown (did you mean 'reward'?)"),
     ("lora=16", "lora=16 must be null or a mapping of settings"),
+    ("model.quantization=nf4", "model.quantization=nf4 requires an adapter"),
+    ("model.quantization=nf lora={r:4}", "model.quantization=nf: unknown (did you mean 'nf4'?)"),
     ("task.mixture=addition", "task.mixture=addition must be null or a mapping of settings"),
     ("inference.engine=vllm", "inference.engine=vllm must be null or a mapping of settings"),
     ("inference.engine.dtype=bfloat16", "choose one as well, such as inference=vllm"),
@@ -187,6 +225,7 @@ def test_choices_are_those_of_the_library():
     assert CHOICES["train.packing"] == PACKINGS and CHOICES["resume"] == RESUME and CHOICES["kl.where"] == PLACES
     assert set(CHOICES["kl.estimator"]) == set(KL_ESTIMATORS)
     assert set(CHOICES["reward.executor.mode"]) == {"inline", *MODES} and set(CHOICES["log.loggers"]) == set(LOGGERS)
+    assert CHOICES["model.quantization"] == QUANTIZATIONS
     assert all(parse_dtype(name).is_floating_point for name in CHOICES["model.dtype"])
 
 
@@ -212,6 +251,9 @@ BAD = [
     ("loss.clip_epsilon=-0.1", "clip_epsilon"),
     ("reward.weights=[1,2]", "weights=[1.0, 2.0] must have one number for each of 1 reward functions"),
     ("schedule.warmup_steps=100000", "warmup_steps=100000 must be between 0 and"),
+    ("schedule.name=StepLR", "schedule 'StepLR': missing 1 required positional argument: 'step_size'"),
+    ("optimizer.name=sgd optimizer.betas=[0.9,0.9]", "has no effect with optimizer 'sgd', which has no betas"),
+    ("optimizer.name=muon optimizer.kwargs.momentun=0.8", "(did you mean 'momentum'?)"),
 ]
 
 

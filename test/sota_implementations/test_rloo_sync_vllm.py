@@ -132,14 +132,17 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path) -> None:
+@pytest.mark.parametrize("quantization", ["null", "nf4"])
+def test_an_adapter_is_trained_and_sent_alone(overrides, run, tmp_path, quantization: str) -> None:
     """The sampler is a copy, which the adapter's updater and self-test must handle like the model."""
     adapter = ["lora={r: 4, lora_alpha: 8, target_modules: all-linear}", "sampler.sync_every=1"]
+    adapter.append(f"model.quantization={quantization}")  # in 4 bits, the engine serves the dequantized base
     more = ["plan.steps=2", "kl.coeff=0.01", "optimizer.lr=3e-3", "inference.parity_every=1"]
     _, lines = run(["inference=vllm_lora", *overrides, *adapter, *more], tmp_path)
     assert max(line["parity/max"] for line in lines[1:]) < 1e-4
     assert lines[1]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] != 0
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "base").exists() == (quantization == "nf4")
 
 
 def test_rounded_weights_pass_the_parity_probe(overrides, run, tmp_path) -> None:

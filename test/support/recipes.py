@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torchrl_rloo.cli.main import recipe_file
-from torchrl_rloo.cli.recipe import parse_args
+from torchrl_rloo.cli.recipe import import_recipe, parse_args
 
 
 def load_recipe(name: str) -> ModuleType:
@@ -17,9 +16,7 @@ def load_recipe(name: str) -> ModuleType:
     file = recipe_file(name)
     module_name = f"recipe_{file.stem}"
     if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
+        import_recipe(file, module_name)
     return sys.modules[module_name]
 
 

@@ -1,13 +1,11 @@
 """Models sharded over two ranks with ``fully_shard``: both gather, and rank 0 sends the whole model.
 
-As a script, this file runs one rank: ``test_sharded_source.py RANK FOLDER``.
+As a script, this file runs one rank.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 from support.fork_server import ForkServer
+from support.rank_scripts import EndedRanks, become_rank, run_checks, run_ranks
 from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, EngineError, Request
@@ -29,7 +28,6 @@ from torchrl_rloo.weight_update.weight_publisher import WeightPublisher
 
 peft = pytest.importorskip("peft")
 
-TIMEOUT = 180  # seconds, for a machine that is busy
 TOKENIZER = build_tokenizer()
 IDS = torch.arange(5, 29)[None]
 
@@ -177,35 +175,15 @@ def check_refusal(rank: int, folder: Path) -> None:
 CHECKS = (check_tensors, check_master_weights, check_adapter, check_push, check_refusal)
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    for check in CHECKS:
-        check(rank, folder)
-        (folder / f"{check.__name__}-{rank}").touch()
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> tuple[Path, str]:
-    """Folder with a file for each check that a rank passed, and the output of both ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [fork_server.start(Path(__file__), [str(rank), str(folder)]) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.wait(TIMEOUT)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return folder, "\n".join(rank.stdout + rank.stderr for rank in ranks)
+def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> EndedRanks:
+    return run_ranks(fork_server, __file__, tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(ran: tuple[Path, str], check):
-    folder, output = ran
-    assert [(folder / f"{check.__name__}-{rank}").exists() for rank in range(2)] == [True, True], output
+def test_two_ranks(ran: EndedRanks, check):
+    ran.assert_passed(check)
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # at a normal exit a gloo thread of the sharded model may abort the process
+    become_rank(lambda ranks, folder: run_checks(CHECKS, folder, ranks.rank, folder))

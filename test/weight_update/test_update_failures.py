@@ -315,10 +315,10 @@ def test_an_error_of_the_source_is_one_too(pair):
     class Moody(WeightSource):
         moods = iter([None, RuntimeError("out of memory"), None, None])
 
-        def tensors(self, first, last):
+        def collect(self, first, last, to):
             if error := next(self.moods):
                 raise error
-            return super().tensors(first, last)
+            return super().collect(first, last, to)
 
     updater = WeightPublisher(Moody(nn.Linear(100, 100)), pair, bucket_bytes=40_000, timeout=PATIENT)
     with fails_within(SOON, "the trainer failed", "out of memory"):

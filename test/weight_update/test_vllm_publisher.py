@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,16 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from support.checkpoints import save_checkpoint
 from support.engines import GROUP
 from support.weights import push
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
+from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
+from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.training.shard import shard_model
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
@@ -269,38 +275,70 @@ def test_auto_is_by_reference_only_within_one_process(watched):
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """Run one of two ranks of a sharded model, with the engine on rank 0."""
-    from torch.distributed.fsdp import fully_shard
+    """Run one of two ranks of a sharded model, with vLLM in a child process of rank 0."""
+    ranks = Ranks.from_environment()
+    trained, expected = build_model(build_tokenizer(), seed=0), build_model(build_tokenizer(), seed=0)
+    shard_model(trained, ranks, "fsdp")
+    ids = torch.arange(5, 29)[None]
+    with ExitStack() as stack:
+        engines = []
+        if rank == 0:
+            settings = {"dtype": "float32", "max_model_len": 256, "request_timeout": 300.0}
+            engines = [stack.enter_context(AsyncVLLMEngine(folder / "checkpoint", **settings))]
+        # Each transport: shared files that both ranks write, and a gather to rank 0
+        version = 0
+        for transport in (SharedMemory(), Collective()):
+            updater = WeightPublisher(trained, engines, transport=transport, bucket_bytes=BUCKET)
+            updater.resume_from(version)
+            for _ in range(2):
+                version += 1
+                for model in (trained, expected):
+                    model(input_ids=ids, labels=ids).loss.backward()
+                    torch.optim.SGD(model.parameters(), lr=1.0).step()
+                    model.zero_grad()
+                assert updater.push_weights() == version if rank == 0 else updater.join() == version
+                for engine in engines:
+                    (sample,) = engine.generate([Request(prompt=ids[0].tolist(), limit=12, seed=version)])
+                    with torch.no_grad():
+                        logits = expected(torch.tensor([[*ids[0].tolist(), *sample.tokens]])).logits
+                    scores = logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+                    found = scores.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                    torch.testing.assert_close(found, torch.tensor(sample.log_probs), rtol=0, atol=1e-5)
+                    assert set(sample.versions) == {version}
+            updater.close()
+        # A dead engine is an error on both ranks, which stay in step
+        for engine in engines:
+            engine.close()
+        with pytest.raises(WeightSyncError, match="is closed" if rank == 0 else "rank 0 could not send.*is closed"):
+            updater.push_weights()
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        assert total == 2
+        updater.close()  # os._exit would leave its file
+    (folder / f"passed-{rank}").touch()
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    tokenizer = build_tokenizer()
-    trained, expected = build_model(tokenizer, seed=1), build_model(tokenizer, seed=1)
-    fully_shard(trained, mesh=mesh)
-    engines = [TransformersEngine(build_model(tokenizer, seed=0))] if rank == 0 else []
-    updater = WeightPublisher(trained, engines, transport=SharedMemory(), bucket_bytes=BUCKET)
-    push(updater, 1)
-    if rank == 0:
-        for name, tensor in engines[0].model.state_dict().items():
-            assert torch.equal(tensor, expected.state_dict()[name]), name
-        engines[0].close()
-    with pytest.raises(WeightSyncError, match="is closed" if rank == 0 else "rank 0 could not send.*is closed"):
-        push(updater, 2)
-    total = torch.ones(())
-    torch.distributed.all_reduce(total)  # the ranks are still in step
-    assert total == 2
-    updater.close()  # os._exit would leave its file
-    torch.distributed.destroy_process_group()
 
-
-def test_all_ranks_of_a_sharded_model_push_together(tmp_path, fork_server):
-    ranks = [fork_server.start(Path(__file__), [str(rank), str(tmp_path)]) for rank in range(2)]
+def test_vllm_follows_a_model_that_two_ranks_train(vllm, tmp_path, fork_server, tokenizer):
+    save_checkpoint(tmp_path / "checkpoint", build_model(tokenizer, seed=0), tokenizer)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    environment = os.environ | place | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = [
+        fork_server.start(
+            Path(__file__),
+            [str(rank), str(tmp_path)],
+            environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
     try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+        codes = [rank.wait(300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+    assert codes == [0, 0], [rank.stderr for rank in ranks]
+    assert [(tmp_path / f"passed-{rank}").exists() for rank in range(2)] == [True, True]
 
 
 if __name__ == "__main__":

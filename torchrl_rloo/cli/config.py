@@ -5,10 +5,11 @@ The sections about sampling are in :mod:`torchrl_rloo.cli.sampling_config`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
 
-from torchrl_rloo.cli.schema import check_settings, parse_section
+from torchrl_rloo.cli.health_config import HealthConfig
+from torchrl_rloo.cli.schema import check_settings, non_null_fields, parse_section
 from torchrl_rloo.lookup import check_path
 
 
@@ -17,10 +18,14 @@ class ModelConfig:
     """Model to train and how to load it."""
 
     name: str = "embedded"  # hub id or local directory; embedded: the built-in model
-    dtype: str = "float32"  # data type of the trained weights; bfloat16 loses most steps of a small learning rate
+    dtype: str = "float32"  # data type of the weights; bfloat16 is for lora, whose adapter is trained in float32
     device: str = "cpu"  # device of the trained model: cpu or cuda
     chat_template: str | None = None  # .jinja file, tokenizer directory or template; null: the tokenizer's own
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    quantization: str | None = None  # storage of the frozen weights under lora: nf4 (4 bits, QLoRA); null: dtype
+    quantization_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # {bnb_4bit_use_double_quant: true, bnb_4bit_compute_dtype: bfloat16}
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of from_pretrained: {attn_implementation: sdpa}
 
     def __post_init__(self):
@@ -72,14 +77,46 @@ class TrainConfig:
     micro_batch_tokens: int | None = None  # tokens per pass, also of the reference model; null: no limit
     merge_identical: bool = False  # run completions with the same tokens only once
     max_grad_norm: float | None = 1.0  # largest norm of the gradient; null: no clipping
+    precision: str = "float32"  # precision of training passes: float32, or bfloat16 with the model's float32 weights
+    float32_head: bool = False  # with precision=bfloat16, compute logits from float32 states and weights
+    parallel: str = "none"  # use of several ranks: none (one process), ddp (whole model on each), fsdp (sharded)
+    shard_size: int | None = None  # with parallel=fsdp, ranks that share a copy of the model; null: all ranks
+    load_shards: bool = False  # with parallel=fsdp, each rank reads only its shards of the model's files
+    tensor_parallel: int = 1  # neighboring ranks that split the matrices of each layer
+    context_parallel: int = 1  # ranks that split the tokens of each pass, for long rows; requires packing
+    reduce: str = "last_pass"  # reduction of gradients over ranks: last_pass, or every_pass (less memory with fsdp)
+    rank_timeout: float = 1800.0  # seconds that a rank waits for the others in one call
+    offload: list[str] = field(default_factory=list)  # what waits in CPU memory: activations, optimizer, parameters
+
+    def __post_init__(self):
+        if self.float32_head and self.precision == "float32":
+            raise ValueError("train.float32_head=true has no effect with train.precision=float32; set it to false")
+        if self.shard_size is not None and self.parallel != "fsdp":
+            raise ValueError(f"train.shard_size={self.shard_size} requires train.parallel=fsdp; set it to null")
+        if self.load_shards and self.parallel != "fsdp":
+            raise ValueError("train.load_shards=true requires train.parallel=fsdp; set it to false")
+        if self.reduce != "last_pass" and self.parallel == "none":
+            raise ValueError(f"train.reduce={self.reduce} requires train.parallel=ddp or fsdp; set it to last_pass")
+        if self.context_parallel > 1:
+            requires = f"train.context_parallel={self.context_parallel} requires"
+            if self.packing == "none":
+                raise ValueError(f"{requires} train.packing=packed or shared_prefix; set it to 1")
+            if self.parallel == "none":
+                raise ValueError(f"{requires} train.parallel=ddp or fsdp; set it to 1")
+        if not self.rank_timeout > 0:
+            raise ValueError(f"train.rank_timeout={self.rank_timeout} must be above 0 seconds")
+        if "parameters" in self.offload and self.parallel != "fsdp":
+            raise ValueError("train.offload=[parameters] requires train.parallel=fsdp; set it, or remove parameters")
+        if {"parameters", "optimizer"} <= set(self.offload):
+            raise ValueError("train.offload: parameters also keeps the optimizer's states on the CPU; remove optimizer")
 
 
 @dataclass
 class ExecutorConfig:
     """Execution of reward functions."""
 
-    mode: str = "inline"  # executor: inline, thread (for waiting functions), process (a hang or crash costs one sample)
-    workers: int | None = None  # number of threads or processes; null: the default of the mode
+    mode: str = "inline"  # executor: inline, thread (waiting functions), process (survives hangs and crashes), or ray
+    workers: int | None = None  # number of threads, processes or actors; null: the default of the mode
     timeout: float | None = None  # seconds per sample; null: the default of the mode
     rows_per_call: int | None = None  # samples per call of a function; null: the default of the mode
     environment: list[str] | None = None  # variables that processes get, such as [OPENAI_API_KEY]; null: no keys
@@ -183,23 +220,31 @@ class KLConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW."""
+    """Optimizer of the trained weights, which are float32."""
 
+    name: str = "adamw"  # optimizer: adamw, adamw_8bit, muon (hidden matrices; AdamW for the rest), sgd, adafactor, ...
     lr: float = 3.0e-4  # peak learning rate; models of billions of weights need about 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])  # decay rates of the mean gradient and square
-    weight_decay: float = 0.0  # weight decay of AdamW, multiplied by lr; 0: none
+    betas: list[float] | None = None  # decay rates of the mean gradient and square; null: [0.9, 0.99] if it has them
+    weight_decay: float | None = None  # weight decay, multiplied by lr for adamw, adamw_8bit and muon; null: 0
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the optimizer: {momentum: 0.9}
 
     def __post_init__(self):
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if self.betas is not None and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
             raise ValueError(f"optimizer.betas={self.betas} must be two numbers of at least 0 and below 1")
+        check_kwargs("optimizer", self)
 
 
 @dataclass
 class ScheduleConfig:
-    """Linear warmup and decay of the learning rate."""
+    """Learning rate of each optimizer step."""
 
+    name: str = "linear"  # schedule: linear, cosine, constant, or a class of torch.optim.lr_scheduler: StepLR
     warmup_steps: int | None = None  # optimizer steps of the warmup; null: 5, or a tenth of a run shorter than 50
-    final_fraction: float = 0.1  # share of the peak learning rate at the last step
+    final_fraction: float | None = None  # share of the peak at the last step; null: 0.1 for linear and cosine
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the class: {step_size: 30}
+
+    def __post_init__(self):
+        check_kwargs("schedule", self)
 
 
 @dataclass
@@ -222,6 +267,7 @@ class CheckpointConfig:
 
     every: int = 10  # steps between checkpoints; 0: only at the end or when stopped
     keep: int = 2  # number of newest checkpoints to keep
+    asynchronous: bool = False  # write a copy in CPU memory while training continues; needs memory for one more state
 
 
 @dataclass
@@ -231,7 +277,7 @@ class LoggerConfig:
     samples: int = 8  # rows per table of samples; 0: no tables
     loggers: list[str] = field(
         default_factory=lambda: ["tensorboard"]
-    )  # loggers to use: tensorboard, csv, wandb, mlflow
+    )  # loggers to use: tensorboard, csv, wandb, mlflow, ray (on a cluster)
     logger_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments by logger: {wandb: {project: rloo}}
 
 
@@ -260,9 +306,16 @@ class RunConfig:
 
     seed: int = 0  # seed of prompts, samples, minibatches and the built-in model's warm start
     threads: int | None = 1  # CPU threads; null: torch's choice; the same number repeats a run bit for bit
-    resume: str = "auto"  # resumption: auto (same settings), extend (also more steps, other engine or eval), never
+    resume: str | int = "auto"  # auto (same settings), extend (also other steps, ranks or engine), never, or a step
+    stop_after: int | None = None  # stop after this step, with a checkpoint, as a stop signal does; null: never
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    on_cluster: ClassVar[bool] = False  # whether engines and workers are actors of a Ray cluster
+
+    def __post_init__(self):
+        if "ray" in self.log.loggers and not self.on_cluster:
+            raise ValueError("log.loggers=ray requires a cluster; use rloo_async, or remove it")
 
 
 def run_settings(cfg: RunConfig) -> dict[str, Any]:
@@ -273,9 +326,46 @@ def run_settings(cfg: RunConfig) -> dict[str, Any]:
         "resume": cfg.resume,
         "checkpoint_every": cfg.checkpoint.every,
         "keep": cfg.checkpoint.keep,
+        "asynchronous": cfg.checkpoint.asynchronous,
+        "stop_after": cfg.stop_after,
         "loggers": cfg.log.loggers,
         "logger_kwargs": cfg.log.logger_kwargs,
     }
+
+
+def optimizer_steps(plan: PlanConfig) -> int:
+    """Return the optimizer steps of a run."""
+    return plan.steps * plan.minibatches * plan.epochs_per_batch
+
+
+def check_kwargs(name: str, section: Any) -> None:
+    """Raise if the further arguments of a section repeat one of its settings.
+
+    Raises:
+        ValueError: if they do.
+    """
+    if repeated := [f.name for f in fields(section) if f.name in section.kwargs]:
+        raise ValueError(f"{name}.kwargs has {repeated[0]}; set {name}.{repeated[0]}")
+
+
+def named_arguments(section: OptimizerConfig | ScheduleConfig) -> dict[str, Any]:
+    """Return the arguments of ``make_optimizer`` or ``make_schedule``: settings that are not null, and kwargs."""
+    return non_null_fields(section, "kwargs") | section.kwargs
+
+
+def check_trained_weights(model: ModelConfig, train: TrainConfig, lora: Any) -> None:
+    """Raise if a model cannot be trained in its data type, or the offload has no effect.
+
+    Raises:
+        ValueError: if all weights are trained in 16 bits, or ``train.offload`` does not fit device and ranks.
+    """
+    if lora is None and model.dtype in ("bfloat16", "float16"):
+        raise ValueError(
+            f"model.dtype={model.dtype} loses most steps of a small learning rate; set model.dtype=float32 and "
+            "train.precision=bfloat16, which computes in bfloat16 and steps in float32"
+        )
+    if train.offload and not model.device.startswith("cuda"):
+        raise ValueError(f"train.offload={train.offload} has no effect with model.device={model.device}; set it to []")
 
 
 def check_ks(ks: list[int], num_samples: int) -> None:

@@ -1,4 +1,4 @@
-"""Command ``torchrl-rloo``: list, run and copy recipes, evaluate or serve a model; imports nothing heavy."""
+"""Command ``torchrl-rloo``: list, run, copy and watch recipes, evaluate or serve a model; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,46 +9,22 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from torchrl_rloo.cli import bundle as bundles
+from torchrl_rloo.cli import rescore as stored
+from torchrl_rloo.cli.commands import COMMANDS, EXAMPLES
+from torchrl_rloo.cli.watch import add_watch_options, watch
 from torchrl_rloo.lookup import did_you_mean
 
-COMMANDS = {
-    "ls": "list the recipes",
-    "run": "run a built-in recipe or your own copy of one",
-    "cp": "copy a recipe and all its settings, to edit them",
-    "evaluate": "evaluate a checkpoint on held-out prompts",
-    "serve": "start a vLLM server that accepts weight updates",
-}
 RECIPES = {  # file in the recipes folder, then arguments that precede the user's
     "rloo": ("rloo/rloo_sync.py",),
     "rloo_tools": ("rloo/rloo_sync.py", "--config", "rloo_tools"),
+    "rloo_async": ("rloo/rloo_async.py",),
     "reward_model": ("reward_model/reward_model.py",),
     "evaluate": ("evaluate/evaluate.py",),
-}
-EXAMPLES = {
-    "": """
-  torchrl-rloo run rloo                                  train the built-in model on the built-in task, on the CPU
-  torchrl-rloo run rloo task=gsm8k model.name=my/model model.device=cuda
-  torchrl-rloo cp rloo mine.py                           copy the recipe and its settings, to edit them
-  torchrl-rloo evaluate model.name=outputs/rloo_sync/addition/seed0/model""",
-    "ls": """
-  torchrl-rloo ls""",
-    "run": """
-  torchrl-rloo run rloo --help                           list all settings of the recipe
-  torchrl-rloo run rloo plan.steps=10 seed=1
-  torchrl-rloo run rloo_tools                            train the built-in model to call a tool
-  torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy""",
-    "cp": """
-  torchrl-rloo cp rloo mine.py                           write mine.py (the recipe) and mine.yaml (its settings)
-  torchrl-rloo cp rloo mine.py task=gsm8k model.name=my/model
-  python mine.py                                         run the copy, like torchrl-rloo run mine.py""",
-    "serve": """
-  torchrl-rloo serve my/model --dtype bfloat16
-  torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096
-  torchrl-rloo run rloo model.name=my/model inference=vllm_server""",
 }
 
 
@@ -64,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unknown command {argv[0]}{did_you_mean(argv[0], COMMANDS)}; valid: {', '.join(COMMANDS)}")
     if argv[:1] == ["evaluate"]:
         return run("evaluate", argv[1:])
+    if argv[:1] == ["plan"]:  # settings may stand on both sides of its options
+        arguments, settings = parser.parse_known_args(argv)
+        return plan(settings=settings, **{name: v for name, v in vars(arguments).items() if name != "command"})
     more = argv.index("--") if argv[:1] == ["serve"] and "--" in argv else len(argv)
     arguments = vars(parser.parse_args(argv[:more]))
     command = arguments.pop("command")
@@ -71,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.print_help()
     else:
         arguments |= {"more": argv[more + 1 :]} if command == "serve" else {}
-        {"ls": ls, "run": run, "cp": cp, "serve": serve}[command](**arguments)
+        {"ls": ls, "run": run, "cp": cp, "check": check, "watch": watch, "serve": serve, **STORED}[command](**arguments)
 
 
 def ls() -> None:
@@ -85,19 +64,69 @@ def ls() -> None:
         print(f"{name:<14} {line.lstrip('# ')}")
 
 
-def run(recipe: str, settings: Sequence[str]) -> None:
+def run(
+    recipe: str,
+    settings: Sequence[str],
+    ranks: int | None = None,
+    on_ray: bool = False,
+    resources: str | None = None,
+) -> None:
     """Run a recipe like ``python recipe.py settings...`` in the current directory.
 
     Args:
         recipe: name in :data:`RECIPES`, or path of a file.
         settings: arguments of the recipe.
+        ranks: number of processes that train one model together. None runs it in this process.
+        on_ray: whether the processes are those of actors of a running Ray cluster.
+        resources: resources of each of these actors, such as ``"CPU=1,GPU=1"``. None reserves a CPU.
     """
+    for setting in settings:
+        if (option := setting.partition("=")[0]) in ("--ranks", "--on-ray", "--resources"):
+            _fail(f"{option} must stand before the recipe: torchrl-rloo run --ranks N {recipe} setting=value")
+    for option, value in {"--on-ray": on_ray and ranks is None, "--resources": resources and not on_ray}.items():
+        if value:
+            _fail(f"{option} requires {'--ranks N' if option == '--on-ray' else '--on-ray'}")
+    if ranks is not None:
+        return _run_ranks(recipe, settings, ranks, _parse_resources(resources) if on_ray else None)
     from torchrl_rloo.cli.recipe import PROGRAM
 
     file, arguments = recipe_file(recipe), [*RECIPES.get(recipe, ("",))[1:], *settings]
     PROGRAM.set("torchrl-rloo evaluate" if recipe == "evaluate" else f"torchrl-rloo run {recipe}")
     sys.argv, sys.path[0] = [str(file), *arguments], str(file.parent)
     runpy.run_path(str(file), run_name="__main__")
+
+
+def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict[str, float] | None) -> NoReturn:
+    """Run a recipe as several ranks on this machine or, with the resources of each, on a Ray cluster."""
+    if ranks < 1:
+        _fail(f"--ranks {ranks} must be at least 1")
+    if "WORLD_SIZE" in os.environ:
+        _fail(f"--ranks {ranks} cannot be combined with torchrun; let one of them start the ranks")
+    recipe_file(recipe)  # an unknown name is reported once
+    command = ["-m", "torchrl_rloo.cli.main", "run", recipe, *settings]
+    if resources is None:
+        from torchrl_rloo.ranks_launch import launch
+
+        raise SystemExit(launch([sys.executable, *command], ranks))
+    from torchrl_rloo.ranks_on_ray import launch_on_ray
+
+    address = next((s.partition("=")[2] for s in settings if s.startswith("ray.address=")), None)
+    try:
+        raise SystemExit(launch_on_ray(command, ranks, address=address, resources=resources))
+    except (ImportError, OSError) as error:  # no Ray, no cluster, or no place in it
+        _fail(str(error))
+
+
+def _parse_resources(text: str | None) -> dict[str, float]:
+    """Return resources by name, of a text such as ``"CPU=1,GPU=1"``."""
+    resources = {"CPU": 1.0}
+    for part in (text or "").split(",") if text else ():
+        name, _, amount = part.partition("=")
+        try:
+            resources[name] = float(amount)
+        except ValueError:
+            _fail(f"--resources {text} must be names and amounts, such as CPU=1,GPU=1")
+    return resources
 
 
 def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
@@ -127,7 +156,81 @@ def cp(recipe: str, target: str, settings: Sequence[str]) -> None:
         for name in (source.stem, recipe):
             text = text.replace(f"outputs/{name}/", f"outputs/{copy.stem}/")
         file.write_text(text, encoding="utf-8")
+    for sibling in _imported_siblings(source):
+        if not (other := copy.parent / sibling.name).exists():
+            other.write_text(sibling.read_text(encoding="utf-8"), encoding="utf-8")
+            print(f"{other}: parts that the recipe imports")
     print(f"{copy}: recipe\n{copy.with_suffix('.yaml')}: settings\nrun it: python {copy}")
+
+
+def _imported_siblings(recipe: Path) -> list[Path]:
+    """Return the files of a recipe's folder that it imports."""
+    nodes = ast.walk(ast.parse(recipe.read_text(encoding="utf-8")))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return [file for name in names if (file := recipe.parent / f"{name}.py").is_file()]
+
+
+def plan(
+    recipe: str,
+    settings: Sequence[str],
+    ranks: int,
+    gpu_memory: float | None,
+    prompt_tokens: int | None,
+    cluster: bool = False,
+    picture: str | None = None,
+) -> None:
+    """Print the memory of a run with these settings, or a plan of its cluster.
+
+    Args:
+        recipe: name in :data:`RECIPES`, or path of a file.
+        settings: arguments of the recipe.
+        ranks: number of processes that train one model together.
+        gpu_memory: memory of each rank's GPU in GiB. None takes that of the GPU at hand.
+        prompt_tokens: tokens of the longest prompt. None takes ``data.max_prompt_length``.
+        cluster: whether to simulate a cluster, of which ``cluster.*`` are settings, instead.
+        picture: PNG file of the cluster's timeline. None draws none.
+    """
+    from torchrl_rloo.cli.cluster_options import parse_cluster
+    from torchrl_rloo.cli.plan import load_recipe, print_plan
+    from torchrl_rloo.cli.recipe import PROGRAM, parse_args
+
+    # The recipe checks its settings and prints an error itself
+    file = recipe_file(recipe)
+    PROGRAM.set(f"torchrl-rloo plan {recipe}")
+    try:
+        if picture is not None and not cluster:
+            raise ValueError(f"--picture {picture} requires --cluster")
+        options, settings = parse_cluster(settings) if cluster else (None, settings)
+        arguments = [*RECIPES.get(recipe, ("",))[1:], *settings]
+        cfg = parse_args(load_recipe(file).Config, file, None, arguments)
+        if options is not None:
+            from torchrl_rloo.cli.plan_cluster import print_cluster
+
+            return print_cluster(cfg, options, prompt_tokens=prompt_tokens, picture=picture)
+        print_plan(cfg, ranks=ranks, gpu_memory=gpu_memory, prompt_tokens=prompt_tokens)
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        _fail(" ".join(str(error).split()))
+
+
+def check(recipe: str, settings: Sequence[str]) -> None:
+    """Print what checks find before a run, and exit with code 1 if one finds an error.
+
+    Args:
+        recipe: name in :data:`RECIPES`, or path of a file.
+        settings: arguments of the recipe.
+    """
+    from torchrl_rloo.cli.check import run_command
+    from torchrl_rloo.cli.recipe import PROGRAM
+
+    file = recipe_file(recipe)
+    PROGRAM.set(f"torchrl-rloo check {recipe}")
+    try:
+        passed = run_command(file, [*RECIPES.get(recipe, ("",))[1:], *settings])
+    except Exception as error:
+        if "--traceback" in settings:
+            raise
+        _fail(f"{' '.join(str(error).split())} (--traceback shows where)")
+    raise SystemExit(0 if passed else 1)
 
 
 def serve(
@@ -176,10 +279,33 @@ def _parser() -> argparse.ArgumentParser:
     }
     # Commands on recipes. Settings pass unparsed, because Hydra parses them
     made["run"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
+    made["run"].add_argument("--ranks", type=int, metavar="N", help="processes (GPUs) that train one model together")
+    made["run"].add_argument("--on-ray", action="store_true", help="start them as actors of a running Ray cluster")
+    made["run"].add_argument(
+        "--resources", metavar="CPU=1,GPU=1", help="resources of each of these actors; default: CPU=1"
+    )
     made["cp"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
     made["cp"].add_argument("target", help="file to write, e.g. mine.py")
-    for name in ("run", "cp"):
+    made["check"].add_argument("recipe", help="name from torchrl-rloo ls, or a file")
+    for name in ("run", "cp", "check"):
         made[name].add_argument("settings", nargs=argparse.REMAINDER, metavar="setting=value")
+    # Options of the planner
+    made["plan"].add_argument("recipe", help="name from torchrl-rloo ls, or a file; then setting=value, as for run")
+    made["plan"].add_argument("--ranks", type=int, default=1, metavar="N", help="processes that train; default: 1")
+    made["plan"].add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU; default: of this one")
+    made["plan"].add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="longest prompt; default: data.max_prompt_length, else 512"
+    )
+    made["plan"].add_argument(
+        "--cluster", action="store_true", help="simulate engines and trainer on many GPUs; settings: cluster.*=value"
+    )
+    made["plan"].add_argument("--picture", metavar="FILE", help="PNG file of the cluster's timeline")
+    # Options of commands on stored rows
+    stored.add_rescore_arguments(made["rescore"])
+    stored.add_replay_arguments(made["replay"])
+    bundles.add_bundle_arguments(made["bundle"])
+    bundles.add_verify_arguments(made["verify"])
+    add_watch_options(made["watch"])
     # Options of the sampling server
     server = made["serve"]
     server.add_argument("model", help="local directory or hub id")
@@ -207,6 +333,26 @@ def _make(make, command: str, *args, **kwargs) -> argparse.ArgumentParser:
 def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(1)
+
+
+def _in_one_line(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that prints an error as one line."""
+
+    def guarded(**arguments: Any) -> None:
+        try:
+            command(**arguments)
+        except (ValueError, OSError, ImportError, LookupError, TypeError, RuntimeError) as error:
+            _fail(" ".join(str(error).split()) or type(error).__name__)
+
+    return guarded
+
+
+STORED = {
+    "rescore": _in_one_line(stored.rescore),
+    "replay": _in_one_line(stored.replay),
+    "bundle": _in_one_line(bundles.bundle),
+    "verify": _in_one_line(bundles.verify),
+}
 
 
 if __name__ == "__main__":

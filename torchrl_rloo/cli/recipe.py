@@ -6,16 +6,19 @@ It imports neither torch nor TorchRL, so ``--help`` and a wrong setting respond 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import yaml
@@ -25,6 +28,8 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_rloo.cli.dry_run import COVERED, NOT_COVERED, check_supported, dry_run, has_dry_run
+from torchrl_rloo.cli.dry_run import HELP as DRY_RUN_HELP
 from torchrl_rloo.cli.schema import (
     SettingError,
     check_names,
@@ -72,8 +77,11 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
     parser.add_argument("--config", "--config-name", metavar="NAME", help="file of settings")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.add_argument("--yaml", action="store_true", help="print a file of all settings")
-    parser.error = lambda message: _fail(SettingError(f"{message}; settings have no dashes: setting=value"), False)
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--dry-run", action="store_true", help="run one step with a tiny model and scripted turns")
+    parser.error = lambda message: _fail(
+        SettingError(f"{message}; settings have no dashes: setting=value"), False, once=True
+    )
+    arguments = parser.parse_intermixed_args(argv)  # options may stand between settings
     # Compose the settings, then print what was requested or check them
     text = None
     try:
@@ -87,16 +95,41 @@ def parse_args(config: type[C], recipe: str | Path, description: str | None, arg
             cfg = config(**{f.name: getattr(typed, f.name) for f in fields(config)})
             check_values(cfg)
             _check_effects(cfg, arguments.overrides)
+            _check_ranks(cfg)
+            if arguments.dry_run:
+                check_supported(config)
     except (ValueError, OSError) as error:  # a SettingError, or an error of a section's checks
-        _fail(error, arguments.traceback)
+        _fail(error, arguments.traceback, once=True)
     if text is not None:
         try:
-            print(text.rstrip("\n"), flush=True)
+            if _is_first_rank():
+                print(text.rstrip("\n"), flush=True)
         except BrokenPipeError:  # `--help | head`: leave nothing that the interpreter would flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
-    cfg.__dict__["traceback"] = arguments.traceback
+    cfg.__dict__ |= {"traceback": arguments.traceback, "dry_run": arguments.dry_run}
     return cfg
+
+
+def command_line() -> str:
+    """Return the command that runs this recipe, as a shell takes it."""
+    return " ".join([PROGRAM.get() or f"python {shlex.quote(sys.argv[0])}", *map(shlex.quote, sys.argv[1:])])
+
+
+def import_recipe(file: Path, name: str) -> ModuleType:
+    """Import a recipe without running it, and return its module; it may import recipes of its folder.
+
+    Args:
+        file: file of the recipe.
+        name: name of the module.
+    """
+    spec = importlib.util.spec_from_file_location(name, file)
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules[name] = recipe  # dataclasses look their annotations up here
+    if (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)
+    spec.loader.exec_module(recipe)
+    return recipe
 
 
 def load_config(
@@ -148,26 +181,57 @@ def _check_effects(cfg: Any, overrides: Sequence[str]) -> None:
             raise SettingError(f"{name} has no effect in this recipe; remove it")
 
 
+def _check_ranks(cfg: Any) -> None:
+    """Raise if the recipe cannot use all ranks that were started."""
+    size, train = os.environ.get("WORLD_SIZE", "1"), getattr(cfg, "train", None)
+    parallel, split = (getattr(train, name, None) for name in ("parallel", "tensor_parallel"))
+    if size != "1" and parallel is None:
+        raise SettingError(f"this recipe runs in one process and cannot use {size} ranks; start it without --ranks")
+    if size not in ("1", str(split)) and parallel == "none":
+        raise SettingError(
+            f"train.parallel=none cannot be combined with {size} ranks; set train.parallel=ddp (a copy of the model on "
+            "each rank) or train.parallel=fsdp (a shard on each)"
+        )
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process is the first one of the run on this machine, which reports for all."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def run_recipe(main: Callable[[C], None], cfg: C) -> None:
     """Run a recipe, with its output directory locked; turn an error into one line and exit code 1.
 
-    Settings may name modules in the working directory by their dotted path. The traceback of an error is written to
-    ``traceback.txt`` in the output directory, and to the terminal with ``--traceback``.
+    With several ranks, only rank 0 locks the directory and prints. Settings may name modules in the working directory
+    by their dotted path. The traceback of an error is written to ``traceback.txt`` in the output directory, and to the
+    terminal with ``--traceback``.
     """
     sys.path.insert(0, str(Path.cwd()))
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     from torchrl_rloo.run.lock import DirectoryInUseError, DirectoryLock  # imports torch
 
+    tries = cfg.__dict__.get("dry_run", False)
     try:
-        with DirectoryLock(cfg.output_dir):
+        if tries:
+            return dry_run(main, cfg)
+        with DirectoryLock(cfg.output_dir) if os.environ.get("RANK", "0") == "0" else _without_output():
             main(cfg)
     except Exception as error:
         foreign = isinstance(error, DirectoryInUseError)  # the other process may have a traceback there
-        _fail(error, cfg.__dict__.get("traceback", False), None if foreign else Path(cfg.output_dir))
+        _fail(error, cfg.__dict__.get("traceback", False), None if foreign or tries else Path(cfg.output_dir))
 
 
-def _fail(error: Exception, with_traceback: bool, output: Path | None = None) -> None:
-    """Print an error in one line and exit with code 1."""
+@contextmanager
+def _without_output() -> Iterator[None]:
+    """Drop what is printed."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing):
+        yield
+
+
+def _fail(error: Exception, with_traceback: bool, output: Path | None = None, *, once: bool = False) -> None:
+    """Print an error in one line and exit with code 1; ``once`` prints one that all ranks have on the first only."""
+    if once and not _is_first_rank():
+        raise SystemExit(1)
     if with_traceback:
         raise error
     hint = "--traceback shows where"
@@ -282,10 +346,12 @@ def _help(config: type, cfg: DictConfig, prog: str, description: str) -> str:
         f"  {name}=  {', '.join(sorted(file.stem for file in folder.glob('[!_]*.yaml')))}"
         for name, folder in _groups(config).items()
     ]
+    dry = has_dry_run(config)
     return "\n".join(
         [
-            f"usage: {prog} [--config NAME] [--traceback] [--yaml] [setting=value ...]\n",
+            f"usage: {prog} [--config NAME] {'[--dry-run] ' * dry}[--traceback] [--yaml] [setting=value ...]\n",
             description.strip(),
+            *([f"\n{DRY_RUN_HELP};\n{COVERED};\n{NOT_COVERED}"] if dry else []),
             "\n--yaml prints a file of all settings; save it as recipe.yaml next to recipe.py",
             *(["\nGroups of settings:", *groups] if groups else []),
             "\nSettings and their values:",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_rloo.cli.config import CurriculumConfig, TrainConfig
 from torchrl_rloo.cli.schema import check_settings
 
 
@@ -74,6 +75,7 @@ class SamplerConfig:
     share_weights: bool = True  # sample with the training model; false: with a copy
     dtype: str | None = None  # data type of the copy, e.g. bfloat16; null: the training model's
     sync_every: int = 1  # steps between weight updates of the copy; 0: never
+    offload: bool = False  # keep the copy in CPU memory while the model trains; requires a GPU
 
     def __post_init__(self):
         if self.share_weights and (self.dtype is not None or self.sync_every != 1):
@@ -81,6 +83,8 @@ class SamplerConfig:
                 f"sampler.dtype={self.dtype} and sampler.sync_every={self.sync_every} cannot be combined with "
                 "sampler.share_weights=true; set it to false"
             )
+        if self.share_weights and self.offload:
+            raise ValueError("sampler.offload=true requires sampler.share_weights=false, a copy to move")
 
 
 @dataclass
@@ -116,6 +120,73 @@ class InferenceConfig:
                 )
 
 
+def check_offload(sampler: SamplerConfig, collector: CollectorConfig, inference: InferenceConfig, device: str) -> None:
+    """Raise ``ValueError`` if an offloaded sampler would stay on the CPU, or would sample while it is there."""
+    if not sampler.offload:
+        return
+    if not device.startswith("cuda"):
+        raise ValueError(f"sampler.offload=true has no effect with model.device={device}; set it to false")
+    for name, value in (("ahead", collector.ahead), ("max_staleness", collector.max_staleness)):
+        if value:
+            raise ValueError(
+                f"sampler.offload=true cannot be combined with collector.{name}={value}; set it to 0 or null"
+            )
+    if inference.engine is not None:
+        raise ValueError("sampler.offload=true cannot be combined with an engine; set inference.sleep=true instead")
+
+
+def check_ranks(
+    train: TrainConfig, curriculum: CurriculumConfig, inference: InferenceConfig, sampler: SamplerConfig
+) -> None:
+    """Raise ``ValueError`` if rank 0 cannot sample or score while the other ranks wait."""
+    target = str((inference.engine or {}).get("_target_", ""))
+    if train.parallel != "none" and target.endswith(".VLLMEngine"):
+        raise ValueError(
+            f"inference.engine={target} runs vLLM in the process of rank 0, whose process group it would replace, and "
+            f"cannot be combined with train.parallel={train.parallel}; use inference=vllm_process or vllm_server"
+        )
+    if train.load_shards and not sampler.share_weights:
+        raise ValueError(
+            "train.load_shards=true cannot be combined with sampler.share_weights=false, a whole copy on rank 0; set "
+            "train.load_shards=false"
+        )
+    if train.parallel == "fsdp" and curriculum.cache is not None and inference.engine is not None:
+        raise ValueError(
+            "curriculum.cache scores groups again on rank 0 and cannot be combined with train.parallel=fsdp and an "
+            "engine; set curriculum.cache=null, or train.parallel=ddp"
+        )
+
+
+def check_split(
+    train: TrainConfig, sampler: SamplerConfig, inference: InferenceConfig, curriculum: CurriculumConfig, lora: Any
+) -> None:
+    """Raise ``ValueError`` if a setting cannot be combined with ranks that split the model or its passes."""
+    for name in ("tensor_parallel", "context_parallel"):
+        if (value := getattr(train, name)) > 1 and curriculum.cache is not None:
+            raise ValueError(
+                f"curriculum.cache scores groups again on rank 0 and cannot be combined with train.{name}={value}; set "
+                "curriculum.cache=null"
+            )
+    split = f"train.tensor_parallel={train.tensor_parallel}"
+    if train.tensor_parallel > 1 and sampler.share_weights and inference.engine is None:
+        raise ValueError(f"rank 0 cannot sample alone with {split}; set sampler.share_weights=false, or an engine")
+    if train.tensor_parallel > 1 and lora is not None:
+        raise ValueError(f"lora cannot be combined with {split}; set it to 1, and train.parallel=fsdp")
+
+
+def check_transport(inference: InferenceConfig) -> None:
+    """Raise ``ValueError`` if this machine cannot have the transport of weights, before a model is loaded."""
+    transport = (inference.updater or {}).get("transport")
+    if isinstance(transport, dict):
+        from hydra.errors import InstantiationException
+        from hydra.utils import instantiate
+
+        try:
+            instantiate(transport)
+        except InstantiationException as error:
+            raise error.__cause__ or error from None
+
+
 def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
     """Raise ``ValueError`` if the collector would sample ahead with the weights that are being trained."""
     for name in ("ahead", "max_staleness"):
@@ -124,3 +195,26 @@ def check_ahead(collector: CollectorConfig, sampler: SamplerConfig) -> None:
                 f"collector.{name}={value} samples while the model trains and cannot be combined with "
                 "sampler.share_weights=true; set it to false"
             )
+
+
+def is_on_ray(inference: InferenceConfig) -> bool:
+    """Return whether the engines are actors of a Ray cluster."""
+    return str((inference.engine or {}).get("_target_")).endswith(".RayEngine")
+
+
+def engine_arguments(inference: InferenceConfig) -> dict[str, Any]:
+    """Return the arguments of the engine that samples; those of an actor's engine are one level deeper."""
+    return inference.engine.get("make_engine", inference.engine) if inference.engine is not None else {}
+
+
+def check_quantization(quantization: str | None, lora: Any) -> None:
+    """Raise if weights are quantized but no adapter is trained.
+
+    Raises:
+        ValueError: if there is no adapter.
+    """
+    if quantization is not None and lora is None:
+        raise ValueError(
+            f"model.quantization={quantization} requires an adapter, since quantized weights cannot be trained; "
+            "set lora={r: 16, target_modules: all-linear}"
+        )

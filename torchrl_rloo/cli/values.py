@@ -26,6 +26,7 @@ AT_LEAST = {
         "schedule.warmup_steps",
     ),
     1: (
+        "check.prompts",
         "checkpoint.keep",
         "collector.max_batch_size",
         "collector.max_consecutive_failures",
@@ -55,11 +56,14 @@ AT_LEAST = {
         "reward.executor.rows_per_call",
         "reward.executor.workers",
         "reward.max_consecutive_failures",
+        "stop_after",
         "threads",
+        "train.context_parallel",
         "train.micro_batch_size",
         "train.micro_batch_tokens",
         "train.pairs_per_step",
         "train.steps",
+        "train.tensor_parallel",
     ),
 }
 ABOVE_0 = (
@@ -87,6 +91,7 @@ CHOICES = {
         "reinforce_pp",
         "reinforce_pp_baseline",
     ),
+    "check.mode": ("warn", "stop", "off"),
     "collector.on_failure": ("abstain", "replace"),
     "collector.on_stale": ("mask", "baseline", "requeue", "wait"),
     "environment.on_rewrite": ("keep", "split"),
@@ -94,12 +99,48 @@ CHOICES = {
     "format": ("parquet", "jsonl"),
     "kl.estimator": ("k1", "k2", "k3"),
     "kl.where": ("reward", "token", "loss"),
-    "log.loggers": ("tensorboard", "csv", "wandb", "mlflow"),
+    "log.loggers": ("tensorboard", "csv", "wandb", "mlflow", "ray"),
     "model.dtype": DTYPES,
+    "model.quantization": ("nf4",),
+    "optimizer.name": (  # training.OPTIMIZERS
+        "adamw",
+        "adamw_8bit",
+        "muon",
+        "adadelta",
+        "adafactor",
+        "adagrad",
+        "adam",
+        "adamax",
+        "asgd",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+    ),
     "resume": ("auto", "extend", "never"),
-    "reward.executor.mode": ("inline", "thread", "process"),
+    "reward.executor.mode": ("inline", "thread", "process", "ray"),
     "sampler.dtype": DTYPES,
+    "schedule.name": (  # training.SCHEDULES
+        "linear",
+        "cosine",
+        "constant",
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+        "LinearLR",
+        "MultiStepLR",
+        "OneCycleLR",
+        "PolynomialLR",
+        "StepLR",
+    ),
+    "train.offload": ("activations", "optimizer", "parameters"),
     "train.packing": ("none", "packed", "shared_prefix"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.parallel": ("none", "ddp", "fsdp"),
+    "train.reduce": ("last_pass", "every_pass"),
 }
 REMEDIES = {"algorithm=ppo": "it needs a critic, which recipes do not train; use tutorials/ppo.py"}
 
@@ -118,6 +159,10 @@ def check_values(config: Any) -> None:
             raise ValueError(f"{name}={value} must be above 0")
         if name in AT_MOST_1 and not 0 <= value <= 1:
             raise ValueError(f"{name}={value} must be between 0 and 1")
+        if name == "resume" and type(value) is int:
+            if value < 0:
+                raise ValueError(f"resume={value} must be a step of at least 0, or one of: {', '.join(CHOICES[name])}")
+            continue
         for choice in (value if isinstance(value, list) else [value]) if name in CHOICES else ():
             if choice not in CHOICES[name]:
                 valid = f"valid: {', '.join(CHOICES[name])}"

@@ -4,9 +4,14 @@ from torchrl_rloo.collectors.base import CollectionProgress
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.collectors.llm import LLMCollector
+from torchrl_rloo.collectors.policy_endpoint import PolicyEndpoint
+from torchrl_rloo.collectors.ray_llm import RayLLMCollector
+from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
+from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.collectors.staleness import token_staleness
+from torchrl_rloo.collectors.stored import StoredRollouts, add_missing_kl, check_stored_groups
 
 __all__ = [
     "AdaptiveConcurrency",
@@ -18,9 +23,16 @@ __all__ = [
     "GroupState",
     "LLMCollector",
     "Lease",
+    "PolicyEndpoint",
+    "RayLLMCollector",
+    "ReferencedSource",
     "RefilledBatch",
     "RefillingCollector",
+    "SharedSource",
     "StepRows",
+    "StoredRollouts",
+    "add_missing_kl",
+    "check_stored_groups",
     "check_audit",
     "token_staleness",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -12,8 +12,11 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
 from torchrl_rloo.collectors.ledger import GroupLedger
+from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.scheduler import GroupScheduler
+from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
+from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
@@ -55,8 +58,11 @@ class CollectorBase(BaseCollector):
     runner: GroupRunner
     scheduler: GroupScheduler
     weights: PolicyWeights
+    waits: CollectorWaits
     total_dialog_turns: int
+    auto_acknowledge: bool
     closed: bool = False
+    _loop: EventLoop
     _totals: Totals
 
     batches = property(lambda self: self._totals.batches)
@@ -106,6 +112,24 @@ class CollectorBase(BaseCollector):
         """
         self.weights.update()
 
+    def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
+        """Note that a training step took returned groups, so that no state re-queues them.
+
+        Args:
+            group_ids: groups to acknowledge; None takes all returned groups.
+
+        Returns:
+            Number of groups that were acknowledged.
+
+        Raises:
+            KeyError: if a group was not returned, or was acknowledged before.
+        """
+        return self._call_on_loop(self._acknowledge, group_ids)
+
+    def _acknowledge(self, group_ids: Iterable[int] | None) -> int:
+        self._settle(self._totals, reclaim=False)
+        return self.ledger.acknowledge(group_ids)
+
     @abstractmethod
     def collect(self) -> TensorDictBase:
         """Return one batch ``[B]`` of finished trajectories."""
@@ -126,3 +150,30 @@ class CollectorBase(BaseCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
         return self.env.set_seed(seed, static_seed=static_seed)
+
+    # On the event loop
+
+    def _call_on_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the loop's thread and wait for it, so that an interrupt cannot stop it half-way."""
+        if self.closed:
+            return function(*args)
+
+        async def call() -> Any:
+            return function(*args)
+
+        return LoopCall(self._loop, call()).result()
+
+    def _begin_batch(self) -> None:
+        """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
+        self.waits.begin()
+        self.scheduler.drop_waiter()
+        self._settle(self._totals, reclaim=True)
+        self._acknowledge_returned()
+
+    def _settle(self, totals: Totals, *, reclaim: bool) -> None:
+        if self.ledger.settle(totals.returned, reclaim=reclaim):
+            self.runner.end_batch()
+
+    def _acknowledge_returned(self) -> None:
+        if self.auto_acknowledge:
+            self.ledger.acknowledge()

@@ -8,13 +8,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, get_args
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_rloo.collectors.concurrency import Slots
+from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
 from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.turn_source import TurnSource
@@ -22,7 +23,9 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import copy_row, stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
+from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.activity import Activity, ActivityWindow, Presence, set_present
 from torchrl_rloo.envs.stepping import RowStepper, open_rows
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,17 +36,36 @@ OnFailure = Literal["abstain", "replace"]
 ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 
+class RunnerSettings(NamedTuple):
+    """Settings of a runner of groups, see :class:`~torchrl_rloo.collectors.LLMCollector`.
+
+    Attributes:
+        seed: seed from which the conversations' seeds are derived.
+        eager: whether turns are sampled while the loop trains.
+        max_in_flight: maximum number of concurrent conversations, or None.
+        max_batch_size: maximum number of rows in a batch of a policy that samples batches.
+        reward_threads: number of groups scored at a time.
+        max_consecutive_failures: number of consecutive failed turns that stops collection; None disables the limit.
+        on_failure: ``"abstain"`` keeps a failed conversation, without a return. ``"replace"`` runs another conversation
+            of the prompt in its place, with another seed, at most three times.
+    """
+
+    seed: int
+    eager: bool
+    max_in_flight: int | AdaptiveConcurrency | None
+    max_batch_size: int | None
+    reward_threads: int
+    max_consecutive_failures: int | None
+    on_failure: OnFailure
+
+
 class GroupRunner:
     """Runner of any number of concurrent groups on one event loop.
 
     Args:
         env: environment, see :class:`LLMCollector`.
         version: function that returns the current policy version.
-        seed: seed from which the conversations' seeds are derived.
-        reward_threads: number of groups scored at a time.
-        max_consecutive_failures: number of consecutive failed turns that stops collection; None disables the limit.
-        on_failure: ``"abstain"`` keeps a failed conversation, without a return. ``"replace"`` runs another conversation
-            of the prompt in its place, with another seed, at most three times.
+        settings: settings of the conversations.
 
     Attributes:
         source: source of the turns, set before the first group.
@@ -55,6 +77,7 @@ class GroupRunner:
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
         pending: number of conversations that have not ended.
         on_end: function called when a conversation has ended; None calls none.
+        activity: record of where conversations spend their time.
     """
 
     source: TurnSource
@@ -64,24 +87,40 @@ class GroupRunner:
         self,
         env: EnvBase,
         version: Callable[[], int],
-        *,
-        seed: int,
-        reward_threads: int,
-        max_consecutive_failures: int | None,
-        on_failure: OnFailure,
+        settings: RunnerSettings,
     ):
-        self.env, self.stepper, self.version, self.seed = env, RowStepper(env), version, seed
+        self.env, self.stepper, self.version, self.seed = env, RowStepper(env), version, settings.seed
         self.max_seconds = getattr(self.stepper.base, "max_seconds", None)
-        self.max_consecutive_failures, self.on_failure = max_consecutive_failures, on_failure
+        self.max_consecutive_failures, self.on_failure = settings.max_consecutive_failures, settings.on_failure
         self.counts: Counter[str] = Counter()
         self.turn_counts: Counter[int] = Counter()
         self.ended_counts: Counter[int] = Counter()
         self.pending = 0
+        self.activity = Activity()
         self.on_end: Callable[[], None] | None = None
-        self._reset_slots, self._scoring_slots = asyncio.Semaphore(_MAX_RESETS), asyncio.Semaphore(reward_threads)
+        self._reset_slots, self._scoring_slots = (
+            asyncio.Semaphore(_MAX_RESETS),
+            asyncio.Semaphore(settings.reward_threads),
+        )
         self._consecutive_failures = 0
         self._running: dict[int, list[_Conversation]] = {}
         self._thread_work: set[asyncio.Future] = set()  # outlives a cancelled group
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Keep the policy from using weights in this process within the context."""
+        return self.source.exclusive()
+
+    def take_activity(self) -> ActivityWindow:
+        """Return where conversations spent their time since the last call."""
+        return self.activity.take()
+
+    def occupancies(self) -> dict[int, Reading]:
+        """Return the occupancy of the engine, or of the policy, by turns of this runner."""
+        return {0: self.source.occupancy.read()}
+
+    def end_batch(self) -> None:
+        """Tell the environment that the rows scored since the last call form a batch."""
+        self.stepper.end_batch()
 
     def expected(self) -> float:
         """Return the number of conversations that hold a place or could, and have not ended."""
@@ -112,9 +151,14 @@ class GroupRunner:
                 conversation.row = row
             self._running[group] = conversations
             await _gather_or_cancel([self._run_conversation(c, unended) for c in conversations])
+            began = [c.presence.enter("rewards") for c in conversations][0]
             async with self._scoring_slots:
-                return await asyncio.shield(self._run_in_thread(self._score, conversations))
+                rows = await asyncio.shield(self._run_in_thread(self._score, conversations))
+            self.activity.record("rewards", [c.presence.leave() for c in conversations][0] - began)
+            return rows
         finally:
+            for conversation in conversations:
+                conversation.presence.leave()
             if self._running.get(group) is conversations:  # otherwise the next attempt runs
                 del self._running[group]
             self.pending -= len(unended)
@@ -177,6 +221,7 @@ class GroupRunner:
     async def _run_conversation(self, conversation: _Conversation, unended: set[_Conversation]) -> None:
         """Run a conversation to its end, or to the cut of a straggler."""
         conversation.task = asyncio.current_task()
+        set_present(conversation.presence)
         try:
             await self._converse(conversation)
         except asyncio.CancelledError:
@@ -184,6 +229,7 @@ class GroupRunner:
                 raise
             self.counts["collector/cancelled_rows"] += 1
             self._truncate(conversation, "cancelled")
+        conversation.presence.enter("group")
         self.ended_counts[conversation.group_id] += 1
         unended.discard(conversation)
         self.pending -= 1
@@ -193,13 +239,16 @@ class GroupRunner:
 
     async def _converse(self, conversation: _Conversation) -> None:
         """Run one conversation to its end once a place is free, and its replacements after failures."""
+        conversation.presence.enter("place")
         async with self.slots.place():
+            conversation.presence.enter("environment")
             for replacement in range(_MAX_REPLACEMENTS + 1):
                 await self._take_turns_in_time(conversation)
                 failed = stop_reason(conversation.row["next"]) == "failed"
                 if self.on_failure == "abstain" or not failed or replacement == _MAX_REPLACEMENTS:
                     return
                 self.counts["collector/replaced"] += 1
+                conversation.presence.enter("environment")
                 await self._release([conversation.row])
                 conversation.replace()
                 (conversation.row,) = await self._open([conversation])
@@ -207,7 +256,7 @@ class GroupRunner:
     async def _take_turns_in_time(self, conversation: _Conversation) -> None:
         conversation.start(self.version())
         turns = self._take_turns(conversation)
-        if self.max_seconds is None:
+        if self.max_seconds is None or self.stepper.player is not None:  # the latter keeps the time itself
             await turns
         elif not await _finish_within(self.max_seconds, turns):
             self.counts["collector/timed_out"] += 1
@@ -217,9 +266,18 @@ class GroupRunner:
         if conversation.row["done"].any():  # the prompt leaves the policy no turn
             self._truncate(conversation, stop_reason(conversation.row))
             return
+        presence, record, player = conversation.presence, self.activity.record, self.stepper.player
+
+        async def sample(row: TensorDictBase) -> TensorDictBase:
+            began = presence.enter("engine")
+            try:
+                return await self.source.turn(row, conversation.order)
+            finally:
+                record("engine", presence.enter("environment") - began)
+
         while True:
             try:
-                row = await self.source.turn(conversation.row, conversation.order)
+                row = await (sample(conversation.row) if player is None else player.play(conversation.row, sample))
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -228,8 +286,11 @@ class GroupRunner:
                 self._fail(conversation, error)
                 return
             self._consecutive_failures, conversation.row = 0, row
-            await self.stepper.step(row)
-            self.turn_counts[conversation.group_id] += 1
+            if player is None:
+                answered = presence.enter("environment")
+                await self.stepper.step(row)
+                record("environment", presence.enter("environment") - answered)
+            self.turn_counts[conversation.group_id] += 1 if player is None else int(row["next", keys.NUM_TURNS])
             if row[keys.DONE].any():
                 return
             conversation.reward += row[keys.REWARD]
@@ -268,6 +329,8 @@ class _Conversation:
         self.row: TensorDictBase | None = None
         self.reward, self.version, self.begin = torch.zeros(1, 1), runner.version(), begin
         self.task: asyncio.Task | None = None
+        self.presence = Presence(runner.activity)
+        self.presence.enter("environment")  # until its reset
         self.cut = self.seeded = False
         self._seed, self._attempt, self._replacements = runner.seed, lease.attempt, 0
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.files import append, make_folder
 
@@ -72,6 +73,7 @@ class Group:
         state: state of the group.
         version: policy version at which its first conversation began; None before.
         rows: ``G`` finished rows of a complete group.
+        oldest: oldest version that sampled a token of ``rows``; None until :func:`oldest_version` finds it.
         taken: True once :meth:`GroupLedger.settle` confirmed that a caller has the delivered rows.
     """
 
@@ -81,6 +83,7 @@ class Group:
     state: GroupState = GroupState.DRAWN
     version: int | None = None
     rows: list[TensorDictBase] | None = None
+    oldest: int | None = None
     taken: bool = False
 
 
@@ -101,6 +104,7 @@ class GroupLedger:
         groups: records by ``group_id``.
         counts: ``"ledger/drawn"``, ``"ledger/acknowledged"``, ``"ledger/requeued"`` groups and ``"ledger/late"``
             results of earlier attempts.
+        finished: number of complete groups that wait for their delivery, and its integrals.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -118,6 +122,8 @@ class GroupLedger:
         self.groups: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
         self._attempts: dict[int, int] = {}  # next attempt of groups that a checkpoint put back
+        self._sizes: Counter[GroupState] = Counter()  # number of groups by state
+        self.finished = Occupancy()
         self._audit = None if audit is None else Path(audit)
         if self._audit is not None:
             make_folder(self._audit.parent)
@@ -136,7 +142,7 @@ class GroupLedger:
             DatasetExhaustedError: if fewer draws are left.
         """
         # Draw; an error on the way leaves the primer as it was
-        waiting = self.of(GroupState.DRAWN)[:count]
+        waiting = self.of(GroupState.DRAWN)[:count] if self.count(GroupState.DRAWN) else []
         if (new := count - len(waiting)) > 0:
             with self.primer.requeue_on_error():
                 drawn = self.primer.draw_groups(new)
@@ -144,6 +150,7 @@ class GroupLedger:
                 group_id, prompt_id = int(rows[0][keys.GROUP_ID]), int(rows[0][keys.PROMPT_ID])
                 group = Group(group_id, prompt_id, self._attempts.pop(group_id, 0))
                 self.groups[group_id] = group
+                self._sizes[GroupState.DRAWN] += 1
                 self.counts["ledger/drawn"] += 1
                 self._write_state(group, "drawn")
                 waiting.append(group)
@@ -178,7 +185,7 @@ class GroupLedger:
         for group_id in group_ids:
             group = self.groups[group_id]
             self._check_move(group, "drawn")
-            group.attempt, group.version, group.rows = group.attempt + 1, None, None
+            group.attempt, group.version, group.rows, group.oldest = group.attempt + 1, None, None, None
             self.counts["ledger/requeued"] += 1
             self._move(group, GroupState.DRAWN)
 
@@ -186,7 +193,7 @@ class GroupLedger:
         """Remove groups for good, as after a cancellation by the user."""
         for group_id in group_ids:
             self._move(self.groups[group_id], "dropped")
-            del self.groups[group_id]
+            self._remove(group_id)
 
     def deliver(self, group_ids: Iterable[int]) -> list[TensorDictBase]:
         """Move complete groups into a batch and return their rows."""
@@ -217,6 +224,11 @@ class GroupLedger:
                 self._move(group, GroupState.COMPLETE)
         return confirmed
 
+    def unsettle(self, group_ids: Iterable[int]) -> None:
+        """Take back that the caller has the rows of delivered groups, since they are lost."""
+        for group_id in group_ids:
+            self.groups[group_id].taken = False
+
     def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
         """Remove delivered groups that were trained on, and return their number.
 
@@ -234,13 +246,17 @@ class GroupLedger:
                 raise KeyError(f"group_id={group_id} is not delivered, so it cannot be acknowledged")
         for group_id in group_ids:
             self._move(self.groups[group_id], GroupState.ACKNOWLEDGED)
-            del self.groups[group_id]
+            self._remove(group_id)
             self.counts["ledger/acknowledged"] += 1
         return len(group_ids)
 
     def of(self, *states: GroupState) -> list[Group]:
         """Return the groups in any of the states, oldest draw first."""
         return [group for group in self.groups.values() if group.state in states]
+
+    def count(self, *states: GroupState) -> int:
+        """Return the number of groups in any of the states, without a pass over all groups."""
+        return sum(self._sizes[state] for state in states)
 
     def state_dict(self, save_env: Callable[[], Any]) -> dict[str, Any]:
         """Return the counters, the attempts, and the environment's state with all open groups re-queued.
@@ -257,6 +273,8 @@ class GroupLedger:
         """Restore :meth:`state_dict`; all current groups are forgotten."""
         load_env(state["env"])
         self.groups.clear()
+        self._sizes.clear()
+        self.finished.set(0)
         self.counts.clear()
         self.counts.update(state["counts"])
         self._attempts = dict(state["attempts"])
@@ -277,8 +295,15 @@ class GroupLedger:
         name = state.value if isinstance(state, GroupState) else state
         self._check_move(group, name)
         if isinstance(state, GroupState):
+            self._sizes[group.state] -= 1
+            self._sizes[state] += 1
             group.state = state
+            self.finished.set(self._sizes[GroupState.COMPLETE])
         self._write_state(group, name)
+
+    def _remove(self, group_id: int) -> None:
+        self._sizes[self.groups.pop(group_id).state] -= 1
+        self.finished.set(self._sizes[GroupState.COMPLETE])
 
     def _write_state(self, group: Group, name: str) -> None:
         self._write({"state": name, "group": group.group_id, "attempt": group.attempt, "version": group.version})

@@ -19,13 +19,14 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.base import CollectionProgress, CollectorBase, Totals
 from torchrl_rloo.collectors.checks import check_arguments, default_seed, find_primer
-from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
-from torchrl_rloo.collectors.conversation import GroupRunner, OnFailure
+from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
+from torchrl_rloo.collectors.conversation import GroupRunner, OnFailure, RunnerSettings
 from torchrl_rloo.collectors.ledger import GroupLedger
 from torchrl_rloo.collectors.loop_call import LoopCall
+from torchrl_rloo.collectors.runner import make_runner
 from torchrl_rloo.collectors.scheduler import Batch, GroupScheduler
-from torchrl_rloo.collectors.staleness import OnStale
-from torchrl_rloo.collectors.turn_source import make_turn_source
+from torchrl_rloo.collectors.staleness import OnStale, limit_staleness
+from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
@@ -181,27 +182,24 @@ class LLMCollector(CollectorBase):
         )
         primer = find_primer(env, min_members)
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
-        adapt_to_policy(env, policy)
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress, self.auto_acknowledge = postproc, progress, auto_acknowledge
         self.sync_every, self.closed = sync_every, False
-        # Parts: a record of the groups, their runner, the source of its turns, and the policy's weights
+        # Parts: a record of the groups, their runner, and the policy's weights
         self.ledger = GroupLedger(primer, audit=audit)
-        self.runner = GroupRunner(
-            env,
-            self._version,
-            seed=default_seed(policy) if seed is None else seed,
-            reward_threads=reward_threads,
-            max_consecutive_failures=max_consecutive_failures,
-            on_failure=on_failure,
+        self.runner = self._make_runner(
+            RunnerSettings(
+                seed=default_seed(policy) if seed is None else seed,
+                eager=bool(ahead or max_staleness),
+                max_in_flight=max_in_flight,
+                max_batch_size=max_batch_size,
+                reward_threads=reward_threads,
+                max_consecutive_failures=max_consecutive_failures,
+                on_failure=on_failure,
+            )
         )
-        eager = bool(ahead or max_staleness)
-        self.source = make_turn_source(
-            policy, self._version, self.runner.expected, eager=eager, max_batch_size=max_batch_size
-        )
-        self.runner.source, self.runner.slots = self.source, Slots(max_in_flight, self.source.load)
-        self.weights = PolicyWeights(weight_updater, self.source.exclusive, max_failed_pushes)
+        self.weights = PolicyWeights(weight_updater, self.runner.exclusive, max_failed_pushes)
         # What begins and chooses groups, and the loop that it all runs on
         self.scheduler = GroupScheduler(
             self.ledger,
@@ -213,11 +211,16 @@ class LLMCollector(CollectorBase):
             on_stale=on_stale,
             min_members=min_members,
         )
+        self.waits = CollectorWaits(self.runner, self.ledger.finished, policy)
         self._totals = Totals()
         self._loop = EventLoop("collector")
         self._close_loop = weakref.finalize(self, self._loop.close)
         if hasattr(policy, "register_collector"):
             policy.register_collector(self)
+
+    def _make_runner(self, settings: RunnerSettings) -> GroupRunner:
+        adapt_to_policy(self.env, self.policy)
+        return make_runner(self.env, self.policy, self._version, settings)
 
     def update_policy_weights_(self) -> None:
         super().update_policy_weights_()
@@ -230,6 +233,19 @@ class LLMCollector(CollectorBase):
             DatasetExhaustedError: if the dataset's epochs have ended.
             RuntimeError: if the collector is shut down.
         """
+        batch = self._next_batch()
+        rows = stack_rows(self._rows_of(batch))
+        # Count before postproc, which may drop rows
+        after = self._count(batch, sum(map(len, ragged(rows, keys.TOKENS))))
+        if self.postproc is not None:
+            rows = self.postproc(rows)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(tensor_rows(rows))
+        self._deliver(after)
+        return rows
+
+    def _next_batch(self) -> Batch:
+        """Begin a batch, with a weight update if one is due, and wait for its groups."""
         if self.closed:
             raise RuntimeError("the collector is shut down; create another one")
         self._call_on_loop(self._begin_batch)
@@ -241,50 +257,39 @@ class LLMCollector(CollectorBase):
         groups, parts, turns = [], [], 0
         while not parts or turns < (self.dialog_turns_per_batch or 0):
             try:
-                batch = self._wait_for_batch(len(parts), turns)
+                with self.waits.for_rows():
+                    batch = self._wait_for_batch(len(parts), turns)
             except DatasetExhaustedError:
                 if not parts:
                     raise
                 break
             groups += batch.group_ids
             parts += batch.rows
-            turns += sum(int(row[keys.NUM_TURNS]) for row in batch.rows)
+            turns += _count_turns(batch)
             if self.progress is not None:
                 self.progress(CollectionProgress(len(parts), len(parts), turns))
-        # Count before postproc, which may drop rows
-        rows = stack_rows(parts)
-        tokens = totals.num_tokens + sum(map(len, ragged(rows, keys.TOKENS)))
-        after = Totals(totals.batches + 1, totals.dialog_turns + turns, tokens, tuple(groups))
-        if self.postproc is not None:
-            rows = self.postproc(rows)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(tensor_rows(rows))
+        return Batch(groups, parts, batch.version)
+
+    def _rows_of(self, batch: Batch) -> list[TensorDictBase]:
+        """Return the finished rows of a batch, without tokens beyond the bound on staleness."""
+        bound, counts = self.scheduler.max_staleness, self.scheduler.counts
+        if bound is None:
+            return batch.rows
+        return limit_staleness(batch.rows, batch.version, bound, self.scheduler.on_stale, counts)
+
+    def _count(self, batch: Batch, tokens: int) -> Totals:
+        """Return the totals after the delivery of a batch."""
+        totals, turns = self._totals, _count_turns(batch)
+        return Totals(totals.batches + 1, totals.dialog_turns + turns, totals.num_tokens + tokens, (*batch.group_ids,))
+
+    def _deliver(self, after: Totals) -> None:
         self.scheduler.has_delivered = True
         # One assignment delivers the batch: an interrupt before it leaves all groups in the ledger
         self._totals = after
-        return rows
 
-    def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
-        """Note that a training step took returned groups, so that no state re-queues them.
-
-        Args:
-            group_ids: groups to acknowledge; None takes all returned groups.
-
-        Returns:
-            Number of groups that were acknowledged.
-
-        Raises:
-            KeyError: if a group was not returned, or was acknowledged before.
-        """
-        return self._call_on_loop(self._acknowledge, group_ids)
-
-    def _acknowledge(self, group_ids: Iterable[int] | None) -> int:
-        self._settle(self._totals, reclaim=False)
-        return self.ledger.acknowledge(group_ids)
-
-    def _wait_for_batch(self, rows_before: int, turns_before: int) -> Batch:
+    def _wait_for_batch(self, rows_before: int, turns_before: int, groups: int | None = None) -> Batch:
         """Wait for the next batch, and report its progress."""
-        waiting = LoopCall(self._loop, self.scheduler.next_batch())
+        waiting = LoopCall(self._loop, self.scheduler.next_batch(groups))
         reported = None
         try:
             while True:
@@ -302,31 +307,9 @@ class LLMCollector(CollectorBase):
         ended, turns = (sum(list(counter.values())) for counter in (self.runner.ended_counts, self.runner.turn_counts))
         return CollectionProgress(rows_before + min(ended, total), rows_before + total, turns_before + turns)
 
-    # On the event loop
-
-    def _call_on_loop(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on the loop's thread and wait for it, so that an interrupt cannot stop it half-way."""
-        if self.closed:
-            return function(*args)
-
-        async def call() -> Any:
-            return function(*args)
-
-        return LoopCall(self._loop, call()).result()
-
-    def _begin_batch(self) -> None:
-        """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
-        self.scheduler.drop_waiter()
-        self._settle(self._totals, reclaim=True)
-        self._acknowledge_returned()
-
-    def _settle(self, totals: Totals, *, reclaim: bool) -> None:
-        if self.ledger.settle(totals.returned, reclaim=reclaim):
-            self.runner.stepper.end_batch()
-
-    def _acknowledge_returned(self) -> None:
-        if self.auto_acknowledge:
-            self.ledger.acknowledge()
+    def timings(self) -> dict[str, float]:
+        """Return shares and durations of waits since the last call; they depend on the clock."""
+        return self._call_on_loop(self.waits.take)
 
     # Cancellation, state and end
 
@@ -395,3 +378,7 @@ class LLMCollector(CollectorBase):
     async def _shut_down(self) -> None:
         self.closed = True
         await self.scheduler.close()
+
+
+def _count_turns(batch: Batch) -> int:
+    return sum(int(row[keys.NUM_TURNS]) for row in batch.rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,12 +13,17 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
-from torchrl_rloo.collectors.staleness import OnStale, choose_groups, limit_staleness, oldest_version
+from torchrl_rloo.collectors.staleness import OnStale, choose_groups, oldest_version
 
+_LOGGER = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 10.0
 _MAX_STALE_ATTEMPTS = 3  # attempts of a group before its stale tokens are masked instead
 _BEGUN = (GroupState.LEASED, GroupState.COMPLETE)
 _UNDELIVERED = (GroupState.DRAWN, *_BEGUN)
+
+
+class LeaseExpiredError(RuntimeError):
+    """Loss of the worker that ran a group. The group is drawn again under its next attempt."""
 
 
 class Batch(NamedTuple):
@@ -25,11 +31,13 @@ class Batch(NamedTuple):
 
     Attributes:
         group_ids: ids of the groups, in ascending order.
-        rows: finished rows of the groups, in the same order.
+        rows: finished rows of the groups, in the same order; those of a remote runner are metadata.
+        version: policy version at the delivery, to which the staleness refers.
     """
 
     group_ids: list[int]
     rows: list[TensorDictBase]
+    version: int
 
 
 class GroupScheduler:
@@ -71,6 +79,8 @@ class GroupScheduler:
         self._waiter: asyncio.Task | None = None  # waits for the batch of the current collect
         self._failures: dict[int, BaseException] = {}  # by group, until a collect raises them
         self._news = asyncio.Event()
+        self._checked_version: int | None = None  # version of the last search for stale groups
+        self._unchecked: list[Group] = []  # groups that completed since
         if min_members is not None:
             runner.on_end = self._news.set  # a group may have enough members now
 
@@ -79,16 +89,20 @@ class GroupScheduler:
         if self._waiter is not None:
             self._waiter.cancel()
 
-    async def next_batch(self) -> Batch:
-        """Return the next batch, once it is ready; its groups are delivered."""
+    async def next_batch(self, groups: int | None = None) -> Batch:
+        """Return the next batch, once it is ready; its groups are delivered.
+
+        Args:
+            groups: number of groups, which are all that may begin for it. None takes ``per_batch``.
+        """
         self._waiter = asyncio.current_task()
         try:
-            return await self._choose_batch()
+            return await self._choose_batch(groups)
         finally:
             if self._waiter is asyncio.current_task():
                 self._waiter = None
 
-    async def _choose_batch(self) -> Batch:
+    async def _choose_batch(self, groups: int | None) -> Batch:
         while True:
             if failures := self._failures.copy():
                 await asyncio.shield(self.requeue_running())  # to the end, even if the caller is interrupted
@@ -98,7 +112,7 @@ class GroupScheduler:
             if self.closed:
                 raise RuntimeError("the collector is shut down; create another one")
             self._requeue_stale()
-            needed = self.admit()
+            needed = self.admit() if groups is None else self._admit_only(groups)
             if chosen := self._choose(needed):
                 return self._deliver(chosen)
             self._news.clear()
@@ -119,9 +133,14 @@ class GroupScheduler:
         per_batch = self.per_batch
         free = self._free_places(per_batch * (1 + (self.max_staleness or 0)) + self.ahead)
         # Without any group the primer must be asked, since it raises at the end of the dataset
-        if free > 0 or not self.ledger.of(*_UNDELIVERED):
+        if free > 0 or not self.ledger.count(*_UNDELIVERED):
             self._start(self.ledger.lease(free if free > 0 else per_batch))
-        return min(per_batch, len(self.ledger.of(*_UNDELIVERED)))
+        return min(per_batch, self.ledger.count(*_UNDELIVERED))
+
+    def _admit_only(self, groups: int) -> int:
+        if (free := groups - len(self.ledger.of(*_BEGUN))) > 0:
+            self._start(self.ledger.lease(free))
+        return groups
 
     def admit_ahead(self) -> None:
         """Begin groups between two batches, if they can be delivered in time after the next updates."""
@@ -136,9 +155,9 @@ class GroupScheduler:
 
         New draws that do not fill a last batch are left out, but not groups that were drawn before.
         """
-        primer, begun = self.ledger.primer, len(self.ledger.of(*_BEGUN))
+        primer, begun = self.ledger.primer, self.ledger.count(*_BEGUN)
         if (remaining := primer.remaining()) != float("inf"):
-            undelivered = len(self.ledger.of(*_UNDELIVERED))
+            undelivered = self.ledger.count(*_UNDELIVERED)
             in_whole_batches = int(undelivered + remaining) // self.per_batch * self.per_batch
             places = min(places, max(in_whole_batches, undelivered + primer.num_requeued))
         return places - begun
@@ -157,53 +176,71 @@ class GroupScheduler:
                     f"the environment or the policy cancelled a task of group_id={group}"
                 )
             raise
+        except LeaseExpiredError as error:
+            self._renew(group, attempt, error)
         except BaseException as error:
             self._failures[group] = error
         else:
-            self.ledger.complete(group, attempt, rows)
+            if self.ledger.complete(group, attempt, rows) and self.on_stale == "requeue":
+                self._unchecked.append(self.ledger.groups[group])
         finally:
             if self._tasks.get(group) is asyncio.current_task():
                 del self._tasks[group]
             self._news.set()
 
+    def _renew(self, group_id: int, attempt: int, error: LeaseExpiredError) -> None:
+        """Return a group whose lease expired to the drawn ones, and begin it again if groups may begin now."""
+        group = self.ledger.groups.get(group_id)
+        if group is None or (group.state, group.attempt) != (GroupState.LEASED, attempt):
+            return
+        _LOGGER.warning("group_id=%d is drawn again: %s", group_id, error)
+        self.ledger.requeue([group_id])
+        if not self.closed:
+            asyncio.get_running_loop().call_soon(self.admit_ahead)
+
     def _choose(self, needed: int) -> list[Group]:
         """Return the groups to deliver, oldest first; none if they are not ready."""
-        complete, running = self.ledger.of(GroupState.COMPLETE), self.ledger.of(GroupState.LEASED)
-        if len(complete) >= needed:
+        missing = needed - self.ledger.count(GroupState.COMPLETE)
+        if missing <= 0:
+            complete = self.ledger.of(GroupState.COMPLETE)
             bound = self.max_staleness if self.on_stale == "wait" else None
             if not bound:
                 return complete[:needed]
+            running = self.ledger.of(GroupState.LEASED)
             chosen = choose_groups(complete, running, needed, self.per_batch, self.version(), bound)
             if chosen is not None:
                 return chosen
         # Complete groups whose last members are late
         if self.min_members is not None:
-            ended = self.runner.ended_counts
+            ended, running = self.runner.ended_counts, self.ledger.of(GroupState.LEASED)
             late = [group.group_id for group in running if ended[group.group_id] >= self.min_members]
-            missing = needed - len(complete)
             for group_id in late[: missing if missing > 0 else needed]:
                 self.runner.cut_stragglers(group_id)
         return []
 
     def _deliver(self, chosen: list[Group]) -> Batch:
-        """Return the rows of complete groups, sorted by id, without tokens beyond the bound on staleness."""
+        """Return the rows of complete groups, sorted by id."""
         group_ids = sorted(group.group_id for group in chosen)
         rows = self.ledger.deliver(group_ids)
         for group in group_ids:
             self.runner.forget(group)
-        if self.max_staleness is not None:
-            rows = limit_staleness(rows, self.version(), self.max_staleness, self.on_stale, self.counts)
-        return Batch(group_ids, rows)
+        return Batch(group_ids, rows, self.version())
 
     def _requeue_stale(self) -> None:
         """Draw groups again that are beyond the bound on staleness."""
         if self.max_staleness is None or self.on_stale != "requeue":
             return
-        oldest = self.version() - self.max_staleness
+        # Only an update, or the rows of a complete group, can make a group stale
+        version, groups = self.version(), self.ledger.groups
+        if version != self._checked_version:
+            begun = self.ledger.of(*_BEGUN)
+        else:
+            begun = [g for g in self._unchecked if groups.get(g.group_id) is g and g.state in _BEGUN]
+        self._checked_version, self._unchecked = version, []
         stale = [
             group.group_id
-            for group in self.ledger.of(*_BEGUN)
-            if oldest_version(group, self.version()) < oldest and group.attempt < _MAX_STALE_ATTEMPTS
+            for group in begun
+            if oldest_version(group, version) < version - self.max_staleness and group.attempt < _MAX_STALE_ATTEMPTS
         ]
         for group_id in stale:
             if (task := self._tasks.pop(group_id, None)) is not None:

@@ -45,6 +45,10 @@ def _versions(row: TensorDictBase) -> torch.Tensor:
     return row[keys.POLICY_VERSION].expand(actions)
 
 
+def _versions_or_metadata(row: TensorDictBase) -> torch.Tensor:
+    return row[keys.VERSION_COUNTS][:, 0] if keys.VERSION_COUNTS in row.keys() else _versions(row)
+
+
 def oldest_version(group: Group, version: int) -> int:
     """Return the oldest version that sampled, or may have sampled, a token of a group.
 
@@ -53,8 +57,10 @@ def oldest_version(group: Group, version: int) -> int:
         version: current policy version.
     """
     if group.rows is not None:
-        sampled = [int(v.min()) for row in group.rows if len(v := _versions(row))]
-        return min(sampled, default=version)
+        if group.oldest is None:
+            sampled = [int(v.min()) for row in group.rows if len(v := _versions_or_metadata(row))]
+            group.oldest = min(sampled, default=None)
+        return version if group.oldest is None else group.oldest
     return version if group.version is None else group.version
 
 
@@ -70,9 +76,22 @@ def may_wait(remaining: Sequence[Group], per_batch: int, version: int, max_stale
         version: current policy version.
         max_staleness: bound on the staleness.
     """
-    ages = sorted(version - oldest_version(group, version) for group in remaining)
-    in_bound = [age for age in reversed(ages) if age <= max_staleness]
-    return all(age + 1 + index // per_batch <= max_staleness for index, age in enumerate(in_bound))
+    return _in_time(_ages(remaining, version), per_batch, max_staleness)
+
+
+def _ages(groups: Sequence[Group], version: int) -> Counter[int]:
+    """Return the number of groups by age. A running group has that of its begin."""
+    return Counter([version - oldest_version(group, version) for group in groups])
+
+
+def _in_time(ages: Counter[int], per_batch: int, max_staleness: int) -> bool:
+    """Return whether groups of these ages can be delivered in time, oldest first."""
+    position = 0
+    for age in sorted((age for age, number in ages.items() if number and age <= max_staleness), reverse=True):
+        position += ages[age]
+        if age + 1 + (position - 1) // per_batch > max_staleness:  # the last group of this age
+            return False
+    return True
 
 
 def choose_groups(
@@ -98,21 +117,26 @@ def choose_groups(
     Returns:
         The groups, or None to wait for a running one that is more urgent than a complete one.
     """
-    ages = {group.group_id: version - oldest_version(group, version) for group in (*complete, *running)}
 
-    def urgency(group: Group) -> int:
-        """Return the age of a group; groups beyond the bound, which cannot be late any more, are not urgent."""
-        age = ages[group.group_id]
+    def urgency(age: int) -> int:
+        """Return the urgency of an age; groups beyond the bound, which cannot be late any more, are not urgent."""
         return age if age <= max_staleness else -1
 
-    for key in (lambda group: -ages[group.group_id], lambda group: -urgency(group)):
-        chosen = sorted(complete, key=key)[:needed]
-        rest = [group for group in (*complete, *running) if group not in chosen]
-        if may_wait(rest, per_batch, version, max_staleness):
-            return chosen
-    # Some group will be late; wait only if a running group could take the place of a less urgent one
-    least = min(urgency(group) for group in chosen)
-    return None if any(urgency(group) > least for group in running) else chosen
+    # Decide on the numbers of groups by age, since this runs at every completion
+    ready, late = _ages(complete, version), _ages(running, version)
+    for key in (lambda age: age, urgency):
+        taken, left = Counter(), needed
+        for age in sorted(ready, key=key, reverse=True):
+            taken[age] = min(left, ready[age])
+            left -= taken[age]
+        if _in_time(ready - taken + late, per_batch, max_staleness):
+            break
+    else:
+        # Some group will be late; wait only if a running group could take the place of a less urgent one
+        least = min(urgency(age) for age, number in taken.items() if number)
+        if any(urgency(age) > least for age in late):
+            return None
+    return sorted(complete, key=lambda group: -key(version - oldest_version(group, version)))[:needed]
 
 
 def limit_staleness(

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import copy_row, stack_rows
 from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, EngineLoad, Request, Sample
+from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
@@ -31,12 +32,15 @@ class TurnSource(ABC):
 
     Args:
         policy: callable that takes and returns rows.
+
+    Attributes:
+        occupancy: number of turns inside the engine or the policy.
     """
 
     load: Callable[[], EngineLoad] | None = None  # reports the engine's load; None if there is no such engine
 
     def __init__(self, policy: Policy):
-        self.policy = policy
+        self.policy, self.occupancy = policy, Occupancy()
 
     @abstractmethod
     async def turn(self, row: TensorDictBase, order: Order) -> TensorDictBase:
@@ -76,7 +80,11 @@ class EngineTurns(TurnSource):
         self.load = policy.engine.load
 
     async def turn(self, row: TensorDictBase, order: Order) -> TensorDictBase:
-        return await self.policy.turn(row, self._submit)
+        self.occupancy.add(1)
+        try:
+            return await self.policy.turn(row, self._submit)
+        finally:
+            self.occupancy.add(-1)
 
     async def _submit(self, request: Request) -> Sample:
         future = self.policy.engine.submit(request)
@@ -156,10 +164,13 @@ class BatchedTurns(TurnSource):
         size = self.max_batch_size or len(self._waiting)
         batch, self._waiting = self._waiting[:size], self._waiting[size:]
         began = monotonic()
+        self.occupancy.add(len(batch))
         try:
             outcomes = await event_loop.call(self._sample, [row for _, row, _ in batch])
         except Exception as error:
             outcomes = [error] * len(batch)
+        finally:
+            self.occupancy.add(-len(batch))
         self._seconds, self._running = monotonic() - began, None
         for (_, _, turn), outcome in zip(batch, outcomes, strict=True):
             if turn.done():  # cancelled

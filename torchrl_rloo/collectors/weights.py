@@ -48,7 +48,7 @@ class PolicyWeights:
             WeightSyncError: if the weights did not arrive.
         """
         if self.updater is not None:
-            if not self._initialized:
+            if not self._initialized and not self.updater.filled:
                 with self.exclusive():
                     self.updater.initialize()
             self.version = self.updater.current_version  # also that of an update that was interrupted

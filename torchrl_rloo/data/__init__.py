@@ -4,7 +4,9 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.feedback_ids import answer_turn, encode_feedback
 from torchrl_rloo.data.merging import merge_identical
+from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.outcomes import SeparateScores, WeightedScores, final_return
+from torchrl_rloo.data.own_rows import OwnRows
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.pass_rates import PassRatePool
 from torchrl_rloo.data.preferences import (
@@ -51,6 +53,7 @@ __all__ = [
     "DeferredRerolls",
     "ActionTokens",
     "MixtureSampler",
+    "OwnRows",
     "PackedRows",
     "PreferenceDataset",
     "PromptCounts",
@@ -78,6 +81,7 @@ __all__ = [
     "load_prompts",
     "longest_prompt",
     "merge_identical",
+    "metadata_of",
     "micro_batches",
     "pack_rows",
     "pad",

@@ -45,6 +45,11 @@ Optional entries:
 ``VALUE_TARGET``              ``[T, 1]``   float32  regression target of the value estimate
 ``SAMPLE_WEIGHT``             ``[]``       float32  factor of the row's loss
 ``MULTIPLICITY``              ``[]``       int64    number of identical rows that this row represents
+``TOKEN_COUNT``               ``[]``       int64    tokens of all samples of a row, in its metadata
+``VERSION_COUNTS``            ``[n, 2]``   int64    policy versions, and the number of action tokens that each sampled
+``ACTION_COUNT``              ``[]``       int64    action tokens of the sample in ``TOKENS``, in a row's metadata
+``SURPRISAL``                 ``[]``       float32  sum over them of minus the behavior log-prob (nats), in its metadata
+``KL_TO_REF``                 ``[]``       float32  sum over them of behavior minus reference log-prob, in its metadata
 ``NUM_TOOL_CALLS``            ``[]``       int64    tool calls of the trajectory so far
 ``TOOLS``                     non-tensor   -        schemas of the tools that the chat template shows the policy
 ``PREVIOUS_SEGMENTS``         TensorDict   -        samples of the trajectory before the one in ``TOKENS``, where the
@@ -91,6 +96,14 @@ STATE_VALUE = "state_value"
 VALUE_TARGET = "value_target"
 SAMPLE_WEIGHT = "sample_weight"
 MULTIPLICITY = "multiplicity"
+TOKEN_COUNT = "token_count"
+VERSION_COUNTS = "version_counts"
+ACTION_COUNT = "action_count"
+SURPRISAL = "surprisal"
+KL_TO_REF = "kl_to_ref"
+COMPLETION_HASH = "completion_hash"
+NGRAM_SKETCH = "ngram_sketch"
+REPETITION = "ngram_repetition"
 NUM_TOOL_CALLS = "num_tool_calls"
 TOOLS = "tools"
 PREVIOUS_SEGMENTS = "earlier"
@@ -116,6 +129,14 @@ RESERVED = frozenset(
         MULTIPLICITY,
         TRAJECTORY_ID,
         NUM_TOOL_CALLS,
+        TOKEN_COUNT,
+        VERSION_COUNTS,
+        ACTION_COUNT,
+        SURPRISAL,
+        KL_TO_REF,
+        COMPLETION_HASH,
+        NGRAM_SKETCH,
+        REPETITION,
         PREVIOUS_SEGMENTS,
         TOOLS_SEEN,
         INITIAL_MAX_NEW_TOKENS,

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.functional.groups import group_ranges, has_signal
 from torchrl_rloo.functional.rewards import combine_rewards
 
 Returns = Callable[[TensorDictBase], torch.Tensor]
@@ -25,6 +26,17 @@ def final_return(rows: TensorDictBase) -> torch.Tensor:
     A KL term makes all returns differ; use :class:`WeightedScores` if the reward has one.
     """
     return torch.stack([reward.reshape(()) for reward in ragged(rows, keys.REWARD)])
+
+
+def rows_with_signal(rows: TensorDictBase, returns: Returns = final_return) -> torch.Tensor:
+    """Return bool ``[B]``, True for the rows of groups whose returns differ, from which a group baseline learns.
+
+    Args:
+        rows: batch size ``[B]``, whole groups, or their metadata.
+        returns: function of the rows that returns what to compare.
+    """
+    groups = torch.stack(ragged(rows, keys.GROUP_ID)).reshape(-1).unique(return_inverse=True)[1]
+    return has_signal(group_ranges(returns(rows), groups))[groups]
 
 
 @dataclass(frozen=True)

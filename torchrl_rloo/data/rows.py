@@ -60,8 +60,20 @@ def unpad(padded: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def stack_rows(rows: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Stack rows (batch size ``[]`` each) to one ragged batch of size ``[B]``."""
-    return lazy_stack(list(rows), 0)
+    """Stack rows (batch size ``[]`` each) to one ragged batch of size ``[B]``; without rows it has no entries."""
+    rows = list(rows)
+    return lazy_stack(rows, 0) if rows else TensorDict({}, [0])
+
+
+def unbind_rows(rows: TensorDictBase) -> list[TensorDictBase]:
+    """Return the single rows of a batch, which may be empty."""
+    return list(rows.unbind(0)) if len(rows) else []
+
+
+def placeholder_rows() -> TensorDictBase:
+    """Return a row of two tokens, ``[1]``, for a rank without rows that takes part in a forward pass."""
+    tokens, actions = torch.zeros(2, dtype=torch.int64), torch.tensor([False, True])
+    return stack_rows([TensorDict({keys.TOKENS: tokens, keys.ACTION_MASK: actions}, [])])
 
 
 def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
@@ -187,10 +199,11 @@ def tensor_rows(rows: TensorDictBase) -> TensorDictBase:
     Returns:
         Ragged rows, batch size ``[B]``, that share the tensors of ``rows``.
     """
-    return stack_rows([_tensor_row(row) for row in rows.unbind(0)])
+    return stack_rows([tensor_row(row) for row in rows.unbind(0)])
 
 
-def _tensor_row(row: TensorDictBase) -> TensorDictBase:
+def tensor_row(row: TensorDictBase) -> TensorDictBase:
+    """Return one row without text; see :func:`tensor_rows`."""
     kept = {k: _plain(v) for k, v in row.items() if not is_non_tensor(v) and k not in _CONVERSATION_KEYS}
     outcome, extra = keys.LOG_EXTRA
     if outcome in kept and extra in kept[outcome].keys():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchrl_rloo.diagnostics.report import save_figure
+from torchrl_rloo.diagnostics.report_curves import save_figure
 from torchrl_rloo.diagnostics.statistics.calibration import (
     brier_score,
     fit_temperature,

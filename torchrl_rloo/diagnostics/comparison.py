@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
-from torchrl_rloo.diagnostics.report import save_figure
+from torchrl_rloo.diagnostics.report_curves import save_figure
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, round_values
 from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
 from torchrl_rloo.files import write_text

@@ -178,7 +178,7 @@ class Evaluation:
         sampled = [(i, k) for i in prompts for k in range(settings.num_samples)]
         rows += self._complete(sampled, greedy=False)
         # Score the completions with each scorer, except those of conversations that failed
-        batch, scores, failed = _to_reward_batch(rows), {}, {}
+        batch, scores, failed = to_reward_batch(rows), {}, {}
         usable = [i for i, row in enumerate(rows) if not row[keys.REWARD].isnan().any()]
         for name, scorer in self.scorers.items():
             if scorer is None:
@@ -288,7 +288,7 @@ def _resolve_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:
     return {name: None if scorer is None else load_reward(scorer) for name, scorer in scorers.items()}
 
 
-def _to_reward_batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
+def to_reward_batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
     """Convert finished rows to the input of reward functions."""
     names = [name for name in rows[0].keys() if name not in keys.RESERVED]
     return RewardBatch(

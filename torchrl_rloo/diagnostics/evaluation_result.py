@@ -140,10 +140,14 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means ``"eval/<metric>"`` with ``_low`` and ``_high``, counts ``"eval/failed"`` and ``"eval/abstained"``."""
+        """Metrics by name: means with ``_low`` and ``_high``, lengths, truncation, failed and abstained scores."""
         metrics = {}
         for name, (mean, low, high) in self.intervals.items():
             metrics |= {f"eval/{name}": mean, f"eval/{name}_low": low, f"eval/{name}_high": high}
+        for kind, samples in (("greedy", self._of_kind(True)), ("sampled", self._of_kind(False))):
+            if samples:
+                metrics[f"eval/{kind}_length"] = sum(s.tokens for s in samples) / len(samples)
+                metrics[f"eval/{kind}_clipped_ratio"] = sum(s.truncated for s in samples) / len(samples)
         counts = {"failed": self.failed, "abstained": self.abstained}
         return metrics | {f"eval/{name}": float(sum(count.values())) for name, count in counts.items()}
 
@@ -158,10 +162,23 @@ class EvaluationResult:
         missing = {name: sum(s.scores[name] is None for s in self.samples) for name in self.settings.scorers}
         return {name: number - self.failed.get(name, 0) for name, number in missing.items()}
 
-    def table(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return the greedy completions, or all if there are none, as readable dictionaries."""
+    def _of_kind(self, greedy: bool) -> list[EvaluatedSample]:
+        return [sample for sample in self.samples if (sample.sample is None) == greedy]
+
+    def table(self, limit: int | None = None, *, page: str | None = None) -> list[dict[str, Any]]:
+        """Return the greedy completions, or all if there are none, as readable dictionaries.
+
+        Args:
+            limit: largest number of completions; None takes all.
+            page: address of the page of :func:`write_evaluation_transcripts`. Each dictionary then has the address of
+                its conversation as ``transcript``. None adds none.
+        """
         greedy = [s for s in self.samples if s.sample is None]
-        return [self._to_record(s) for s in (greedy or self.samples)[:limit]]
+        records = [(s, self._to_record(s)) for s in (greedy or self.samples)[:limit]]
+        if page is None:
+            return [record for _, record in records]
+        places = {id(s): i for i, s in enumerate(sorted(self.samples, key=lambda s: s.prompt_id))}
+        return [record | {"transcript": f"{page}#row={places[id(s)]}"} for s, record in records]
 
     def summary(self) -> str:
         """Return the metrics as lines of text."""

@@ -14,15 +14,23 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, ragged
+from torchrl_rloo.data.metadata import version_counts
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
-from torchrl_rloo.functional import combine_rewards, k1, masked_mean, nanstd
-from torchrl_rloo.functional.groups import group_ranges
+from torchrl_rloo.diagnostics.breakdown import (
+    diversity_metrics,
+    group_metrics,
+    outcome_metrics,
+    row_statistics,
+    share_of_equal_groups,
+    task_metrics,
+)
+from torchrl_rloo.functional import combine_rewards, nanstd
 
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; "
     "the mean return if only the environment gives rewards",
     "reward_std": "unbiased standard deviation of that reward over all rows of the batch",
+    "reward_max": "largest of these rewards",
     "frac_reward_zero_std": "share of the groups whose rewards (before KL) are all equal, so without training signal",
     "frac_abstained": "share of the rows without a return, so without training signal: every reward function "
     "abstained, or the trajectory failed",
@@ -44,12 +52,30 @@ DEFINITIONS = {
     "stop/<reason>": "share of the rows that ended for one of the STOP_REASONS; not logged for a reason without rows",
     "kl": "mean over action tokens of behavior minus reference log-prob (k1), in nats",
     "staleness": "mean over the rows trained on of the current policy version minus the version that sampled the row",
+    "staleness/tokens_<updates>": "share of the action tokens trained on that are this many updates old; tokens "
+    "beyond max_staleness leave the loss and do not count",
     "tasks/<task>/share": "share of the rows that belong to one task of a mixture",
-    "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio>": "the metric over the rows of one task",
+    "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio|entropy|kl>": "the metric over the rows of one"
+    " task",
+    "outcome/<solved|unsolved>/share": "share of the rows with a reward of at least 1 (solved), or below 1",
+    "outcome/<solved|unsolved>/<entropy|kl|mean_length|clipped_ratio>": "the metric over these rows; not logged without"
+    " such rows, and kl is over all their tokens",
+    "group/<reward|length>_std": "unbiased standard deviation of reward or action tokens within a group, mean over the "
+    "groups",
+    "group/length_correlation": "correlation of reward and action tokens within groups, over all rows; not logged if "
+    "one of the two never varies",
+    "diversity/distinct": "share of the other completions of a group that differ from each other, by their tokens, mean"
+    " over the groups: 0 if all are equal, 1 if none are",
+    "diversity/ngram_overlap": "share of the runs of 4 tokens that completions of a group have in common, mean over the"
+    " groups: 0 if none is in two completions, 1 if all have the same; estimated from up to 32 runs of each completion",
+    "diversity/repetition": "share of the runs of 4 tokens of a completion that occurred earlier in it, mean over the "
+    "rows",
     "logged/<name>": "mean over the step of the values that reward functions passed to log_metric",
     "eval/greedy": "mean score of the greedy completions of the held-out prompts",
     "eval/sampled": "mean score of completions of the held-out prompts, sampled as in training",
     "eval/<greedy|sampled>_<low|high>": "bounds of the 95 % confidence interval over the held-out prompts",
+    "eval/<greedy|sampled>_length": "mean action tokens of these held-out completions",
+    "eval/<greedy|sampled>_clipped_ratio": "share of these held-out completions that a limit truncated",
     "eval/failed": "scores of held-out completions that a scorer failed to return in this evaluation; they count as 0",
     "eval/abstained": "scores of held-out completions that a scorer abstained from, or whose conversation failed, in "
     "this evaluation; they count as 0",
@@ -81,6 +107,9 @@ DEFINITIONS = {
     "parity/ess": "effective sample size of the rows' ratios of trainer to sampler, as a share of the rows",
     "parity/outside": "share of the action tokens whose ratio of trainer to sampler is outside [0.9, 1.1]",
     "grad_norm": "norm of the gradient before clipping",
+    "loss_critic": "clipped squared error of the value head, mean over the action tokens",
+    "explained_variance": "share of the variance of the value targets that the values explain, 1 at best",
+    "value_clip_fraction": "share of the action tokens whose value moved by more than the clip",
     "learning_rate": "learning rate of the next optimizer step",
     "num_tokens": "tokens of all rows so far, including prompts",
     "count/rewards/<function>/<raised|malformed|timed_out|worker_died|not_finite>": "samples so far on which a reward "
@@ -97,6 +126,8 @@ DEFINITIONS = {
     "count/refill/<batches|groups|missing_groups|short_batches|stale_groups>": "batches so far that were collected to "
     "fill steps, groups returned, groups still missing and the steps that lacked them, and surplus groups dropped as "
     "stale",
+    "count/stored/<groups|stale_groups>": "stored groups so far that were delivered in place of sampled ones, and that "
+    "were dropped as stale",
     "count/cache/<added|used|evicted|stale|used_up|missing>": "groups so far that the cache added, returned, "
     "evicted for newer ones, dropped for age or for use, or lacked when requested",
     "count/pool/<target_draws|floor_draws|entered|retired>": "draws so far from preferred prompts and from all; "
@@ -143,6 +174,28 @@ DEFINITIONS = {
     "group kept and left out; the others as in MCAdvantage",
     "count/advantage/late_rows": "rows so far that arrived after their group had left MCAdvantage; they are dropped",
     "time/<phase>": "wall-clock seconds of a phase of the step, or of the whole step (in timings.jsonl)",
+    "time/collect/wait": "part of time/collect in which too few groups were finished (in timings.jsonl)",
+    "time/engine/<mean|p90|max>": "seconds of a turn from its request to its answer, over the turns of the step (in "
+    "timings.jsonl; as all quantiles, to 6 %)",
+    "time/environment/<mean|p90|max>": "seconds of the environment's answer to a turn, with its tools, over the turns "
+    "of the step (in timings.jsonl)",
+    "time/tools/<mean|p90|max>": "seconds of all tool calls of a turn, over the turns of the step with any (in "
+    "timings.jsonl)",
+    "time/rewards/<mean|p90|max>": "seconds in which a group was scored or waited for it, over the groups of the step "
+    "(in timings.jsonl)",
+    "wait/worker/<engine|tools|environment|rewards|group|place>": "share of a worker's time that its conversations "
+    "spent waiting for an engine, tools, the rest of the environment with resets, rewards, the other members of their "
+    "group, or a place under max_in_flight. Each second is divided equally among the conversations. The shares and "
+    "wait/worker/idle sum to 1; mean over the workers (in timings.jsonl)",
+    "wait/worker/idle": "share of a worker's time without a conversation (in timings.jsonl)",
+    "engine/<busy|busy_min>": "share of the time with a request in an engine, mean over the engines and the lowest of "
+    "them (in timings.jsonl)",
+    "engine/in_flight": "mean number of requests in an engine, over time and engines (in timings.jsonl)",
+    "engine/<running|waiting>": "requests that the engines sampled, or that waited in them, at the end of the step (in "
+    "timings.jsonl)",
+    "engine/kv_usage": "largest share of an engine's key-value cache in use at the end of the step (in timings.jsonl)",
+    "engine/preemptions": "running requests that the engines set back to waiting so far (in timings.jsonl)",
+    "queue/finished_groups": "mean number of finished groups that waited for the trainer (in timings.jsonl)",
     "time/reward/<function>/<p50|p99|max>": "quantiles of a reward function's seconds per sample, over all samples of "
     "this process so far (in timings.jsonl)",
     "cpu_seconds": "CPU seconds of the run so far, including earlier processes (in timings.jsonl)",
@@ -160,7 +213,7 @@ def completion_metrics(
     """Compute the metrics of a batch of finished trajectories.
 
     Args:
-        rows: finished trajectories, batch size ``[B]``, with whole groups.
+        rows: finished trajectories, batch size ``[B]``, with whole groups; or their metadata.
         reward_names: names of the ``F`` reward functions; empty if only the environment gives rewards.
         reward_weights: ``F`` weights of the reward functions.
         mask_truncated_completions: leave the tokens of truncated rows out of ``kl``, as the loss does.
@@ -175,7 +228,8 @@ def completion_metrics(
     metrics = {
         "reward": given.mean(),
         "reward_std": nanstd(rewards),
-        "frac_reward_zero_std": _share_of_equal_groups(rewards, rows[keys.GROUP_ID]),
+        "reward_max": given.max() if len(given) else torch.tensor(torch.nan),
+        "frac_reward_zero_std": share_of_equal_groups(rewards, rows[keys.GROUP_ID]),
         "frac_abstained": rewards.isnan().float().mean(),
     }
     for name, column in zip(reward_names, scores.unbind(-1), strict=True):
@@ -183,9 +237,9 @@ def completion_metrics(
         metrics[f"rewards/{name}/std"] = nanstd(column)
         metrics[f"rewards/{name}/abstained"] = column.isnan().float().mean()
     # Lengths and ends of the completions
-    actions = action_tokens(rows)
-    truncated = rows[keys.TRUNCATED].reshape(-1)
-    metrics |= _length_metrics(actions.mask.sum(1).float(), truncated)
+    statistics = row_statistics(rows, rewards)
+    lengths, truncated, sums = statistics.lengths, statistics.truncated, statistics.sums
+    metrics |= _length_metrics(lengths, truncated)
     metrics["num_turns"] = rows[keys.NUM_TURNS].float().mean()
     if keys.NUM_TOOL_CALLS in rows.keys():
         metrics["num_tool_calls"] = rows[keys.NUM_TOOL_CALLS].float().mean()
@@ -193,43 +247,35 @@ def completion_metrics(
         ends, names = Counter(rows[keys.STOP_REASON].tolist()), list(STOP_REASONS)
         metrics |= {f"stop/{names[i]}": torch.tensor(n / len(rows)) for i, n in sorted(ends.items())}
     # Entropy and KL, if the rows have the log-probs
-    if keys.LOG_PROBS in rows.keys(True):
-        metrics["entropy"] = -masked_mean(gather_actions(ragged(rows, keys.LOG_PROBS), actions), actions.mask)
-    if keys.REF_LOG_PROBS in rows.keys(True):
-        mask = actions.mask & ~truncated[:, None] if mask_truncated_completions else actions.mask
-        metrics["kl"] = masked_mean(_kl_estimates(rows, actions), mask)
+    if keys.SURPRISAL in sums:
+        metrics["entropy"] = sums[keys.SURPRISAL].sum() / lengths.sum().clamp(min=1)
+    if keys.KL_TO_REF in sums:
+        counted = ~truncated if mask_truncated_completions else torch.ones_like(truncated)
+        metrics["kl"] = sums[keys.KL_TO_REF][counted].sum() / lengths[counted].sum().clamp(min=1)
+    # Parts of the batch
+    metrics |= outcome_metrics(statistics) | group_metrics(statistics) | diversity_metrics(statistics)
     if keys.TASK in rows.keys():
-        metrics |= _task_metrics(rows, rewards, actions.mask.sum(1).float(), truncated)
+        metrics |= task_metrics(statistics, [row[keys.TASK] for row in rows.unbind(0)])
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _task_metrics(
-    rows: TensorDictBase, rewards: torch.Tensor, lengths: torch.Tensor, truncated: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Compute the metrics of each task of a mixture."""
-    tasks = [row[keys.TASK] for row in rows.unbind(0)]
-    metrics = {}
-    for task in sorted(set(tasks)):
-        mine = torch.tensor([other == task for other in tasks])
-        metrics |= {
-            f"tasks/{task}/share": mine.float().mean(),
-            f"tasks/{task}/reward": rewards[mine].nanmean(),
-            f"tasks/{task}/frac_reward_zero_std": _share_of_equal_groups(rewards[mine], rows[keys.GROUP_ID][mine]),
-            f"tasks/{task}/mean_length": lengths[mine].mean(),
-            f"tasks/{task}/clipped_ratio": truncated[mine].float().mean(),
-        }
-    return metrics
+def staleness_metrics(rows: TensorDictBase, version: int) -> dict[str, float]:
+    """Compute the staleness of the rows that a step trains on, and the histogram of that of their tokens.
 
+    Args:
+        rows: ``[B]`` finished rows without tokens beyond the bound on staleness; or their metadata.
+        version: policy version at the delivery.
 
-def _kl_estimates(rows: TensorDictBase, actions: ActionTokens) -> torch.Tensor:
-    behavior, ref = (gather_actions(ragged(rows, k), actions) for k in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
-    return k1(behavior, ref)
-
-
-def _share_of_equal_groups(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Return the share of groups with at least two scored rows, all of equal reward."""
-    low, high, answered = group_ranges(rewards, group_ids.unique(return_inverse=True)[1])
-    return ((answered > 1) & (low == high)).float().mean()
+    Returns:
+        ``"staleness"``, and the shares ``"staleness/tokens_0"``, ``"staleness/tokens_1"`` ... up to the oldest token.
+    """
+    tokens: Counter[int] = Counter()
+    for row in rows.unbind(0):
+        for sampled_by, number in version_counts(row).tolist():
+            tokens[version - sampled_by] += number
+    total = tokens.total()
+    shares = {f"staleness/tokens_{age}": tokens[age] / total for age in range(max(tokens) + 1)} if total else {}
+    return {"staleness": version - float(rows[keys.POLICY_VERSION].float().mean())} | shares
 
 
 def _length_metrics(lengths: torch.Tensor, truncated: torch.Tensor) -> dict[str, torch.Tensor]:

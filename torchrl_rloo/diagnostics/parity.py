@@ -9,11 +9,20 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import action_tokens, concatenate, gather_actions, ragged, stack_rows, to_lazy_stack
-from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, log_prob_gap
+from torchrl_rloo.data.rows import (
+    action_tokens,
+    concatenate,
+    gather_actions,
+    ragged,
+    stack_rows,
+    to_lazy_stack,
+    unbind_rows,
+)
+from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap, RowGaps, row_gaps, total_gap
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.recording import record_log_probs
+from torchrl_rloo.ranks import Ranks
 
 Dtype = torch.dtype | str | None
 
@@ -27,12 +36,15 @@ BFLOAT16_SHARE, BFLOAT16_MAX = 0.1, 1.0
 OUTSIDE_LIMIT, ESS_LIMIT = 0.02, 0.9
 
 
-def row_gap(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS) -> LogProbGap:
+def row_gap(
+    rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS, ranks: Ranks | None = None
+) -> LogProbGap:
     """Compute :func:`log_prob_gap` over the action tokens of the rows that have behavior log-probs.
 
     Args:
         rows: finished trajectories, batch size ``[B]``.
         trainer_log_probs: key of the training model's log-probs, ``[T]`` per row, in nats.
+        ranks: ranks that call together, each with its own rows, of which there may be none. None compares alone.
 
     Returns:
         The gap, with 0 tokens if no row has behavior log-probs.
@@ -40,9 +52,18 @@ def row_gap(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_L
     Raises:
         KeyError: if a row with behavior log-probs lacks the trainer's.
     """
-    sampled = [row for row in rows.unbind(0) if keys.LOG_PROBS in row.keys(True)] if len(rows) else []
+    gaps = _row_gaps(rows, trainer_log_probs)
+    if ranks is not None:
+        told = ranks.all_gather(gaps, "gaps of log-probs")[:: ranks.share_size]
+        gaps = RowGaps(*map(torch.cat, zip(*told, strict=True)))
+    return total_gap(gaps)
+
+
+def _row_gaps(rows: TensorDictBase, trainer_log_probs: NestedKey) -> RowGaps:
+    """Return the gap on each row that has behavior log-probs, on the CPU."""
+    sampled = [row for row in unbind_rows(rows) if keys.LOG_PROBS in row.keys(True)]
     if not sampled:
-        return log_prob_gap(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
+        return row_gaps(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
     if any(trainer_log_probs not in row.keys(True) for row in sampled):
         raise KeyError(
             f"rows have no entry {trainer_log_probs!r}; write it with record_log_probs before the first update"
@@ -50,16 +71,19 @@ def row_gap(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_L
     sampled = stack_rows(sampled)
     actions = action_tokens(sampled)
     sampler, trainer = (gather_actions(ragged(sampled, k), actions) for k in (keys.LOG_PROBS, trainer_log_probs))
-    return log_prob_gap(sampler, trainer, actions.mask)
+    return RowGaps(*(value.cpu() for value in row_gaps(sampler, trainer, actions.mask)))
 
 
-def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS) -> dict[str, float]:
+def parity_metrics(
+    rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PROXIMAL_LOG_PROBS, ranks: Ranks | None = None
+) -> dict[str, float]:
     """Compute the metrics ``parity/...`` of a batch: the gap between sampler and trainer log-probs.
 
     Args:
         rows: batch size ``[B]``, scored by :func:`~torchrl_rloo.modules.record_log_probs` before the first update on
             them. Rows without behavior log-probs are ignored.
         trainer_log_probs: key of the trainer's log-probs.
+        ranks: ranks that call together, each with its own rows, of which there may be none. None compares alone.
 
     Returns:
         Values by name (``torchrl_rloo.diagnostics.DEFINITIONS``); empty if no action token was compared.
@@ -67,7 +91,7 @@ def parity_metrics(rows: TensorDictBase, trainer_log_probs: NestedKey = keys.PRO
     Raises:
         KeyError: if a row with behavior log-probs lacks the trainer's.
     """
-    gap = row_gap(rows, trainer_log_probs)
+    gap = row_gap(rows, trainer_log_probs, ranks)
     if not gap.tokens:
         return {}
     figures = {"mean": gap.mean, "max": gap.max, "k3": gap.k3, "ess": gap.row_ess, "outside": gap.outside_share}
@@ -105,6 +129,7 @@ class ParityProbe:
         sampler_dtype: dtype that the sampler computes in, e.g. ``torch.bfloat16``; None if unknown.
         trainer_dtype: dtype that the trainer computes in; None if unknown.
         micro_batch_size: rows scored per forward pass; None scores all at once.
+        ranks: ranks that score together, each with a probe. The policy of rank 0 samples. None scores alone.
 
     Raises:
         ValueError: if there are no prompts.
@@ -126,16 +151,18 @@ class ParityProbe:
         sampler_dtype: Dtype = None,
         trainer_dtype: Dtype = None,
         micro_batch_size: int | None = None,
+        ranks: Ranks | None = None,
     ):
         if not len(prompts):
             raise ValueError("prompts is empty; a probe requires at least one row")
         self.policy, self.scorer, self.prompts = policy, scorer, ragged(prompts, keys.PROMPT_TOKENS)
         self.max_new_tokens, self.seed, self.micro_batch_size = max_new_tokens, seed, micro_batch_size
         self.sampler_dtype, self.trainer_dtype = sampler_dtype, trainer_dtype
+        self.ranks = Ranks.single() if ranks is None else ranks
 
     @torch.no_grad()
     def __call__(self) -> ParityReport:
-        rows = to_lazy_stack(self.policy(self._rows()))
+        rows = to_lazy_stack(self.ranks.broadcast(lambda: self.policy(self._rows())))
         rows = concatenate(rows.unbind(0)) if rows.ndim == 2 else rows  # several samples per prompt
         gap, plain = self._gap(rows, self.scorer), None
         dtypes = (self.sampler_dtype, self.trainer_dtype)
@@ -154,7 +181,7 @@ class ParityProbe:
         return stack_rows([TensorDict(row, []) for row in seeded])
 
     def _gap(self, rows: TensorDictBase, scorer: TransformersWrapper) -> LogProbGap:
-        return row_gap(record_log_probs(scorer, rows, micro_batch_size=self.micro_batch_size))
+        return row_gap(record_log_probs(scorer, rows, micro_batch_size=self.micro_batch_size, ranks=self.ranks))
 
 
 def advice(

@@ -14,6 +14,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics.parity import ParityProbe
 from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy
+from torchrl_rloo.ranks import Ranks
 
 
 def check_engine(
@@ -56,27 +57,32 @@ def check_engine(
 
 
 def check_parity(
-    policy: TurnPolicy,
+    policy: TurnPolicy | None,
     trainer: TransformersWrapper,
     prompts: PromptDataset,
     *,
     sampler_dtype: str | None,
     template_kwargs: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Print the gap between an engine's log-probs and the trainer's, with advice on it.
 
     Args:
-        policy: policy that samples with the engine.
+        policy: policy that samples with the engine; None on ranks other than 0.
         trainer: wrapper of the training model, which scores the samples.
         prompts: prompts, of which the first eight are sampled.
         sampler_dtype: dtype that the engine computes in; None if unknown.
         template_kwargs: arguments of the chat template; None passes none.
+        ranks: ranks that score together, all of which call this function. None is a single process.
     """
     queries = [row[keys.QUERY] for row in islice(prompts, 8)]
-    encoded = [torch.tensor(encode_prompt(policy.tokenizer, query, **(template_kwargs or {}))) for query in queries]
+    encoded = [torch.tensor(encode_prompt(trainer.tokenizer, query, **(template_kwargs or {}))) for query in queries]
     rows = stack_rows([TensorDict({keys.PROMPT_TOKENS: ids}, []) for ids in encoded])
     dtypes = {"sampler_dtype": sampler_dtype, "trainer_dtype": trainer.model.dtype}
-    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=policy.config.max_new_tokens, **dtypes)()
+    limit = trainer.config.max_new_tokens
+    gap, advice = ParityProbe(policy, trainer, rows, max_new_tokens=limit, ranks=ranks, **dtypes)()
+    if ranks is not None and not ranks.is_main:
+        return
     print(
         f"sampler against trainer: {gap.mean:.2g} nats per token, at most {gap.max:.2g}",
         *advice,

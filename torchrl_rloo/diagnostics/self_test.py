@@ -17,6 +17,7 @@ from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.modules.policies import TransformersWrapper
+from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 
 PROMPTS = (
@@ -64,10 +65,11 @@ def self_test(
     updater: WeightUpdater,
     model: nn.Module,
     tokenizer: Any,
-    engines: Engine | Sequence[Engine],
+    engines: Engine | Sequence[Engine] | None,
     *,
     prompts: Sequence[str] | None = None,
     tolerance: float | None = None,
+    ranks: Ranks | None = None,
 ) -> SelfTest:
     """Test that engines receive all of the model's weights, in the right tensors, and cache nothing of old ones.
 
@@ -80,11 +82,13 @@ def self_test(
 
     Args:
         updater: updater that pushes the weights of ``model`` to ``engines``.
-        model: training model, unsharded in this process.
+        model: training model; a sharded one requires ``ranks``.
         tokenizer: tokenizer of the model.
-        engines: one or several engines, or a pool of them. Nothing else may sample from them during the test.
+        engines: one or several engines, or a pool of them. Nothing else may sample from them during the test. None on
+            ranks other than 0.
         prompts: prompts to continue; None takes :data:`PROMPTS`.
         tolerance: largest gap in nats. None takes 1e-3, or 3 times the gap before if that is larger, as in bfloat16.
+        ranks: ranks that train the model together, all of which call this function. None is a single process.
 
     Returns:
         The gaps before, with changed weights and after, and the movement of the model's log-probs.
@@ -106,10 +110,11 @@ def self_test(
     """
     if isinstance(engines, EnginePool):
         engines = [member.target for member in engines.members]
-    engines = [engines] if isinstance(engines, Engine) else list(engines)
-    if not engines:
+    ranks = Ranks.single() if ranks is None else ranks
+    engines = [engines] if isinstance(engines, Engine) else list(engines or [])
+    if not engines and ranks.is_main:
         raise ValueError("engines=[] must have at least one engine")
-    probe = _Probe(model, tokenizer, engines, PROMPTS if prompts is None else prompts)
+    probe = _Probe(model, tokenizer, engines, PROMPTS if prompts is None else prompts, ranks)
     with evaluation_mode(model):
         # Compare with the current weights: the gap here is rounding
         _push(updater, "the current weights")
@@ -166,18 +171,23 @@ def _check_result(found: SelfTest, tolerance: float | None) -> None:
 class _Probe:
     """Fixed requests to all engines, and the model's log-probs of their samples."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, engines: Sequence[Engine], prompts: Sequence[str]):
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, engines: Sequence[Engine], prompts: Sequence[str], ranks: Ranks
+    ):
         if not prompts:
             raise ValueError("prompts is empty; pass at least one")
         self.scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
-        self.engines = engines
+        self.engines, self.ranks = engines, ranks
         context = min([e.context_length for e in engines if e.context_length] or [PROMPT_TOKENS + NEW_TOKENS])
         new = min(NEW_TOKENS, context // 2)
         ids = [tokenizer(text)["input_ids"][: min(PROMPT_TOKENS, context - new)] for text in prompts]
         self.requests = [Request(prompt, limit=new, seed=i) for i, prompt in enumerate(ids)]
 
     def sample(self) -> TensorDict:
-        """Sample one row per engine and request, with the engine's log-probs."""
+        """Sample one row per engine and request, with the engine's log-probs; the same rows on all ranks."""
+        return self.ranks.broadcast(self._sample)
+
+    def _sample(self) -> TensorDict:
         rows = []
         for engine in self.engines:
             for request, sample in zip(self.requests, engine.generate(self.requests), strict=True):
@@ -211,6 +221,7 @@ def _changed(model: nn.Module) -> Iterator[None]:
     floating = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     adapter = [p for name, p in floating.items() if ".lora_" in name]  # in a frozen copy of a peft model
     trained = [p for p in floating.values() if p.requires_grad] or adapter or list(floating.values())
+    trained = [p.to_local() if hasattr(p, "to_local") else p for p in trained]  # the shard of this rank
     kept = [p.detach().to("cpu", copy=True) for p in trained]
     try:
         for number, p in enumerate(trained):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torchrl_rloo.data.segments import LAST_SAMPLE_KEYS, split_segments
 from torchrl_rloo.data.stop_reasons import STOP_REASONS, stop_reason
 from torchrl_rloo.data.templates import Messages, is_conversation
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult
+from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_blocks, find_calls, group_contexts
 from torchrl_rloo.files import make_folder, write_text
@@ -191,7 +189,8 @@ class _Reader:
             "texts": {i: text for i, text in enumerate(texts) if text != self.texts.token_text(ids[i])},
         }
         # Entries that only some rows have
-        for name, key in (("log_probs", keys.LOG_PROBS), ("ref_log_probs", keys.REF_LOG_PROBS)):
+        names = {"log_probs": keys.LOG_PROBS, "ref_log_probs": keys.REF_LOG_PROBS}
+        for name, key in (names | {"new_log_probs": keys.PROXIMAL_LOG_PROBS}).items():
             if (values := row.get(key, None)) is not None:
                 part[name] = _pack(values.cpu()[mask], torch.float32)
         if (advantages := row.get(keys.ADVANTAGE, None)) is not None and advantages.numel() == len(ids) > 1:
@@ -315,32 +314,11 @@ def _write(
     }
     path = Path(path)
     make_folder(path.parent)
-    return write_text(path, _page(title, data))
-
-
-def _page(title: str, data: Mapping[str, Any]) -> str:
-    script = "\n".join((_PAGE / name).read_text(encoding="utf-8") for name in ("tokens.js", "transcript.js", "list.js"))
-    style = (_PAGE / "page.css").read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    page = render_page(
+        read_static(_PAGE, ["page.html"]),
+        title=title,
+        script=read_static(_PAGE, ("tokens.js", "transcript.js", "list.js")),
+        style=read_static(_PAGE, ["page.css"]),
+        data=data,
     )
-    parts = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _inert_json(data)}
-    template = (_PAGE / "page.html").read_text(encoding="utf-8")
-    return re.sub("|".join(f"%{name}%" for name in parts), lambda found: parts[found[0].strip("%")], template)
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _inert_json(data: Any) -> str:
-    """Encode ASCII JSON that cannot close or comment out its HTML element; lone surrogates survive."""
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return _escape(text, "<>&")
-
-
-def _escape(text: str, characters: Iterable[str]) -> str:
-    for character in characters:
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    return write_text(path, page)

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.attention import attention_implementation
+from torchrl_rloo.engines.decode_graph import MIN_STEPS, FixedDecoding, supports_graph
 from torchrl_rloo.engines.head import Head
 
 _GROUPED = "torchrl_rloo_grouped"
@@ -31,16 +32,21 @@ class Decoder:
         head: head of the model; None uses the model's logits.
         prompts: ids ``[P_i]`` of each line. Equal prompts are read once.
         track_seen: whether to record ``seen``.
+        graph_steps: maximum number of tokens to feed, for which a CUDA graph is captured where the device and the model
+            allow and it saves time; 0 captures none.
 
     Attributes:
         logits: ``[lines, V]`` logits of the next token.
         seen: ``[lines, V]`` bool, True for tokens that the line contains; None without ``track_seen``.
+        min_kept: share of the lines above which dropping the others costs more than it saves.
 
     Raises:
         ValueError: if the model uses gradient checkpointing in training mode.
     """
 
-    def __init__(self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool):
+    def __init__(
+        self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool, graph_steps: int = 0
+    ):
         if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(
                 "gradient checkpointing in training mode disables the key-value cache; call model.eval(), which still "
@@ -59,6 +65,7 @@ class Decoder:
         plain = all(type(layer) is DynamicLayer for layer in self.cache.layers)
         self.cache.layers = [_Layer() if type(layer) is DynamicLayer else layer for layer in self.cache.layers]
         self.position = self.mask.sum(1)
+        self.fixed: FixedDecoding | None = None
         self.logits = self._forward(ids, self.mask if self.padded else None, (self.mask.cumsum(1) - 1).clamp(min=0))
 
         # Prepare boolean masks and grouped heads for decoding, if the model supports them
@@ -77,6 +84,12 @@ class Decoder:
         if len(lines) != len(unique):
             self.keep(torch.tensor(lines, device=model.device))
 
+        # Fix the addresses of the cache for a CUDA graph
+        self.min_kept = 0.75
+        if standard and graph_steps >= MIN_STEPS and supports_graph(model):
+            self.fixed = FixedDecoding(self._forward, self.cache, config, self.mask, self.position, graph_steps)
+            self.min_kept = 0.5
+
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
         inputs = {
             "input_ids": ids,
@@ -92,8 +105,12 @@ class Decoder:
     def keep(self, lines: torch.Tensor) -> None:
         """Keep the lines of a bool mask ``[lines]``, or of indices ``[n]``, which may repeat."""
         indices = lines.nonzero()[:, 0] if lines.dtype == torch.bool else lines
-        self.cache.batch_select_indices(indices)
-        self.mask, self.position, self.logits = self.mask[indices], self.position[indices], self.logits[indices]
+        self.logits = self.logits[indices]
+        if self.fixed is not None:
+            self.fixed.keep(indices)
+        else:
+            self.cache.batch_select_indices(indices)
+            self.mask, self.position = self.mask[indices], self.position[indices]
         if self.seen is not None:
             self.seen = self.seen[indices]
 
@@ -103,15 +120,22 @@ class Decoder:
         Args:
             tokens: ``[lines]`` ids.
         """
-        mask = None
+        if self.fixed is not None:
+            self.logits = self.fixed.feed(tokens)
+        else:
+            self.logits = self._launch(tokens)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def _launch(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the next logits by single kernels."""
+        mask, position = None, self.position[:, None]
+        self.position = self.position + 1
         if self.padded:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
             mask = self.mask.bool()[:, None, None] if self.own_mask else self.mask
         with nullcontext() if self.grouped is None else attention_implementation(self.grouped, _GROUPED):
-            self.logits = self._forward(tokens[:, None], mask, self.position[:, None])
-        self.position = self.position + 1
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+            return self._forward(tokens[:, None], mask, position)
 
 
 class _Layer(DynamicLayer):
@@ -141,10 +165,14 @@ class _Layer(DynamicLayer):
             self.keys, self.values = (buffer[..., :length, :] for buffer in self.buffers)
 
 
+def buffer_length(length: int) -> int:
+    """Return the positions of a cache buffer that is made for ``length`` positions: half as many more."""
+    return length + max(_MIN_SPARE_POSITIONS, length // 2)
+
+
 def _grow(states: torch.Tensor, length: int) -> torch.Tensor:
     """Copy ``[B, heads, n, D]`` to the start of a buffer for ``length`` positions and half as many more."""
-    spare = max(_MIN_SPARE_POSITIONS, length // 2)
-    buffer = states.new_empty(*states.shape[:-2], length + spare, states.shape[-1])
+    buffer = states.new_empty(*states.shape[:-2], buffer_length(length), states.shape[-1])
     buffer[..., : states.shape[-2], :] = states
     return buffer
 

@@ -134,6 +134,7 @@ def generate(
     tokenizer=None,
     head: Head | None = None,
     record_support: bool = False,
+    cuda_graphs: bool = True,
 ) -> list[Generated]:
     """Sample one turn after each prompt. Equal prompts are read once.
 
@@ -149,6 +150,7 @@ def generate(
         head: head of the model. Logits are then the scorer's, in float32 even for narrower weights. None uses the
             model's logits.
         record_support: whether to return the ids that the truncation left at each token; not for temperature 0.
+        cuda_graphs: whether to replay steps of the model as CUDA graphs, on GPUs and where the model allows it.
 
     Returns:
         One :class:`Generated` per row, on the CPU.
@@ -157,8 +159,9 @@ def generate(
 
     # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device
-    decoder = Decoder(model, head, prompts, distribution.repetition_penalty != 1)
     batch, length = uniforms.shape
+    graph_steps = length if cuda_graphs else 0
+    decoder = Decoder(model, head, prompts, distribution.repetition_penalty != 1, graph_steps)
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     first_limit = int(limits.min())
     limits = limits.to(device)
@@ -196,7 +199,7 @@ def generate(
             break
 
         # Feed the tokens to the model. Drop finished lines only if that saves more than moving the cache costs
-        if remaining < 0.75 * len(active):
+        if remaining < decoder.min_kept * len(active):
             decoder.keep(live)
             active, sampled, live = active[live], sampled[live], live[live]
         decoder.feed(sampled)

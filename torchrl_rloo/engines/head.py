@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from torchrl_rloo.engines.root import call_root
 from torchrl_rloo.functional import SamplingDistribution, process_logits
 from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
 from torchrl_rloo.functional.projection import accumulation_dtype, project
@@ -28,6 +29,8 @@ class Head:
             around one. Its parameters are read at each use, so they are never stale.
         softcap: soft cap of the logits, see :func:`~torchrl_rloo.functional.token_log_probs`. None disables it.
         scale: factor of the logits.
+        dtype: dtype that hidden states and weights are rounded to before their product, which is summed in float32.
+            None keeps theirs.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -41,6 +44,7 @@ class Head:
     projection: nn.Module
     softcap: float | None
     scale: float
+    dtype: torch.dtype | None = None
 
     def token_log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **kwargs) -> TokenLogProbs:
         """Compute :func:`~torchrl_rloo.functional.token_log_probs` under this head.
@@ -50,7 +54,7 @@ class Head:
             targets: ``[N]`` ids to score.
             **kwargs: further arguments of that function.
         """
-        weight, bias, low_rank = self._parameters(hidden)
+        hidden, (weight, bias, low_rank) = self._rounded(hidden), self._parameters(hidden)
         shape = {"bias": bias, "softcap": self.softcap, "scale": self.scale, "low_rank": low_rank}
         return token_log_probs(hidden, weight, targets, **shape, **kwargs)
 
@@ -60,7 +64,7 @@ class Head:
         flat = hidden.flatten(0, -2)
         with torch.autocast(flat.device.type, enabled=False):
             weight, bias, low_rank = self._parameters(flat)
-            z = project(flat, weight)
+            z = project(self._rounded(flat), weight)
             for pair in low_rank:
                 z = z + project(*pair)
             z = (z if bias is None else z + bias) * self.scale
@@ -71,7 +75,7 @@ class Head:
         """Return weight, bias and low-rank pairs (see ``token_log_probs``) as the projection would use them now."""
         layer = self.projection
         if type(layer) is nn.Linear:
-            return layer.weight, layer.bias, []
+            return self._rounded(layer.weight), layer.bias, []
         # Unmerge disabled adapters, as the layer does when it is called
         if layer.disable_adapters and layer.merged:
             layer.unmerge()
@@ -88,7 +92,10 @@ class Head:
             low_rank.append((down(layer.lora_dropout[name](hidden.to(down.weight.dtype))) * factor, up.weight))
             if up.bias is not None:
                 bias = factor * up.bias if bias is None else bias + factor * up.bias
-        return weight, bias, low_rank
+        return self._rounded(weight), bias, low_rank
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
@@ -107,7 +114,7 @@ def find_head(model: nn.Module, *, warn: bool = True) -> Head | None:
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         head = Head(decoder, projection, getattr(config, "final_logit_softcapping", None), scale)
-        if _agrees(model, head):
+        if call_root(model, _agrees, model, head):
             return head
     if warn:
         _LOGGER.warning(

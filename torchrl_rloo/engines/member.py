@@ -11,8 +11,9 @@ from typing import Literal
 
 from torchrl_rloo.engines.base import AsyncEngine, Engine, Request, Sample
 from torchrl_rloo.engines.batched import BatchedEngine
+from torchrl_rloo.engines.occupancy import Occupancy, Reading
 
-MemberState = Literal["starting", "empty", "ready", "suspect", "dead", "closed"]
+MemberState = Literal["starting", "empty", "ready", "suspect", "draining", "dead", "closed"]
 
 
 class Member:
@@ -25,21 +26,24 @@ class Member:
     - ``"ready"``: it takes requests. Only ready members do.
     - ``"suspect"``: it did not answer a call, or a push failed in it. A call that it answers makes it ready, or empty
       after a failed push. A second call without an answer makes it dead.
+    - ``"draining"``: it leaves the pool and finishes its requests. Then it is closed, also if it dies before.
     - ``"dead"``: it died or hangs. The supervisor restarts it, unless its budget of restarts is spent.
     - ``"closed"``: it was closed, for good.
 
     Args:
         engine: engine of any kind. One that is no :class:`AsyncEngine` gets a thread that batches its requests.
-        number: index in the pool.
+        number: number in the pool, which no later member gets again.
 
     Attributes:
         engine: engine that takes the requests.
         target: engine as passed, which takes the weights.
         name: number and class, for messages.
         state: current state.
+        changes: number of changes of the state.
         cause: reason for the last state that is not ready; None if there is none.
         outstanding: sum of prompt tokens and limits of the requests inside.
         finished: number of requests that it finished.
+        occupancy: number of requests inside, and its integrals.
         exhausted: True once it will not be restarted any more.
     """
 
@@ -48,9 +52,11 @@ class Member:
         self.engine = engine if isinstance(engine, AsyncEngine) else BatchedEngine(engine)
         self.number, self.name = number, f"member {number} ({type(engine).__name__})"
         self.state: MemberState = "ready"
+        self.changes = 0
         self.cause: BaseException | None = None
         self.inside: dict[Ticket, None] = {}  # in the order of arrival
         self.outstanding = self.finished = 0
+        self.occupancy = Occupancy()
         self.start_count = engine.start_count  # of the start that the pool knows of
         # State of weights: filled, or to be filled by the supervisor
         self.filled, self.needs_fill = True, False
@@ -65,6 +71,11 @@ class Member:
     def version(self) -> int:
         """Policy version of the engine's weights."""
         return self.target.version
+
+    def read_occupancy(self) -> Reading:
+        """Return the occupancy of all processes if the engine reports it, otherwise that of this pool's requests."""
+        reported = getattr(self.target, "occupancy", None)
+        return self.occupancy.read() if reported is None else reported
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.state}>"

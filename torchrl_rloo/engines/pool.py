@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
 from torchrl_rloo.engines.base import (
@@ -12,20 +12,26 @@ from torchrl_rloo.engines.base import (
     Engine,
     EngineDeadError,
     EngineError,
-    EngineLoad,
     InFlight,
     WeightStep,
     check_in_flight,
 )
 from torchrl_rloo.engines.member import Member
 from torchrl_rloo.engines.pool_requests import PoolRequests
+from torchrl_rloo.engines.ray_client import RayEngineClient
 from torchrl_rloo.engines.routers import LeastLoaded, Router
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.weight_update.target import is_dead
 
+_FOLLOW_S = 1.0  # time for other processes to learn that a member leaves
+_POLL_S = 0.02  # time between two looks at a member that leaves
+
 
 class EnginePool(PoolRequests):
     """Engine that spreads requests over several engines and outlives the death of each.
+
+    Members may join and leave at any time, see :meth:`add` and :meth:`remove`. A pool of ``RayEngine`` that is pickled
+    to another process becomes a :class:`~torchrl_rloo.engines.follower_pool.FollowerPool`.
 
     A router sends each request to a ready member. If the member dies, hangs or is restarted, the request goes to
     another one with the same seed. Without a ready member it waits. A supervisor restarts dead members. With an
@@ -41,7 +47,7 @@ class EnginePool(PoolRequests):
         max_attempts: number of members that may get a request. After the last one the request fails, and only it.
 
     Attributes:
-        members: members, in the order of ``engines``.
+        members: current members, in the order of their numbers.
         counts: numbers of ``pool/deaths``, ``pool/suspected``, ``pool/restarts``, ``pool/failed_restarts``,
             ``pool/failed_fills``, ``pool/abandoned``, ``pool/resubmitted``, ``pool/timeouts`` and
             ``pool/late_answers``.
@@ -69,63 +75,100 @@ class EnginePool(PoolRequests):
         max_attempts: int = 3,
     ):
         super().__init__(engines, supervisor or Supervisor(), router or LeastLoaded(), patience, max_attempts)
-        self._highest_version = 0
         self.supervisor.watch(self)
 
     def update_weights(self, step: WeightStep, info: Mapping[str, Any] | None = None, *, timeout: float) -> list[dict]:
         """Refuse the step, since a publisher addresses the members."""
         raise EngineError(f"{step!r} must go to the members of the EnginePool; pass the pool to WeightPublisher")
 
-    @property
-    def version(self) -> int:
-        """Highest version of a ready member, or the last such version while no member is ready."""
-        versions = [member.version for member in self._ready]
-        if versions:
-            self._highest_version = max(versions)
-        return self._highest_version
+    def __reduce__(self) -> tuple:
+        from torchrl_rloo.engines.follower_pool import FollowerPool
 
-    @property
-    def start_count(self) -> int:
-        """Number of restarts of all members."""
-        return sum(member.target.start_count for member in self.members)
+        self._has_followers = True
+        return FollowerPool, (self.member_states(), self.router, self.patience, self.max_attempts)
+
+    def add(self, engine: Engine) -> int:
+        """Add an engine while the pool runs. With an attached publisher, it samples once it was filled.
+
+        Returns:
+            Number of the new member.
+
+        Raises:
+            ValueError: if the engine is a member.
+        """
+        self._check()
+        with self._lock:
+            if any(engine in (member.target, member.engine) for member in self.members):
+                raise ValueError(f"this {type(engine).__name__} is a member of the pool already; pass another engine")
+            member = Member(engine, self._next_number)
+            self._next_number += 1
+            self.members = (*self.members, member)
+            self.request_timeout = max(self.request_timeout, member.engine.request_timeout)
+            self._set_state(member, "starting")
+        try:
+            self._begin_service(member)
+        except EngineError as error:
+            self._lose(member, error)
+        self.supervisor.wake()
+        return member.number
+
+    def remove(self, number: int, *, timeout: float = 600.0) -> None:
+        """Let a member finish its requests, move those that take longer, and close the engine.
+
+        Args:
+            number: number of the member.
+            timeout: seconds to wait for its requests; 0 moves them at once.
+
+        Raises:
+            ValueError: if there is no such member, or it is the last one.
+        """
+        # Send it no further requests
+        with self._lock:
+            member = self._numbered(number)
+            if member is None or len(self.members) == 1:
+                numbers = [member.number for member in self.members]
+                raise ValueError(f"number={number} must be one of {numbers}, and not the last member of the pool")
+            if member.state in ("ready", "empty", "suspect"):
+                self._set_state(member, "draining")
+        # Wait for those inside, also from other processes, which learn of it a moment later
+        deadline = monotonic() + timeout
+        idle_since = monotonic()
+        while member.state == "draining" and monotonic() < deadline:
+            if member.inside or (self._has_followers and _is_busy(member)):
+                idle_since = monotonic()
+            elif not self._has_followers or monotonic() - idle_since > _FOLLOW_S:
+                break
+            sleep(_POLL_S)
+        # Move the others, and close it
+        self._lose(member, EngineError(f"{member.name} was removed from the pool"), "closed")
+        with self._lock:
+            self.members = tuple(other for other in self.members if other is not member)
+        member.engine.close()
+
+    def member_states(self) -> list[dict[str, Any]]:
+        """Return the states of the members for :meth:`FollowerPool.follow`, as plain values and Ray handles.
+
+        Raises:
+            EngineError: if a member is no ``RayEngine``.
+        """
+        with self._lock:
+            return [_member_state(member) for member in self.members if member.state != "closed"]
+
+    def note_reports(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Call members that the followers of this pool suspect, see :meth:`FollowerPool.reports`."""
+        for report in reports:
+            with self._lock:
+                member = self._numbered(report["number"])
+                is_news = member is not None and report["changes"] == member.changes
+            if is_news:
+                self._suspect(member, EngineDeadError(f"another process reports: {report['error']}"))
+                member.probe_at = 0.0
+        self.supervisor.wake()
 
     @property
     def in_process(self) -> bool:
         """True if all members are in this process."""
         return all(member.target.in_process for member in self.members)
-
-    @property
-    def context_length(self) -> int | None:
-        """Smallest context length that a member reports."""
-        lengths = [member.target.context_length for member in self.members]
-        return min((length for length in lengths if length is not None), default=None)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn according to the first member's model."""
-        return self.members[0].target.stop_ids
-
-    def load(self) -> EngineLoad:
-        """Return the sums over living members, with requests that wait in the pool, and the largest ``kv_usage``."""
-        loads = []
-        for member in self._living():
-            with suppress(EngineDeadError):  # it died a moment ago
-                loads.append(member.engine.load())
-        sums = [sum(values) for values in zip(*loads, strict=True)] or [0] * len(EngineLoad._fields)
-        load = EngineLoad(*sums)
-        kv_usage = max((one.kv_usage for one in loads), default=0.0)
-        return load._replace(waiting=load.waiting + len(self._waiting), kv_usage=kv_usage)
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers of members and requests, the spread of ready members' versions, and outstanding tokens."""
-        versions = [member.version for member in self._ready] or [0]
-        return {
-            "pool/members": len(self.members),
-            "pool/ready": len(self._ready),
-            "pool/version_spread": max(versions) - min(versions),
-            "pool/outstanding": sum(member.outstanding for member in self.members),
-            "pool/waiting": len(self._waiting),
-        }
 
     def pause(self, in_flight: InFlight = "finish", *, timeout: float = 600.0) -> None:
         """Pause all living members. Members that are dead or hang become suspect.
@@ -200,10 +243,6 @@ class EnginePool(PoolRequests):
             self._lose(member, error, "closed")
         _call_each([member.engine for member in self.members], lambda engine: engine.close())
 
-    def _living(self) -> list[Member]:
-        with self._lock:
-            return [member for member in self.members if member.state in ("ready", "empty", "suspect")]
-
     def _refusals(self, failures: Sequence[tuple[Member, Exception]]) -> list[Exception]:
         """Return the errors of members that live. Dead ones, also if restarted since, follow the pool later."""
         limit = self.supervisor.probe_timeout
@@ -221,6 +260,32 @@ class EnginePool(PoolRequests):
         if failures:
             self.supervisor.wake()
         return failures
+
+
+def _member_state(member: Member) -> dict[str, Any]:
+    engine = member.target
+    if not isinstance(engine, RayEngineClient):
+        raise EngineError(f"{member.name} cannot be used from other processes; put it in a RayEngine")
+    # An engine that a caller restarted waits for weights, though the pool has not noticed
+    is_current = engine.start_count == member.start_count
+    return {
+        "number": member.number,
+        "state": member.state if is_current or member.state != "ready" else "empty",
+        "version": engine.version,
+        "start_count": engine.start_count,
+        "changes": member.changes,
+        "exhausted": member.exhausted,
+        "handle": engine.current_handle(),
+    }
+
+
+def _is_busy(member: Member) -> bool:
+    """Return whether a member has requests of any process, as last reported."""
+    try:
+        load = member.engine.load()
+    except EngineError:
+        return False
+    return load.running + load.waiting > 0
 
 
 def _call_each(engines: Sequence[AsyncEngine], call: Callable[[AsyncEngine], Any]) -> list[Exception | None]:

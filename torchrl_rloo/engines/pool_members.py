@@ -54,6 +54,8 @@ class PoolMembers(AsyncEngine, TargetGroup):
         if len({id(engine) for engine in engines}) < len(engines):
             raise ValueError("an engine appears twice in engines; pass each one once")
         self.members = tuple(Member(engine, number) for number, engine in enumerate(engines))
+        self._next_number = len(self.members)
+        self._has_followers = False  # whether the pool was pickled
         super().__init__(max(member.engine.request_timeout for member in self.members))
         self.supervisor = supervisor
         self.counts: Counter[str] = Counter()
@@ -123,6 +125,13 @@ class PoolMembers(AsyncEngine, TargetGroup):
         _LOGGER.warning("%s missed weights: %s", member.name, error)
         self.supervisor.wake()
 
+    def _living(self) -> list[Member]:
+        with self._lock:
+            return [member for member in self.members if member.state in ("ready", "empty", "suspect", "draining")]
+
+    def _numbered(self, number: int) -> Member | None:
+        return next((member for member in self.members if member.number == number), None)
+
     def _member_of(self, engine: WeightTarget) -> Member:
         for member in self.members:
             if engine is member.target or engine is member.engine:
@@ -140,6 +149,7 @@ class PoolMembers(AsyncEngine, TargetGroup):
         text = f"{type(cause).__name__}: {cause}" if cause is not None else ""
         self.events.append(PoolEvent(time.time(), member.number, member.state, state, text))
         member.state = state
+        member.changes += 1
         if state == "ready":
             member.cause = None
         elif cause is not None:
@@ -165,6 +175,8 @@ class PoolMembers(AsyncEngine, TargetGroup):
     def _lose(self, member: Member, error: BaseException, state: MemberState = "dead") -> None:
         """Note the death of a member, and send its requests elsewhere."""
         with self._lock:
+            if member.state == "draining":
+                state = "closed"  # it would not be restarted
             if member.state in (state, "closed"):
                 return
             self.counts["pool/deaths"] += state == "dead" and member.state != "starting"
@@ -197,8 +209,8 @@ class PoolMembers(AsyncEngine, TargetGroup):
             self.counts["pool/restarts"] += 1
         return True
 
-    def _end_restart(self, member: Member) -> None:
-        """Bring a restarted engine into the pool's pause and sleep, and let it wait for weights."""
+    def _begin_service(self, member: Member) -> None:
+        """Bring a started engine into the pool's pause and sleep, and let it wait for weights."""
         if self.paused:
             member.engine.pause("abort")
         if self.asleep:
@@ -212,7 +224,6 @@ class PoolMembers(AsyncEngine, TargetGroup):
             member.filled = self._fill_function is None
             member.needs_fill = not member.filled
             self._set_state(member, "ready" if member.filled else "empty")
-        _LOGGER.warning("%s was restarted", member.name)
         self._route_waiting()
 
     def _no_member(self) -> EngineError | None:
@@ -220,7 +231,7 @@ class PoolMembers(AsyncEngine, TargetGroup):
         if self.closed:
             return self._refusal(ready=False)
         if all(member.exhausted or member.state == "closed" for member in self.members):
-            return EngineDeadError(f"all members of this EnginePool are dead for good: {self._states()}")
+            return EngineDeadError(f"all members of this {type(self).__name__} are dead for good: {self._states()}")
         return None
 
     def _states(self) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from math import ceil, inf
 from time import monotonic
@@ -14,11 +15,13 @@ from torchrl_rloo.engines.base import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineLoad,
     EngineTimeoutError,
     Request,
     Sample,
 )
 from torchrl_rloo.engines.member import Member, Ticket
+from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.engines.pool_members import PoolMembers
 from torchrl_rloo.engines.routers import Router
 from torchrl_rloo.engines.supervisor import Supervisor
@@ -29,7 +32,7 @@ _LOG_PERIOD_S = 30.0  # time between two messages about requests that wait for a
 
 
 class PoolRequests(PoolMembers):
-    """Base of EnginePool that routes its requests.
+    """Base of EnginePool and FollowerPool that routes their requests.
 
     A request is at one place at a time: inside one member, or in the queue of the pool. Its future resolves once.
 
@@ -55,6 +58,57 @@ class PoolRequests(PoolMembers):
         self.router, self.patience, self.max_attempts = router, patience, max_attempts
         self._waiting: OrderedDict[Ticket, None] = OrderedDict()
         self._logged_at = self._share_until = -inf
+        self._highest_version = 0
+
+    @property
+    def version(self) -> int:
+        """Highest version of a ready member, or the last such version while no member is ready."""
+        versions = [member.version for member in self._ready]
+        if versions:
+            self._highest_version = max(versions)
+        return self._highest_version
+
+    @property
+    def start_count(self) -> int:
+        """Number of restarts of all members."""
+        return sum(member.target.start_count for member in self.members)
+
+    @property
+    def context_length(self) -> int | None:
+        """Smallest context length that a member reports."""
+        lengths = [member.target.context_length for member in self.members]
+        return min((length for length in lengths if length is not None), default=None)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn according to the first member's model."""
+        return self.members[0].target.stop_ids
+
+    def load(self) -> EngineLoad:
+        """Return the sums over living members, with requests that wait in the pool, and the largest ``kv_usage``."""
+        loads = []
+        for member in self._living():
+            with suppress(EngineDeadError):  # it died a moment ago
+                loads.append(member.engine.load())
+        sums = [sum(values) for values in zip(*loads, strict=True)] or [0] * len(EngineLoad._fields)
+        load = EngineLoad(*sums)
+        kv_usage = max((one.kv_usage for one in loads), default=0.0)
+        return load._replace(waiting=load.waiting + len(self._waiting), kv_usage=kv_usage)
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of members and requests, the spread of ready members' versions, and outstanding tokens."""
+        versions = [member.version for member in self._ready] or [0]
+        return {
+            "pool/members": len(self.members),
+            "pool/ready": len(self._ready),
+            "pool/version_spread": max(versions) - min(versions),
+            "pool/outstanding": sum(member.outstanding for member in self.members),
+            "pool/waiting": len(self._waiting),
+        }
+
+    def occupancies(self) -> dict[int, Reading]:
+        """Return the occupancy of each member by its number."""
+        return {member.number: member.read_occupancy() for member in self.members}
 
     def submit(self, request: Request) -> Future[Sample]:
         self._check(ready=True)
@@ -80,6 +134,7 @@ class PoolRequests(PoolMembers):
                 ticket.member, ticket.inner, attempt = member, None, ticket.attempt
                 member.inside[ticket] = None
                 member.outstanding += ticket.cost
+                member.occupancy.add(1)
         if member is None:
             if error is not None:
                 _fail(ticket, error)
@@ -174,6 +229,7 @@ class PoolRequests(PoolMembers):
         if member is not None:
             del member.inside[ticket]
             member.outstanding -= ticket.cost
+            member.occupancy.add(-1)
             ticket.avoid = member
         return inner
 

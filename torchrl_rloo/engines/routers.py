@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +12,7 @@ from operator import attrgetter
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.member import Member
 
-_outstanding = attrgetter("outstanding")
+_outstanding, _number = attrgetter("outstanding"), attrgetter("number")
 
 
 class Router(ABC):
@@ -56,16 +58,64 @@ class Sticky(Router):
 
     def choose(self, request: Request, ready: Sequence[Member], members: Sequence[Member]) -> Member:
         if request.session:
-            home = members[_home(request.session, len(members))]
+            number = _home(request.session, tuple(map(_number, members)))
+            home = next(member for member in members if member.number == number)
             if home in ready and home.version >= max(member.version for member in ready):
-                mean = sum(map(_outstanding, ready)) / len(ready)
-                cost = len(request.prompt) + request.limit
-                if home.outstanding + cost <= self.overload * (mean + cost):
+                if not _is_overloaded(home, request, ready, self.overload):
                     return home
         return min(ready, key=_outstanding)
 
 
+class NearestFirst(Router):
+    """Router that prefers members on the caller's Ray node, whose requests and answers stay in its memory.
+
+    An engine that is in no Ray actor counts as near.
+
+    Args:
+        inner: router that chooses among the near members, and among all if its choice is overloaded.
+        overload: multiple of the ready members' mean of outstanding tokens, above which a near member is overloaded.
+            This request counts in both.
+
+    Raises:
+        ValueError: if ``overload`` is below 1.
+    """
+
+    def __init__(self, inner: Router | None = None, overload: float = 1.5):
+        if overload < 1:
+            raise ValueError(f"overload={overload} must be at least 1")
+        self.inner, self.overload = inner or LeastLoaded(), overload
+
+    def choose(self, request: Request, ready: Sequence[Member], members: Sequence[Member]) -> Member:
+        here = _own_node()
+        near = [member for member in ready if getattr(member.target, "node_id", None) in (None, here)]
+        if near:
+            chosen = self.inner.choose(request, near, members)
+            if len(near) == len(ready) or not _is_overloaded(chosen, request, ready, self.overload):
+                return chosen
+        return self.inner.choose(request, ready, members)
+
+
+def _is_overloaded(member: Member, request: Request, ready: Sequence[Member], overload: float) -> bool:
+    """Return whether a member would have more than ``overload`` times the mean of outstanding tokens."""
+    mean = sum(map(_outstanding, ready)) / len(ready)
+    cost = len(request.prompt) + request.limit
+    return member.outstanding + cost > overload * (mean + cost)
+
+
+def _own_node() -> str | None:
+    """Return Ray's id of this process's node; None if Ray is not initialized."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return _node_of(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _node_of(pid: int) -> str:
+    return sys.modules["ray"].get_runtime_context().get_node_id()
+
+
 @lru_cache(maxsize=1 << 16)
-def _home(session: tuple[int, ...], n: int) -> int:
-    """Return the number of a session's home among ``n`` members, by rendezvous hashing."""
-    return max(range(n), key=lambda number: hash((session, number)))
+def _home(session: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+    """Return the number of a session's home among members, by rendezvous hashing."""
+    return max(numbers, key=lambda number: hash((session, number)))

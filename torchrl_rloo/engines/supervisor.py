@@ -168,7 +168,8 @@ class Supervisor:
         member.failures.append(monotonic())
         try:
             member.engine.restart()
-            pool._end_restart(member)
+            pool._begin_service(member)
+            _LOGGER.warning("%s was restarted", member.name)
         except Exception as error:
             if member.target.closed:
                 pool._lose(member, error, "closed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -34,6 +36,12 @@ def make_stepped_row(row: TensorDictBase, reply: str) -> TensorDict:
     }
     step |= {key: value for key, value in row.items() if key in _CARRIED_KEYS}
     return TensorDict._new_unsafe(step, batch_size=torch.Size([]))
+
+
+def dataset_columns(row: TensorDictBase) -> dict[str, Any]:
+    """Return the dataset's columns of a row, its query included, with lists in place of tensors."""
+    names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
+    return {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
 
 
 def record_tools(row: TensorDictBase) -> None:

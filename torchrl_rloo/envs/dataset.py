@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -75,6 +75,8 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         seed: see :class:`DataLoadingPrimer`.
         epochs: see :class:`DataLoadingPrimer`.
         sampler: see :class:`DataLoadingPrimer`.
+        make_primer: function that makes the primer from the dataset and the arguments above, such as a partial
+            :class:`~torchrl_rloo.envs.transforms.RayDataLoadingPrimer`.
         **chat: further arguments of :class:`ChatEnv`, such as ``input_mode``, limits and ``template_kwargs``.
 
     Attributes:
@@ -115,6 +117,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         seed: int = 0,
         epochs: int | None = None,
         sampler: PromptSampler | None = None,
+        make_primer: Callable[..., DataLoadingPrimer] = DataLoadingPrimer,
         **chat: Any,
     ):
         refuse_unknown(type(self), chat, _REMEDIES)
@@ -133,7 +136,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         base = ChatEnv(tokenizer, batch_size=prompts_per_batch * num_generations, **chat)
         draws = {"shuffle": shuffle, "seed": seed, "epochs": epochs, "sampler": sampler}
         base.dataset = dataset
-        primer = DataLoadingPrimer(dataset, num_generations=num_generations, **draws)
+        primer = make_primer(dataset, num_generations=num_generations, **draws)
         # Rewards; columns can be checked only without transforms, since these may add columns
         if rewards is not None and not isinstance(rewards, RewardTransform):
             rewards = RewardTransform(rewards)

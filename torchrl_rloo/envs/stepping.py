@@ -121,9 +121,11 @@ class RowStepper:
     Attributes:
         turn_transforms: the transforms that act in :meth:`step`.
         outcome_transforms: the transforms that act in :meth:`finish`.
+        player: transform with a ``play(row, sample)`` that takes all turns of a conversation; None if there is none.
 
     Raises:
-        ValueError: if a transform changes the environment's input, which is only defined for whole batches.
+        ValueError: if a transform changes the environment's input, which is only defined for whole batches. Also if
+            another transform would act on the turns of a ``player``, or its ``input_mode`` is not ``"tokens"``.
 
     Example::
 
@@ -146,6 +148,7 @@ class RowStepper:
         self.turn_transforms = [t for t in transforms[:first] if _has_step(t)]
         self.outcome_transforms = [t for t in transforms[first:] if _has_step(t)]
         self._each_turn_transforms = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
+        self.player = _select_player(self.turn_transforms, self.base)
         self._stateful = _select_stateful(transforms)
         self._batched = [transform for transform in transforms if hasattr(transform, "end_batch")]
         for transform in self._batched:
@@ -222,6 +225,19 @@ class RowStepper:
         """Release what transforms keep for a conversation that has ended or was cancelled."""
         if self._stateful:
             await _release(self._stateful, [int(row[keys.TRAJECTORY_ID])])
+
+
+def _select_player(turn_transforms: list[Transform], base: EnvBase) -> TurnTransform | None:
+    """Return the transform that takes all turns of a conversation, or None."""
+    players = [t for t in turn_transforms if hasattr(t, "play")]
+    if not players:
+        return None
+    name, others = type(players[0]).__name__, [type(t).__name__ for t in turn_transforms if t is not players[0]]
+    if others:
+        raise ValueError(f"{others} would act on turns, which {name} leaves to its agent; remove them")
+    if base.input_mode != "tokens":
+        raise ValueError(f"input_mode={base.input_mode!r} cannot be combined with {name}; use 'tokens'")
+    return players[0]
 
 
 def _has_step(transform: Transform) -> bool:

@@ -12,6 +12,7 @@ from torchrl_rloo.functional.projection import (
     accumulation_dtype,
     add_hidden_gradient,
     add_weight_gradient,
+    narrow_gradient,
     project,
     widen_hidden,
 )
@@ -20,6 +21,9 @@ from torchrl_rloo.functional.sampling import SamplingDistribution, Support, proc
 TILE_ELEMENTS = 2**21  # logits per tile: 8 MiB in float32; 2**22 is no faster on CPU cores
 TILE_ROWS = 2048  # positions per tile of a large vocabulary, so that few large products read the projection
 BLOCK_ELEMENTS = 2**18  # probabilities per block of a tile: small enough to stay in the cache
+# A tile is one block there: 256 MiB in float32, so that kernels take far longer than their launches
+GPU_TILE_ELEMENTS = 2**26
+GPU_TILE_ROWS = 2**13
 
 
 class TokenLogProbs(NamedTuple):
@@ -62,8 +66,9 @@ def token_log_probs(
         d log pi(a_n) / d z[n, v] = [v = a_n] - pi[n, v]
         d H_n / d z[n, v] = -pi[n, v] * (log pi[n, v] + H_n)
 
-    Forward and backward hold a few tiles of :data:`TILE_ELEMENTS` logits instead of several times ``N * V``. Logits and
-    sums are at least float32, also for narrower inputs (:mod:`~torchrl_rloo.functional.projection`).
+    Forward and backward hold a few tiles of :data:`TILE_ELEMENTS` logits instead of several times ``N * V``; on a GPU
+    of :data:`GPU_TILE_ELEMENTS`. Logits and sums are at least float32, also for narrower inputs
+    (:mod:`~torchrl_rloo.functional.projection`).
 
     Args:
         hidden: ``[N, H]`` hidden states, each at the position before its target.
@@ -102,6 +107,13 @@ def token_log_probs(
         return TokenLogProbs(*_TokenLogProbs.apply(settings, targets, seen, *(support or (None, None)), bias, *factors))
 
 
+def tile_limits(device_type: str) -> tuple[int, int, int]:
+    """Return the logits and positions of a tile at most, and the probabilities of a block, on a type of device."""
+    if device_type == "cpu":
+        return TILE_ELEMENTS, TILE_ROWS, BLOCK_ELEMENTS
+    return GPU_TILE_ELEMENTS, GPU_TILE_ROWS, GPU_TILE_ELEMENTS
+
+
 class _HeadSettings(NamedTuple):
     """Processing of the logits and statistics to compute."""
 
@@ -129,11 +141,11 @@ class _TokenLogProbs(torch.autograd.Function):
         # Accumulate over the tiles
         for rows, columns in tiles:
             logits = tiles.process(tiles.compute_raw(rows, columns), rows, columns)
-            lines, places = tiles.locate_targets(rows, columns)
-            targeted[rows.start + lines] = logits[lines, places]
+            inside, places = tiles.locate_targets(rows, columns)
+            targeted[rows] += torch.where(inside, logits.gather(1, places), 0.0)[:, 0]
             if k:
                 _keep_top_(top_log_probs[rows], top_ids[rows], logits, columns.start)
-            for part, block in _iter_blocks(logits, rows):
+            for part, block in tiles.iter_blocks(logits, rows):
                 _accumulate_(block, top[part], total[part], None if spread is None else spread[part], tiles.masked)
         # Turn the sums into log-probs and entropies
         log_total = total.log()
@@ -175,9 +187,10 @@ class _Tiles:
         self.vocab_size = len(factors[1])
         self.masked = support is not None or settings.distribution.truncates
         self.offsets = None if support is None else support.offsets()
-        whole = max(1, TILE_ELEMENTS // self.vocab_size)  # positions in a tile of the whole vocabulary
-        self.rows = max(1, min(len(targets), whole if self.masked else max(whole, TILE_ROWS)))
-        self.columns = self.vocab_size if self.masked else min(self.vocab_size, max(1, TILE_ELEMENTS // self.rows))
+        elements, most_rows, self.block_elements = tile_limits(targets.device.type)
+        whole = max(1, elements // self.vocab_size)  # positions in a tile of the whole vocabulary
+        self.rows = max(1, min(len(targets), whole if self.masked else max(whole, most_rows)))
+        self.columns = self.vocab_size if self.masked else min(self.vocab_size, max(1, elements // self.rows))
         self.buffer = factors[0].new_empty(self.rows * self.columns, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
@@ -209,10 +222,19 @@ class _Tiles:
         return process_logits(raw, distribution, seen, self.targets[rows] if self.masked else None, support)
 
     def locate_targets(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lines of the tile that contain their target, and the column of each target."""
-        places = self.targets[rows] - columns.start
-        lines = ((places >= 0) & (places < columns.stop - columns.start)).nonzero()[:, 0]
-        return lines, places[lines]
+        """Return ``[n, 1]`` whether the tile contains each target, and its column, clamped to the tile.
+
+        All lines are kept, since an index of those inside would make a GPU wait for the CPU.
+        """
+        places = self.targets[rows, None] - columns.start
+        width = columns.stop - columns.start
+        return (places >= 0) & (places < width), places.clamp(0, width - 1)
+
+    def iter_blocks(self, tile: torch.Tensor, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield views of a few rows of a tile, each after its positions."""
+        step = max(1, self.block_elements // tile.shape[1])
+        for part in _iter_slices(len(tile), step):
+            yield slice(rows.start + part.start, rows.start + part.stop), tile[part]
 
     def backpropagate_(self, g: torch.Tensor, raw: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
         """Apply the chain rule from processed logits to the output of the projection, in place where it can."""
@@ -241,14 +263,16 @@ def _backward(tiles: _Tiles, normalizer, entropy, grad, grad_entropy, needs) -> 
         raw = tiles.compute_raw(rows, columns)
         g = tiles.process(raw.clone() if tiles.needs_raw else raw, rows, columns)
         g = g.sub_(normalizer[rows, None])
-        _replace_by_gradient_(g, rows, entropy, grad, grad_entropy, tiles.masked)
+        _replace_by_gradient_(g, rows, entropy, grad, grad_entropy, tiles)
         if grad is not None:
-            lines, places = tiles.locate_targets(rows, columns)
-            g[lines, places] += grad[rows][lines]
+            inside, places = tiles.locate_targets(rows, columns)
+            g.scatter_(1, places, g.gather(1, places) + torch.where(inside, grad[rows, None], 0.0))
         g = tiles.backpropagate_(g, raw, rows, columns)
         # Add the share of this tile to the gradients of the inputs
         if grad_bias is not None:
             grad_bias[columns] += g.sum(0)
+        if len(tiles.pairs) == 1:
+            g = narrow_gradient(g, *tiles.pairs[0])  # once for both products
         for i, (hidden, weight) in enumerate(tiles.pairs):
             grad_hidden, grad_weight = grad_factors[2 * i : 2 * i + 2]
             if grad_hidden is not None:
@@ -292,27 +316,19 @@ def _keep_top_(best: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, firs
     best.copy_(order.values)
 
 
-def _replace_by_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_entropy, masked: bool) -> None:
+def _replace_by_gradient_(log_probs: torch.Tensor, rows: slice, entropy, grad, grad_entropy, tiles: _Tiles) -> None:
     """Replace log-probs by ``-p * (grad + grad_entropy * (log p + H))``, the gradient without the target's term."""
     if grad_entropy is None:
         log_probs.exp_().mul_(-grad[rows, None])
         return
-    for part, block in _iter_blocks(log_probs, rows):
+    for part, block in tiles.iter_blocks(log_probs, rows):
         probs = block.exp()
-        if masked:
+        if tiles.masked:
             block.masked_fill_(block.isneginf(), 0.0)
         block.add_(entropy[part, None]).mul_(grad_entropy[part, None])
         if grad is not None:
             block.add_(grad[part, None])
         block.mul_(probs).neg_()
-
-
-def _iter_blocks(tile: torch.Tensor, rows: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield views of a few rows of a tile, each after its positions."""
-    step = max(1, BLOCK_ELEMENTS // tile.shape[1])
-    for start in range(0, len(tile), step):
-        block = tile[start : start + step]
-        yield slice(rows.start + start, rows.start + start + len(block)), block
 
 
 def _iter_slices(total: int, step: int) -> Iterator[slice]:

@@ -49,12 +49,17 @@ def project(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None
     return out
 
 
+def narrow_gradient(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Cast the gradient of a product to the dtype of both factors if the device has a kernel that widens products."""
+    return gradient.to(weight.dtype) if _has_kernel(hidden, weight) else gradient
+
+
 def add_hidden_gradient(total: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> None:
     """Add ``gradient @ weight``, the gradient of :func:`project` for ``hidden``, to ``total`` ``[n, H]``."""
-    if gradient.dtype == weight.dtype:
+    if _has_kernel(weight, weight):
+        total += torch.mm(gradient.to(weight.dtype), weight, out_dtype=total.dtype)
+    elif gradient.dtype == weight.dtype:
         total.addmm_(gradient, weight)
-    elif _has_kernel(weight, weight):
-        total += torch.mm(gradient.to(weight.dtype), weight, out_dtype=gradient.dtype)
     else:
         for rows in _chunks(weight):
             total.addmm_(gradient[:, rows], weight[rows].to(gradient.dtype))
@@ -67,7 +72,7 @@ def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, hidden: tor
         for rows in _chunks(total, 64 * CAST_ELEMENTS):  # bounds the product, which has the size of the weight
             total[rows] += torch.mm(gradient[:, rows].T, hidden, out_dtype=total.dtype)
     else:
-        total.addmm_(gradient.T, hidden.to(total.dtype))
+        total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype))
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

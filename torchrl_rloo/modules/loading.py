@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,13 @@ import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
+from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.files import explained, make_folder
+from torchrl_rloo.four_bit import four_bit_layers, omit_quantization_states, use_exact_products
 from torchrl_rloo.lookup import check_path, did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
+from torchrl_rloo.modules.quantization import check_quantization, check_quantized, quantization_config
+from torchrl_rloo.modules.sharded_files import is_collective, save_on_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +33,9 @@ def load_model(
     device: str = "cpu",
     gradient_checkpointing: bool = False,
     chat_template: str | os.PathLike | None = None,
+    quantization: str | None = None,
+    quantization_kwargs: Mapping[str, Any] | None = None,
+    meta: bool = False,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
@@ -42,6 +51,12 @@ def load_model(
             recompute in evaluation mode.
         chat_template: template that replaces the tokenizer's, also when it is saved: a ``.jinja`` file, the directory
             of a tokenizer, or the template itself. None keeps the tokenizer's.
+        quantization: ``"nf4"`` keeps the weights of linear layers in 4 bits, which only an adapter can train (QLoRA).
+            Embeddings, norms and output head keep ``dtype``. None keeps all weights in ``dtype``.
+        quantization_kwargs: arguments of ``transformers.BitsAndBytesConfig``: ``bnb_4bit_use_double_quant``, which
+            also quantizes the scales, and ``bnb_4bit_compute_dtype``, the dtype of products (``dtype`` by default).
+        meta: if True, leave the weights on the meta device, without memory. Shard the model, and then load its weights
+            with :func:`~torchrl_rloo.modules.load_shards`; the ``device`` is not used.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
 
@@ -50,19 +65,29 @@ def load_model(
 
     Raises:
         ValueError: if the dtype is unknown, the CUDA device is missing, the tokenizer has no end-of-sequence token, or
-            the model does not support ``gradient_checkpointing``.
+            the model does not support ``gradient_checkpointing``. Also if the quantization is unknown.
         FileNotFoundError: if the model or template does not exist.
+        ImportError: if a quantization requires a package that is not installed.
     """
+    check_quantization(quantization, quantization_kwargs)
     tokenizer = load_tokenizer(name, chat_template=chat_template, **{k: kwargs[k] for k in HUB_KWARGS if k in kwargs})
     from transformers import AutoModelForCausalLM  # takes 2 s
 
     # Check dtype and device before loading the weights, which takes longer
     torch_dtype = parse_dtype(dtype)
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if device.startswith("cuda") and not meta and not torch.cuda.is_available():
         raise ValueError(
             f"device={device!r} requires CUDA, but torch {torch.__version__} finds no device; set device='cpu'"
         )
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs)
+    if quantization is not None:  # on the device itself, which then never holds the whole weights
+        config = quantization_config(quantization, torch_dtype, quantization_kwargs)
+        kwargs |= {"quantization_config": config, "device_map": {"": device}}
+    if meta:
+        model, device = _build_on_meta(name, torch_dtype, **kwargs), "meta"
+    else:
+        model = use_exact_products(AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype, **kwargs))
+        if quantization is not None:
+            check_quantized(model, config)
     # Some models accept checkpointing although no layer supports it
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -72,6 +97,39 @@ def load_model(
                 "set it to False"
             )
     return model.to(device).eval(), tokenizer
+
+
+def load_engine(model: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu") -> TransformersEngine:
+    """Load a causal language model, and return an engine that samples with it, e.g. in the actor of a ``RayEngine``.
+
+    Args:
+        model: hub id or local directory.
+        dtype: ``"float32"``, ``"bfloat16"``, ...
+        device: device of the model.
+
+    Raises:
+        ValueError: if the dtype is unknown, or the CUDA device is missing.
+        FileNotFoundError: if the model does not exist.
+    """
+    return TransformersEngine(*load_model(model, dtype=dtype, device=device))
+
+
+def _build_on_meta(name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+    """Build a model without weights, with the generation settings of its directory."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if "quantization_config" in kwargs:
+        raise ValueError("a quantized model cannot be built on the meta device; set meta=False")
+    config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
+    rest = {key: value for key, value in rest.items() if key not in HUB_KWARGS}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **rest)
+    try:
+        located = {key: value for key, value in kwargs.items() if key in HUB_KWARGS and key != "trust_remote_code"}
+        model.generation_config = GenerationConfig.from_pretrained(name, **located)
+    except OSError:  # it has none; the model's own remains
+        return model
+    return model
 
 
 def load_tokenizer(
@@ -157,6 +215,9 @@ def _check_path(name: str | os.PathLike, subfolder: str) -> None:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> Path:
     """Save a model with its tokenizer in Hugging Face format.
 
+    If :func:`~torchrl_rloo.training.shard_model` distributed the model over ranks, all ranks must call this. Rank 0
+    writes, and a sharded model is gathered tensor by tensor.
+
     It first deletes weights in the folder: weights of an earlier model, such as an adapter, would be loaded with these.
     It also deletes symbolic links, through which the files would be written elsewhere.
 
@@ -169,6 +230,17 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         ``folder`` as a path.
     """
     folder = Path(folder)
+    if is_collective(model):
+        save_on_all(model, folder, lambda: _save_tokenizer(tokenizer, folder))
+        return folder
+    _save_tokenizer(tokenizer, folder)
+    with explained(folder):
+        model.save_pretrained(folder)
+    return folder
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer in a folder without weights and links."""
     make_folder(folder)
     for stale in (
         *(path for path in folder.iterdir() if path.is_symlink()),
@@ -178,17 +250,18 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     ):
         stale.unlink(missing_ok=True)
     with explained(folder):
-        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return folder
 
 
 def count_trained(model: torch.nn.Module) -> int:
     """Return the number of trained parameters.
 
     Raises:
-        ValueError: if there are none, as in a saved adapter that was loaded for inference.
+        ValueError: if there are none, as in a saved adapter that was loaded for inference, or if weights in 4 bits have
+            no adapter.
     """
+    if four_bit_layers(model) and not hasattr(model, "peft_config"):
+        raise ValueError("weights in 4 bits cannot be trained; set lora={r: 16, target_modules: all-linear}")
     number = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not number:
         raise ValueError("the model has no trained parameters; merge a saved adapter into its base model")
@@ -199,7 +272,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
     """Add a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) to a model; only the adapter is trained.
 
     Args:
-        model: base model; its weights are frozen.
+        model: base model; its weights are frozen, and may be quantized.
         config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``.
 
     Returns:
@@ -230,7 +303,35 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    with _adapters_off_meta():
+        adapted = get_peft_model(use_exact_products(model), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
+
+
+@contextmanager
+def _adapters_off_meta() -> Iterator[None]:
+    """Keep the values of new adapters if their base is on the meta device, where peft would lose them."""
+    from peft.tuners.lora import LoraLayer
+
+    move = LoraLayer._move_adapter_to_device_of_base_layer
+    kept: list[tuple[torch.nn.ModuleDict, str, torch.nn.Module]] = []
+
+    def keep(layer: Any, adapter: str, device: torch.device | None = None) -> None:
+        if any(parameter.is_meta for parameter in layer.get_base_layer().parameters()):
+            move(layer, adapter, torch.device("cpu"))
+            tables = [getattr(layer, name) for name in layer.adapter_layer_names]
+            kept.extend((table, adapter, copy.deepcopy(table[adapter])) for table in tables if adapter in table)
+        move(layer, adapter, device)
+
+    LoraLayer._move_adapter_to_device_of_base_layer = keep
+    try:
+        yield
+    finally:
+        LoraLayer._move_adapter_to_device_of_base_layer = move
+    for table, adapter, values in kept:
+        layout = table[adapter].state_dict(keep_vars=True)
+        state = {name: value.to(layout[name].dtype) for name, value in values.state_dict().items()}
+        table[adapter].load_state_dict(state, assign=True)
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchrl_rloo.engines.attention import attention_implementation
+from torchrl_rloo.modules.context_parallel import ContextGroup
 
 PACKING_HINT = 'use packing="none"'
 MIN_FILL = 0.8  # shortest segment of an attention call, as a share of its longest; 0.6 to 0.9 is equally fast
@@ -80,10 +81,11 @@ class AttentionPlan:
     Args:
         segments: segments that cover the pack, in order.
         device: device of the model.
+        context: ranks that split the tokens of the pack. None computes all of them.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device):
-        self.segments, self.device = list(segments), device
+    def __init__(self, segments: Sequence[Segment], device: torch.device, context: ContextGroup | None = None):
+        self.segments, self.device, self.context = list(segments), device, context
         self.num_tokens = sum(s.length for s in segments)
         self.windows: list[int | None] = []  # sliding window of each attention call so far
 
@@ -106,8 +108,11 @@ class AttentionPlan:
         return blocks, real[tokens.argsort()].to(self.device)
 
     @cached_property
-    def ragged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """Inputs of variable-length kernels: key indices, offsets of queries and keys, and the longest of each."""
+    def ragged(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
+        """Inputs of variable-length kernels: key indices, offsets of queries and keys, and the longest of each.
+
+        The indices are None if no segment has a prefix: the keys are then those of the pack, in order.
+        """
         keys = [
             torch.cat([torch.arange(s.prefix_start, s.prefix_start + s.prefix_length), torch.arange(s.start, stop)])
             for s in self.segments
@@ -115,7 +120,8 @@ class AttentionPlan:
         ]
         lengths = [torch.tensor([0, *(s.length for s in self.segments)]), torch.tensor([0, *map(len, keys)])]
         offsets = [n.cumsum(0).to(self.device, torch.int32) for n in lengths]
-        return torch.cat(keys).to(self.device), *offsets, *(int(n.max()) for n in lengths)
+        indices = torch.cat(keys).to(self.device) if any(s.prefix_length for s in self.segments) else None
+        return indices, *offsets, *(int(n.max()) for n in lengths)
 
 
 def _packed_attention(
@@ -137,8 +143,9 @@ def _packed_attention(
             f"{type(module).__name__} was called while another thread runs a packed forward of the same model; use a "
             "separate model per thread"
         )
-    if tuple(query.shape[::2]) != (1, plan.num_tokens) or key.shape[2] != plan.num_tokens:
-        raise RuntimeError(f"expected a pack of {plan.num_tokens} tokens, got query {list(query.shape)}")
+    num_tokens = plan.num_tokens if plan.context is None else plan.num_tokens // plan.context.size
+    if tuple(query.shape[::2]) != (1, num_tokens) or key.shape[2] != num_tokens:
+        raise RuntimeError(f"expected a pack of {num_tokens} tokens, got query {list(query.shape)}")
     # Reject every kind of attention that the plan cannot describe
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     extra = sorted(k for k, v in kwargs.items() if k not in _IGNORED_KWARGS and v is not None and v is not False)
@@ -152,7 +159,11 @@ def _packed_attention(
     plan.windows.append(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _attend_ragged if _has_ragged_kernel(query) else _attend_blocks
-    return attend(plan, q, k, v, scaling, sliding_window)[None], None
+    if plan.context is None:
+        return attend(plan, q, k, v, scaling, sliding_window)[None], None
+    # With split tokens, attend over all of them by some of the heads
+    q, k, v = (plan.context.to_heads(x) for x in (q, k, v))
+    return plan.context.to_tokens(attend(plan, q, k, v, scaling, sliding_window))[None], None
 
 
 def _attend_blocks(
@@ -190,28 +201,30 @@ def _attend_ragged(
     from torch.nn.attention.varlen import varlen_attn
 
     keys, query_offsets, key_offsets, longest_query, longest_key = plan.ragged
+    k, v = (x.contiguous() if keys is None else x.index_select(0, keys) for x in (k, v))
+    # torch 2.11 has the same kernel without the flag, and does not compare the numbers of heads
+    grouped = q.shape[1] != k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
     return varlen_attn(
         q.contiguous(),
-        k.index_select(0, keys),
-        v.index_select(0, keys),
+        k,
+        v,
         query_offsets,
         key_offsets,
         longest_query,
         longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": True} if grouped else {}),
     )
 
 
 def _has_ragged_kernel(query: torch.Tensor) -> bool:
+    """Return whether FlashAttention 2 supports the query: 16-bit floats, heads of 8 to 256, and Ampere or newer."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # torch < 2.10
-        return False
-    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return (
+        query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def _call_with_plan(config, plan: AttentionPlan, function: Callable, *args):

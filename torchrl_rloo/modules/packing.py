@@ -19,6 +19,7 @@ from torch import nn
 
 from torchrl_rloo.data.rows import PACKINGS, pad, prompt_groups, prompt_lengths
 from torchrl_rloo.engines.head import evaluation_mode
+from torchrl_rloo.modules.context_parallel import context_group
 from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, Segment, forward_pack
 
 PACKED = PACKINGS[1:]
@@ -60,7 +61,34 @@ def action_hidden(
         4
     """
     check_packing(decoder)
-    return _action_hidden(decoder, tokens, action_masks, packing)
+    if (context := context_group(decoder)) is not None:
+        raise NotImplementedError(
+            f"action_hidden computes whole packs, but context_parallel={context.size}; use TransformersWrapper.score"
+        )
+    return _action_states(decoder, tokens, action_masks, packing).hidden
+
+
+class ActionStates(NamedTuple):
+    """Hidden states at the positions that predict action tokens.
+
+    Attributes:
+        hidden: ``[n, H]``, in row order.
+        owned: ``[N]`` bool, True for the action tokens whose states this rank has; None for all of them.
+    """
+
+    hidden: torch.Tensor
+    owned: torch.Tensor | None
+
+
+def action_states(
+    decoder: nn.Module,
+    tokens: Sequence[torch.Tensor],
+    action_masks: Sequence[torch.Tensor],
+    packing: Literal["packed", "shared_prefix"],
+) -> ActionStates:
+    """Compute :func:`action_hidden` for the action tokens of this rank; context parallelism splits them over ranks."""
+    check_packing(decoder)
+    return _action_states(decoder, tokens, action_masks, packing)
 
 
 def supports_packing(decoder: nn.Module) -> bool:
@@ -112,7 +140,8 @@ def _probe(decoder: nn.Module) -> str | None:
     # Compare both packings with them
     for packing in PACKED:
         windows: list[int | None] = []
-        hidden = _action_hidden(decoder, rows, masks, packing, windows).float()
+        hidden, owned = _action_states(decoder, rows, masks, packing, windows)
+        hidden = (hidden if owned is None else context_group(decoder).gather(hidden, owned)).float()
         if not torch.allclose(hidden, expected, rtol=0, atol=tolerance):
             return f"packed rows differ from separate rows by {float((hidden - expected).abs().max()):.2g}"
         if (reason := _window_refusal(config, windows)) is not None:
@@ -192,22 +221,48 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
     return _Pack(ids, positions, predictors, segments)
 
 
-def _action_hidden(
+def _action_states(
     decoder: nn.Module,
     tokens: Sequence[torch.Tensor],
     action_masks: Sequence[torch.Tensor],
     packing: str,
     windows: list[int | None] | None = None,
-) -> torch.Tensor:
+) -> ActionStates:
     tokens, masks = [t.cpu() for t in tokens], [m.cpu() for m in action_masks]
     _check(tokens, masks, packing)
-    pack = _pack(tokens, masks, packing, trim=not _rope_depends_on_length(decoder.config.get_text_config()))
+    # Lay out the pack; with context parallelism, each rank runs an equal slice of it
+    context, rope_grows = context_group(decoder), _rope_depends_on_length(decoder.config.get_text_config())
+    pack = _pack(tokens, masks, packing, trim=not rope_grows)
+    own = slice(None)
+    if context is not None:
+        if rope_grows:
+            raise NotImplementedError(
+                f"context_parallel={context.size} cannot split rows whose rotary frequencies depend on their length; "
+                "set it to 1"
+            )
+        pack = _padded(pack, context.size)
+        own = context.own(len(pack.ids))
+    # Run it
     device = decoder.get_input_embeddings().weight.device
-    plan = AttentionPlan(pack.segments, device)
-    hidden = forward_pack(decoder, pack.ids.to(device), pack.position_ids.to(device), plan)
+    plan = AttentionPlan(pack.segments, device, context)
+    hidden = forward_pack(decoder, pack.ids[own].to(device), pack.position_ids[own].to(device), plan)
     if windows is not None:
         windows += plan.windows
-    return hidden.index_select(0, pack.predictors.to(hidden.device))
+    if context is None:
+        return ActionStates(hidden.index_select(0, pack.predictors.to(device)), None)
+    owned = (pack.predictors >= own.start) & (pack.predictors < own.stop)
+    return ActionStates(hidden.index_select(0, (pack.predictors[owned] - own.start).to(device)), owned.to(device))
+
+
+def _padded(pack: _Pack, multiple: int) -> _Pack:
+    """Append a segment that nothing reads, so that the number of tokens is a multiple."""
+    size = len(pack.ids)
+    more = -size % multiple
+    if not more:
+        return pack
+    ids = torch.cat([pack.ids, pack.ids[:1].expand(more)])
+    positions = torch.cat([pack.position_ids, torch.arange(more)])
+    return pack._replace(ids=ids, position_ids=positions, segments=[*pack.segments, Segment(size, more)])
 
 
 def _rope_depends_on_length(config) -> bool:

@@ -7,6 +7,8 @@ equal to the padding id. Its log-probs are not those of the sampled distribution
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,9 +29,11 @@ from torchrl_rloo.data.rows import (
 from torchrl_rloo.data.templates import encode_conversation, from_history
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
+from torchrl_rloo.engines.root import adopt, call_root
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
+from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
 from torchrl_rloo.modules.loading import context_length
-from torchrl_rloo.modules.packing import action_hidden, check_packing
+from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
 
@@ -53,8 +57,9 @@ class TransformersWrapper(TurnPolicy):
     except ``log_probs_key``.
 
     Args:
-        model: Hugging Face causal language model. Its training mode is not changed; use ``model.eval()``. Gradient
-            checkpointing that is enabled on it works in evaluation mode.
+        model: Hugging Face causal language model, also in ``DistributedDataParallel`` or sharded with ``fully_shard``.
+            Its training mode is not changed; use ``model.eval()``. Gradient checkpointing that is enabled on it works
+            in evaluation mode.
         tokenizer: tokenizer of the model.
         input_mode: source of prompts without ids: ``"tokens"`` (none), ``"text"`` or ``"history"``.
         generate: True generates, False scores.
@@ -64,12 +69,19 @@ class TransformersWrapper(TurnPolicy):
         record_support: write the ids that top-k, top-p and min-p keep at each action token, as ``("support", "ids")``
             and ``("support", "sizes")``. Rows with these keys are scored over exactly those ids, so ratios stay exact
             after weight updates. Other rows are truncated again.
+        precision: ``"bfloat16"`` runs the decoder under autocast, with the model's own weights. Log-probs stay
+            float32. A model that FSDP casts needs no autocast.
+        float32_head: compute logits from float32 hidden states and weights. By default ``precision="bfloat16"`` also
+            rounds these to bfloat16; the sums are float32 in both cases.
+        head: output head of the model, found by another wrapper. None finds and probes it, which all ranks of a sharded
+            model must do together.
         packing: layout of scored rows: ``"none"`` (padded), ``"packed"`` (concatenated) or ``"shared_prefix"``
             (concatenated, with a shared prompt processed once). Only time and memory differ.
 
     Raises:
         ValueError: if ``record_support`` is set for a scorer or without truncation, ``num_samples`` is set for a
-            scorer, or ``packing`` is unknown or set with ``generate=True``.
+            scorer, or ``packing`` is unknown or set with ``generate=True``. Also if ``precision`` is unknown, or
+            ``float32_head`` has no effect.
         NotImplementedError: if the model cannot be packed exactly.
 
     Example:
@@ -100,6 +112,9 @@ class TransformersWrapper(TurnPolicy):
         num_samples: int | None = None,
         record_support: bool = False,
         packing: Literal["none", "packed", "shared_prefix"] = "none",
+        precision: Literal["float32", "bfloat16"] = "float32",
+        float32_head: bool = False,
+        head: Head | None = None,
     ):
         super().__init__(
             tokenizer=tokenizer,
@@ -110,13 +125,19 @@ class TransformersWrapper(TurnPolicy):
         )
         if num_samples is not None and not generate:
             raise ValueError(f"num_samples={num_samples} requires generate=True")
-        self.model, self.generate = model, generate
+        self.model, self.generate = adopt(model), generate
+        model = self.model
         self.record_support = record_support
         # Record supports, over which a scorer must later normalize
         if record_support:
             self._check_records_support()
             self.out_keys.append(keys.SUPPORT_IDS[0])
-        self.head = find_head(model, warn=not generate)
+        if precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision={precision!r} must be 'float32' or 'bfloat16'")
+        if float32_head and precision == "float32":
+            raise ValueError("float32_head=True has no effect with precision='float32'; remove it")
+        self.precision, self.float32_head = precision, float32_head
+        self.head = self._rounding(find_head(model, warn=not generate) if head is None else head)
         self.packing = packing
         self._check_packing()
         # A scorer reads finished rows and adds only log-probs
@@ -142,9 +163,17 @@ class TransformersWrapper(TurnPolicy):
         """Return the output head, or the new one after an adapter or resized embeddings replaced it."""
         head = current_head(self.model, self.head, warn=not self.generate)
         if head is not self.head:
-            self.head = head
+            self.head = self._rounding(head)
             self._check_packing()
-        return head
+        return self.head
+
+    def _rounding(self, head: Head | None) -> Head | None:
+        rounds = head is not None and self.precision == "bfloat16" and not self.float32_head
+        return head if head is None else replace(head, dtype=torch.bfloat16 if rounds else None)
+
+    def _autocast(self) -> AbstractContextManager:
+        enabled = self.precision == "bfloat16"
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=enabled)
 
     def _check_packing(self) -> None:
         if self.packing == "none":
@@ -157,7 +186,7 @@ class TransformersWrapper(TurnPolicy):
             raise NotImplementedError(
                 f"packing={self.packing!r} requires a model whose output head can be found; set packing='none'"
             )
-        check_packing(self.head.decoder)
+        call_root(self.model, check_packing, self.head.decoder)
 
     def get_new_version(self, **kwargs) -> TransformersWrapper:
         """Return a wrapper of the same model and tokenizer with other settings, e.g. ``generate=False`` to score.
@@ -174,6 +203,9 @@ class TransformersWrapper(TurnPolicy):
             "generate_kwargs": self.generate_kwargs,
             "num_samples": self.num_samples if kwargs.get("generate", self.generate) else None,
             "record_support": self.record_support and kwargs.get("generate", self.generate) and truncates,
+            "head": self.head if kwargs.get("model", self.model) is self.model else None,
+            "precision": self.precision,
+            "float32_head": self.float32_head,
             "packing": "none" if kwargs.get("generate", self.generate) else self.packing,
         }
         return type(self)(kwargs.pop("model", self.model), **(settings | kwargs))
@@ -205,18 +237,19 @@ class TransformersWrapper(TurnPolicy):
             uniforms = torch.rand(len(prompts), length, generator=self.generator)
         else:
             uniforms = torch.stack([_row_uniforms(row, length) for row in rows.unbind(0)])
-        return generate(
-            self.model,
-            prompts,
-            self.config.distribution,
-            uniforms=uniforms,
-            limits=limits,
-            stop_ids=self.stop_ids,
-            stop_strings=self.config.stop_strings,
-            tokenizer=self.tokenizer,
-            head=self._current_head(),
-            record_support=self.record_support,
-        )
+        with self._autocast():
+            return generate(
+                self.model,
+                prompts,
+                self.config.distribution,
+                uniforms=uniforms,
+                limits=limits,
+                stop_ids=self.stop_ids,
+                stop_strings=self.config.stop_strings,
+                tokenizer=self.tokenizer,
+                head=self._current_head(),
+                record_support=self.record_support,
+            )
 
     def _ensure_actions(self, rows: TensorDictBase) -> TensorDictBase:
         """Set ids and action masks on rows that lack them, from prompts or a finished conversation."""
@@ -268,38 +301,48 @@ class TransformersWrapper(TurnPolicy):
                 raise ValueError(f"router_loss=True requires packing='none', got packing={self.packing!r}")
             check_has_router(self.model)
         rows = self._ensure_actions(to_lazy_stack(rows))
+        return call_root(self.model, self._score, rows, entropy, router_loss)
+
+    def _score(self, rows: TensorDictBase, entropy: bool, router_loss: bool) -> ScoredActions:
         actions = action_tokens(rows, self.tokenizer.pad_token_id or 0)
         actions = ActionTokens(*(t.to(self.model.device) for t in actions))
         # Apply the head only to the states that predict action tokens
         head = self._current_head()
-        states, router = self._hidden_states(head, rows, actions, router_loss)
+        (states, owned), router = self._hidden_states(head, rows, actions, router_loss)
+        inputs = {"positions": actions.action_mask, "support": batch_support(rows, actions)}
+        if owned is not None:
+            inputs = owned_inputs(**inputs, owned=owned)
         scored = score_positions(
-            self.model,
-            head,
-            actions.tokens,
-            actions.action_mask,
-            self.distribution,
-            hidden=states,
-            support=batch_support(rows, actions),
-            entropy=entropy,
+            self.model, head, actions.tokens, distribution=self.distribution, hidden=states, entropy=entropy, **inputs
         )
-        entropies = place_actions(scored.entropy, actions) if entropy else None
-        return ScoredActions(place_actions(scored.log_probs, actions), entropies, actions, router)
+        values = [scored.log_probs, *([scored.entropy] if entropy else [])]
+        if owned is not None:
+            values = [context_group(head.decoder).gather(value, owned) for value in values]
+        placed = [place_actions(value, actions) for value in values]
+        return ScoredActions(placed[0], placed[1] if entropy else None, actions, router)
 
     def _hidden_states(
         self, head: Head | None, rows: TensorDictBase, actions: ActionTokens, router_loss: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[ActionStates, torch.Tensor | None]:
         """Return the states that predict the action tokens, and the router loss or None."""
-        with recompute_in_eval(self.model):
+        with self._autocast(), recompute_in_eval(self.model):
             if self.packing != "none":
                 masks = ragged(rows, keys.ACTION_MASK)
-                return action_hidden(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
+                return action_states(head.decoder, ragged(rows, keys.TOKENS), masks, self.packing), None
+            context = None if head is None else context_group(head.decoder)
+            if context is not None and torch.is_grad_enabled():
+                raise ValueError(
+                    f"packing='none' cannot train with context_parallel={context.size}, which splits packs; use "
+                    "packing='packed' or 'shared_prefix'"
+                )
             router_kwargs = {"output_router_logits": True} if router_loss else {}
             states, out = predicting_states(self.model, head, actions.tokens, actions.action_mask, **router_kwargs)
         if not router_loss:
-            return states, None
+            return ActionStates(states, None), None
         lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
-        return states, load_balancing_loss(self.model, out.router_logits, lengths, actions.tokens.shape[1])
+        return ActionStates(states, None), load_balancing_loss(
+            self.model, out.router_logits, lengths, actions.tokens.shape[1]
+        )
 
     def _set_log_probs(self, rows: TensorDictBase, out: TensorDictBase | None) -> TensorDictBase:
         scored = self.score(rows, entropy=False)
@@ -311,7 +354,7 @@ class TransformersWrapper(TurnPolicy):
     def _set_logits(self, rows: TensorDictBase) -> TensorDictBase:
         rows = self._ensure_actions(rows)
         tokens = action_tokens(rows).tokens.to(self.model.device)
-        logits = sampled_logits(self.model, tokens, self.distribution)
+        logits = call_root(self.model, sampled_logits, self.model, tokens, self.distribution)
         for row, values in zip(rows.unbind(0), logits, strict=True):
             row.set("logits", values[: len(row[keys.TOKENS])])
             row.set(keys.ATTENTION_MASK, torch.ones_like(row[keys.TOKENS], dtype=torch.bool))

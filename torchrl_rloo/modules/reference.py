@@ -6,11 +6,14 @@ Like a scoring policy, each has ``score(rows)``, ``generate`` (False) and ``dist
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo.four_bit import copy_four_bit, four_bit_layers
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules.policies import ScoredActions, TransformersWrapper
 
@@ -39,7 +42,8 @@ def frozen_copy(
     Args:
         model: model to copy.
         dtype: dtype of the copy's parameters; None keeps the model's. Buffers always keep theirs, since rotary
-            frequencies rounded to bfloat16 would shift late positions.
+            frequencies rounded to bfloat16 would shift late positions. Weights in 4 bits keep their bits, and
+            ``dtype`` is that of their products.
         device: device of the copy; None keeps the model's.
 
     Returns:
@@ -47,12 +51,17 @@ def frozen_copy(
     """
     # Move tensors one by one: the source device then never holds a second model
     memo: dict[int, Any] = {}
-    for p in model.parameters():
+    for layer in four_bit_layers(model).values():
+        memo[id(layer.weight)] = copy_four_bit(layer.weight, device, memo)
+    for p in (p for p in model.parameters() if id(p) not in memo):
         copied = p.detach().to(device=device, dtype=dtype if p.is_floating_point() else None, copy=True)
         memo[id(p)] = torch.nn.Parameter(copied, requires_grad=False)
     for b in model.buffers():
         memo[id(b)] = b.detach().to(device=device, copy=True)
-    return copy.deepcopy(model, memo).eval()
+    result = copy.deepcopy(model, memo).eval()
+    for layer in four_bit_layers(result).values():
+        layer.compute_dtype = dtype or layer.compute_dtype
+    return result
 
 
 class AdapterReference:
@@ -92,10 +101,17 @@ class AdapterReference:
     @torch.no_grad()
     def score(self, rows: TensorDictBase) -> ScoredActions:
         """Score the rows' action tokens with the base model, then enable the adapter again."""
-        parameters = [(p, p.requires_grad) for p in self.scorer.model.parameters()]
-        try:
-            with self.scorer.model.disable_adapter():
-                return self.scorer.score(rows)
-        finally:  # peft makes the whole adapter trainable when it enables it again
-            for p, required in parameters:
-                p.requires_grad_(required)
+        with adapter_disabled(self.scorer.model):
+            return self.scorer.score(rows)
+
+
+@contextmanager
+def adapter_disabled(model: torch.nn.Module) -> Iterator[None]:
+    """Make a ``PeftModel`` compute with its base model within the context."""
+    parameters = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:  # peft makes the whole adapter trainable when it enables it again
+        for p, required in parameters:
+            p.requires_grad_(required)

@@ -15,6 +15,7 @@ from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.data.preferences import CHOSEN, MARGIN, REJECTED
 from torchrl_rloo.data.rows import pad, ragged, stack_rows
+from torchrl_rloo.engines.root import call_root, is_distributed
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
 
@@ -61,9 +62,10 @@ class RewardModel(nn.Module):
         ids = pad(tokens, self.model.config.get_text_config().pad_token_id)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         device = self.model.device
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+        root = self.model if is_distributed(self.model) else self
         with recompute_in_eval(self.model):
-            logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
-        return logits[:, 0].float()
+            return call_root(root, lambda: self.model(**inputs).logits[:, 0].float())
 
 
 def load_reward_model(

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, place_actions, to_lazy_stack
+from torchrl_rloo.engines.root import call_root
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
 
 
@@ -60,6 +61,9 @@ class ValueHead(nn.Module):
         Returns:
             Values ``[B, A]`` float32, 0 beyond a row's action tokens, and the positions of action tokens.
         """
+        return call_root(self, self._values, rows)
+
+    def _values(self, rows: TensorDictBase) -> tuple[torch.Tensor, ActionTokens]:
         actions = ActionTokens(*(t.to(self.projection.weight.device) for t in action_tokens(to_lazy_stack(rows))))
         with recompute_in_eval(self.trunk):
             hidden = self.trunk(input_ids=actions.tokens, use_cache=False).last_hidden_state

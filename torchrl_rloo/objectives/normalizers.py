@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import placeholder_rows, unbind_rows
 from torchrl_rloo.objectives.ranks import mean_over_ranks
 
 
@@ -44,14 +46,15 @@ def row_weights(rows: TensorDictBase) -> torch.Tensor:
     return multiplicity(rows) if given is None else multiplicity(rows) * given.reshape(-1).float()
 
 
-def zero_loss(module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss of 0 with zero gradients, so an optimizer step without rows behaves as usual."""
-    return sum((p.sum() * 0.0 for p in module.parameters()), torch.zeros(()))
+def zero_loss(score: Callable[[TensorDictBase], torch.Tensor]) -> torch.Tensor:
+    """Return a loss of 0 with zero gradients for a step, or a rank, without rows.
 
+    It runs a row of two tokens, so that a rank without rows takes part in every call of DDP and FSDP.
 
-def unbind_rows(rows: TensorDictBase) -> list[TensorDictBase]:
-    """Return the single rows of a batch, which may be empty."""
-    return list(rows.unbind(0)) if len(rows) else []
+    Args:
+        score: function from rows ``[1]`` to a tensor that depends on all trained parameters.
+    """
+    return score(placeholder_rows()).sum() * 0.0
 
 
 def _is_counted(row: TensorDictBase, mask_truncated_completions: bool) -> bool:

@@ -19,7 +19,7 @@ from torchrl_rloo.functional.preference import PREFERENCE_OBJECTIVES, Preference
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer
 from torchrl_rloo.objectives.choices import check_actor
-from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights
+from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_weights, zero_loss
 from torchrl_rloo.objectives.output import LossOutput, concatenate_field
 from torchrl_rloo.objectives.ranks import mean_over_ranks, reduce_over_ranks
 
@@ -137,6 +137,10 @@ class PreferenceLoss(LossModule):
 
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> PreferenceLossOutput:
         """Compute the loss of rows ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
+        if not len(tensordict):
+            zero, none = zero_loss(lambda rows: self._score(rows, idle=True)[1]), torch.zeros(0)
+            empty = [none.clone() for _ in range(5)]
+            return PreferenceLossOutput(zero, *empty, zero.detach().new_tensor(math.nan))
         # Score the completions and evaluate the objective
         normalizers = self.normalizers(tensordict) if normalizers is None else normalizers
         if self.objective.paired:
@@ -163,8 +167,13 @@ class PreferenceLoss(LossModule):
             reference_point=scores.new_tensor(point),
         )
 
-    def _score(self, rows: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each completion's log-prob and the value that the objective takes, ``[B]`` each."""
+    def _score(self, rows: TensorDictBase, idle: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each completion's log-prob and the value that the objective takes, ``[B]`` each.
+
+        Args:
+            rows: completions.
+            idle: True for rows without recorded log-probs of the reference, in a pass whose loss is 0.
+        """
         scored = self.actor_network.score(rows)
         log_probs, mask = scored.log_probs, scored.actions.mask
         # Sum over each completion, or average over its tokens if the objective does
@@ -173,7 +182,7 @@ class PreferenceLoss(LossModule):
         def reduce(values: torch.Tensor) -> torch.Tensor:
             return torch.where(mask, values, 0.0).sum(-1) / lengths
 
-        if self.reference is None:
+        if self.reference is None or (idle and self.reference == RECORDED):
             return reduce(log_probs), reduce(log_probs)
         # Subtract the reference's log-probs, computed now or recorded on the rows
         if self.reference != RECORDED:

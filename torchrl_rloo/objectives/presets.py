@@ -143,8 +143,8 @@ _KL_KEYS = {
     "kl_clip": "kl.clip",
     "kl_target": "kl.target",
 }
-_LOSS_KEYS = tuple(inspect.signature(RLOOLoss.__init__).parameters)[2:]
-_ADVANTAGE_KEYS = ("estimator", "credit", "normalize", "process_group", "max_pending_groups")
+LOSS_KEYS = tuple(inspect.signature(RLOOLoss.__init__).parameters)[2:]
+ADVANTAGE_KEYS = ("estimator", "credit", "normalize", "process_group", "max_pending_groups")
 
 
 def make_method(
@@ -192,8 +192,8 @@ def make_method(
     if preset.critic:
         raise ValueError(f"algorithm={name!r} needs a critic, which is not trained here; use tutorials/ppo.py")
     # Merge the given settings into those of the method
-    _check_keys("loss", loss, _LOSS_KEYS, "loss")
-    _check_keys("advantage", advantage, _ADVANTAGE_KEYS, "token")
+    _check_keys("loss", loss, LOSS_KEYS, "loss")
+    _check_keys("advantage", advantage, ADVANTAGE_KEYS, "token")
     loss, advantage = _merge_settings(preset.loss, loss), _merge_settings(preset.advantage, advantage)
 
     # Fill in the numbers that depend on the run

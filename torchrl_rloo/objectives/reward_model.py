@@ -134,7 +134,7 @@ class RewardModelLoss(LossModule):
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> RewardModelLossOutput:
         """Compute the loss of pairs ``[P]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
-            zero, none = zero_loss(self.reward_model), torch.zeros(0)
+            zero, none = zero_loss(self.reward_model.score), torch.zeros(0)
             return RewardModelLossOutput(zero, None, None, none, none.clone())
         # Score both completions of each pair in one forward pass
         chosen, rejected = self._score(tensordict)

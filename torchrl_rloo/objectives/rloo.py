@@ -342,7 +342,7 @@ class RLOOLoss(LossModule):
 
     def _empty_output(self) -> RLOOLossOutput:
         """Return the output for no rows: a loss of 0 and metrics of NaN."""
-        zero = zero_loss(self.actor_network)
+        zero = zero_loss(lambda rows: self.actor_network.score(rows).log_probs)
         fields = dict.fromkeys(RLOOLossOutput.__annotations__, zero.detach().new_tensor(math.nan))
         fields |= dict.fromkeys(RLOOLossOutput.loss_terms()) | {"loss_objective": zero, "log_ratio": zero.new_zeros(0)}
         return RLOOLossOutput(**fields | {"num_action_tokens": zero.new_zeros(())})

@@ -102,7 +102,7 @@ class SFTLoss(LossModule):
         """Compute the loss of rows ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         # Without rows, return zero gradients, so that the optimizer step behaves as usual
         if not len(tensordict):
-            zero = zero_loss(self.actor_network)
+            zero = zero_loss(lambda rows: self.actor_network.score(rows).log_probs)
             nan = zero.detach() + math.nan
             return SFTLossOutput(loss_sft=zero, nll=nan, entropy=nan.clone(), num_action_tokens=zero.new_zeros(()))
         # Score the rows under the current weights, and weigh their tokens

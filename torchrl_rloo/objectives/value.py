@@ -98,7 +98,7 @@ class ValueLoss(LossModule):
     def forward(self, tensordict: TensorDictBase, normalizers: Normalizers | None = None) -> ValueLossOutput:
         """Compute the loss of rows ``[B]`` as their part of a step; see :meth:`RLOOLoss.forward`."""
         if not len(tensordict):
-            zero, nothing = zero_loss(self.value_head), torch.zeros(0)
+            zero, nothing = zero_loss(lambda rows: self.value_head.values(rows)[0]), torch.zeros(0)
             nan = zero.detach() + math.nan
             return ValueLossOutput(zero, nan, nan.clone(), nothing, nothing.clone(), zero.new_zeros(()))
         # Estimate the values of the action tokens, and gather those that the targets were computed with

@@ -156,6 +156,21 @@ class MCAdvantage(Transform):
         return self.normalize is not None or not estimator_option(self.estimator, "needs_group")
 
     @property
+    def reads_tokens(self) -> bool:
+        """True if advantages need entries per token, which the metadata of rows lack."""
+        return self.credit.per_token or self.kl is not None
+
+    @property
+    def pending_ids(self) -> set[int]:
+        """Ids of the groups that wait for some of their rows."""
+        return self._groups.pending_ids
+
+    @property
+    def held_rows(self) -> list[TensorDictBase]:
+        """Rows that are held back."""
+        return self._groups.held_rows
+
+    @property
     def pending_rows(self) -> int:
         """Rows that wait for the rest of their group."""
         return self._groups.pending_rows

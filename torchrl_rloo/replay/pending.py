@@ -67,6 +67,16 @@ class PendingGroups:
         return sum(map(len, self._pending.values()))
 
     @property
+    def pending_ids(self) -> set[int]:
+        """Ids of the groups that wait for some of their rows."""
+        return set(self._pending)
+
+    @property
+    def held_rows(self) -> list[TensorDictBase]:
+        """Rows of incomplete groups, and of complete groups that wait."""
+        return [row for group in (*self._pending.values(), *self._waiting) for row in group]
+
+    @property
     def waiting_groups(self) -> int:
         """Complete groups that wait until enough can leave together."""
         return len(self._waiting)

@@ -8,7 +8,14 @@ from torchrl_rloo.rewards.classifier import SequenceClassifier
 from torchrl_rloo.rewards.code import CodeTests
 from torchrl_rloo.rewards.controls import Shuffled
 from torchrl_rloo.rewards.countdown import Countdown
-from torchrl_rloo.rewards.executors import Executor, InlineExecutor, ProcessExecutor, ThreadExecutor, make_executor
+from torchrl_rloo.rewards.executors import (
+    Executor,
+    InlineExecutor,
+    ProcessExecutor,
+    RayExecutor,
+    ThreadExecutor,
+    make_executor,
+)
 from torchrl_rloo.rewards.formats import RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
 from torchrl_rloo.rewards.json_schema import JSONSchema
@@ -54,6 +61,7 @@ __all__ = [
     "MultipleChoice",
     "NumericMatch",
     "ProcessExecutor",
+    "RayExecutor",
     "ReasoningAccuracy",
     "RegexFormat",
     "RemoteScorer",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ class SequenceClassifier:
             beginning and ``"right"`` the end, which holds the position that most classifiers score.
         device: device of the model. None means the CPU, or the current device of a module.
         dtype: ``"float32"``, ``"bfloat16"``, ... None means float32, or the current dtype of a module.
+        offload: keep the model on the CPU between calls, so that a GPU has room for training. Requires ``device``.
         template_kwargs: keyword arguments of the chat template.
         **model_kwargs: keyword arguments of ``from_pretrained`` (``attn_implementation=``, ``revision=``, ...).
+            ``device_map="auto"`` splits a large model over the GPUs of this process (requires accelerate).
 
     Raises:
         ValueError: if a setting is out of range. At the first call, if the model has several labels and ``label`` is
@@ -65,6 +68,7 @@ class SequenceClassifier:
         truncation: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        offload: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ):
@@ -72,6 +76,10 @@ class SequenceClassifier:
             raise ValueError(f"batch_size={batch_size} must be at least 1 row per forward pass")
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length={max_length} must be at least 1 token; use None for the limit of the model")
+        if offload and str(device or "cpu").startswith("cpu"):
+            raise ValueError(f"offload=True requires a GPU, got device={device!r}; set device='cuda', or offload=False")
+        if "device_map" in model_kwargs and device is not None:
+            raise ValueError(f"device={device!r} cannot be combined with device_map; remove one of them")
         if truncation not in (None, "left", "right"):
             raise ValueError(f"truncation={truncation!r} must be 'left', 'right', or None (longer rows abstain)")
         self.model = os.fspath(model) if isinstance(model, str | os.PathLike) else model
@@ -79,7 +87,7 @@ class SequenceClassifier:
             raise ValueError(f"{sorted(model_kwargs)} cannot be combined with a loaded module; pass a name or path")
         self.tokenizer, self.label, self.batch_size = tokenizer, label, batch_size
         self.max_length, self.truncation, self.device, self.dtype = max_length, truncation, device, dtype
-        self.template_kwargs, self.model_kwargs = dict(template_kwargs or {}), model_kwargs
+        self.template_kwargs, self.model_kwargs, self.offload = dict(template_kwargs or {}), model_kwargs, offload
         # Name the reward after the model, without its folder or owner
         path = self.model if isinstance(self.model, str) else _path_of(self.model)
         self.__name__ = name or path.rstrip("/").rpartition("/")[2] or type(self.model).__name__
@@ -114,11 +122,23 @@ class SequenceClassifier:
             # Score rows of similar length together, to save padding
             order = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
             scores: list[float | None] = [None] * len(rows)
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
-                    scores[i] = score
+            with self._on_device(model):
+                for start in range(0, len(order), self.batch_size):
+                    batch = order[start : start + self.batch_size]
+                    for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
+                        scores[i] = score
             return scores
+
+    @contextmanager
+    def _on_device(self, model: torch.nn.Module) -> Iterator[None]:
+        """Move an offloaded model to its device within the context."""
+        if self.offload:
+            model.to(device=self.device)
+        try:
+            yield
+        finally:
+            if self.offload:
+                model.to(device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_loaded", "_lock")}
@@ -150,12 +170,14 @@ class SequenceClassifier:
         from torchrl_rloo.data.dtypes import parse_dtype
 
         if self._loaded is None:
+            place = "cpu" if self.offload else self.device
             if isinstance(self.model, str):
-                model = load_classifier(
-                    self.model, dtype=self.dtype or "float32", label=self.label, **self.model_kwargs
-                ).to(self.device or "cpu")
+                dtype = self.dtype or "float32"
+                model = load_classifier(self.model, dtype=dtype, label=self.label, **self.model_kwargs)
+                if "device_map" not in self.model_kwargs:
+                    model = model.to(place or "cpu")
             else:
-                model = self.model.to(**_drop_none(device=self.device, dtype=self.dtype and parse_dtype(self.dtype)))
+                model = self.model.to(**_drop_none(device=place, dtype=self.dtype and parse_dtype(self.dtype)))
             tokenizer = self._load_tokenizer(model)
             _check_labels(model, self.label, self.__name__)
             _set_pad_token(model, tokenizer, self.__name__)

@@ -15,6 +15,8 @@ from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.csv import CSVExperiment
 
 from torchrl_rloo.files import append, make_folder
+from torchrl_rloo.ray_session import require_ray
+from torchrl_rloo.run.ray_logger import RayLogger
 
 Records = Sequence[dict[str, Any]]
 LOGGER_FILES = ("tensorboard", "csv", "mlflow", "mlflow.db")  # names in the directory that libraries write to
@@ -110,31 +112,38 @@ def _mlflow(directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger
     return EndingMLFlowLogger(**{**defaults, **kwargs})
 
 
-_BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger]] = {
+def _ray(directory: Path, records: Records, kwargs: dict[str, Any]) -> RayLogger:
+    return RayLogger(**{"run": directory.name, **kwargs})
+
+
+_BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger | RayLogger]] = {
     "tensorboard": _tensorboard,
     "csv": _csv,
     "wandb": _wandb,
     "mlflow": _mlflow,
+    "ray": _ray,
 }
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "ray": "'torchrl_rloo[ray]'"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
     """Check that every logger is known and its package is installed.
 
     Raises:
-        ValueError: if a name is not tensorboard, csv, wandb or mlflow.
+        ValueError: if a name is not tensorboard, csv, wandb, mlflow or ray; for ray also without a cluster.
         ImportError: if the package of a logger is missing.
     """
     for name in names:
         if name not in _BUILDERS:
             raise ValueError(f"unknown logger {name!r}; valid: {sorted(_BUILDERS)}")
         package = _PACKAGES.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and importlib.util.find_spec(name) is None:
             raise ImportError(f"logger {name!r} requires the package {package}; run: pip install {package}")
+        if name == "ray" and not require_ray().is_initialized():
+            raise ValueError("logger 'ray' requires a cluster; enter a ray_session before, or remove it")
 
 
-def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger:
+def build_logger(name: str, directory: Path, records: Records, kwargs: dict[str, Any]) -> Logger | RayLogger:
     """Open a logger that continues after ``records``.
 
     Args:

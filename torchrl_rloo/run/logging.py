@@ -11,9 +11,11 @@ from typing import Any
 from torchrl.record.loggers.common import Logger
 
 from torchrl_rloo.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
+from torchrl_rloo.run.digest import Digest, MakeDigest
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
+from torchrl_rloo.run.ray_logger import RayLogger
 
 _KINDS = ("metrics", "timings", "completions")
 _RESERVED = ("step", "table")
@@ -30,13 +32,16 @@ class RunLogger:
 
     Args:
         directory: directory of the files, created if necessary.
-        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"`` and ``"mlflow"``. The first entry opens them.
+        loggers: any of ``"tensorboard"``, ``"csv"``, ``"wandb"``, ``"mlflow"`` and ``"ray"``. The first entry
+            opens them.
         progress: True shows a progress bar, False nothing. None shows a bar on a terminal and otherwise about 20 plain
             lines per run.
         total_steps: number of the last step, for the display.
         headline: metrics and timings in the display, on the steps that have them.
         logger_kwargs: keyword arguments by logger name. By default W&B and MLflow start a new run in every process;
             ``{"wandb": {"id": "run-7", "project": "rloo"}}`` continues one.
+        digest: function of :class:`~torchrl_rloo.run.digest.Digest`, whose text the display shows a few times in a
+            run; None shows none.
 
     Raises:
         ValueError: if a logger is unknown, or if ``logger_kwargs`` names a logger that is not in ``loggers``.
@@ -59,6 +64,7 @@ class RunLogger:
         total_steps: int | None = None,
         headline: Sequence[str] = ("reward", "eval/accuracy"),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        digest: MakeDigest | None = None,
     ) -> None:
         check_loggers(loggers)
         self._logger_kwargs = {name: dict(kwargs) for name, kwargs in (logger_kwargs or {}).items()}
@@ -71,13 +77,19 @@ class RunLogger:
         self._logger_names = tuple(loggers)
         self._headline = tuple(headline)
         self._progress = make_progress(progress, total_steps)
+        self._digest = None if digest is None else Digest(digest, total_steps)
         self._records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-        self._loggers: list[Logger] | None = None
+        self._loggers: list[Logger | RayLogger] | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """Entries in order, each with ``step`` and metrics; NaN where a value was not finite."""
         return self._records["metrics"]
+
+    @property
+    def timings(self) -> list[dict[str, Any]]:
+        """Entries in order, each with ``step`` and values that depend on the clock; NaN as in :attr:`history`."""
+        return self._records["timings"]
 
     @property
     def tables(self) -> dict[str, list[dict[str, Any]]]:
@@ -110,6 +122,19 @@ class RunLogger:
                 logger.log_metrics({**values, **times}, step=step)
         shown = values | times
         self._progress.show(step, {name: shown[name] for name in self._headline if name in shown})
+        if self._digest is not None and (text := self._digest.text({"step": step, **shown})):
+            self._progress.write(text)
+
+    def log_phase(self, phase: str | None) -> None:
+        """Show what the run does now: in the progress bar, and in loggers that have a place for it.
+
+        Args:
+            phase: name of the phase; None between two.
+        """
+        self._progress.show_phase(phase)
+        for logger in self._loggers or ():
+            if hasattr(logger, "log_phase"):
+                logger.log_phase(phase)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         """Log samples of the policy.
@@ -141,6 +166,10 @@ class RunLogger:
         rendering = _render(step, name, plain)
         self._progress.write(rendering)
         return rendering
+
+    def write_line(self, text: str) -> None:
+        """Print text next to the progress display."""
+        self._progress.write(text)
 
     def state_dict(self) -> dict[str, int]:
         """Flush the files to disk and return their sizes in bytes."""

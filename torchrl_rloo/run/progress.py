@@ -9,12 +9,17 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
+_PHASE_PERIOD_S = 0.2  # shortest time between two phases that a bar shows
+
 
 class Progress(Protocol):
     """Protocol of a progress display."""
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show that ``step`` is done, with its headline metrics."""
+
+    def show_phase(self, phase: str | None) -> None:
+        """Show what the run does now; None between two phases."""
 
     def write(self, text: str) -> None:
         """Print text on separate lines."""
@@ -44,6 +49,9 @@ class Silent:
     def show(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
+    def show_phase(self, phase: str | None) -> None:
+        pass
+
     def write(self, text: str) -> None:
         pass
 
@@ -58,12 +66,21 @@ class Bar:
         self._total = total
         self._stream = stream
         self._bar: tqdm | None = None
+        self._phase_shown_at = 0.0
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         if self._bar is None:  # after the first step, so that the bar of a resumed run starts there
             self._bar = tqdm(total=self._total, initial=step, unit="step", file=self._stream, dynamic_ncols=True)
         self._bar.set_postfix_str("  ".join(_figures(values)), refresh=False)
         self._bar.update(step - self._bar.n)
+
+    def show_phase(self, phase: str | None) -> None:
+        if self._bar is None or phase is None:
+            return
+        now = time.monotonic()
+        refresh = now - self._phase_shown_at >= _PHASE_PERIOD_S  # short phases would only flicker
+        self._phase_shown_at = now if refresh else self._phase_shown_at
+        self._bar.set_description_str(phase, refresh=refresh)
 
     def write(self, text: str) -> None:
         tqdm.write(text, file=self._stream)
@@ -101,6 +118,9 @@ class Lines:
             self._print(line, step)
         elif step != self._last_shown:
             self._pending = line
+
+    def show_phase(self, phase: str | None) -> None:
+        pass
 
     def write(self, text: str) -> None:
         print(text, file=self._stream, flush=True)

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import math
-import shutil
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchrl_rloo.files import refuse_links
-from torchrl_rloo.lookup import snake_case
-from torchrl_rloo.run.checkpoint import Checkpointer, gather_state, restore_state, rng_state, set_rng_state
+from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.run.checkpoint import Checkpointer
+from torchrl_rloo.run.digest import MakeDigest
+from torchrl_rloo.run.health_log import (
+    HealthLog,
+    Monitor,
+    RollbackError,
+    UnhealthyRunError,
+    raise_verdict,
+    scale_learning_rates,
+)
 from torchrl_rloo.run.interrupt import StopSignal
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.logging import RunLogger
-from torchrl_rloo.run.settings import RESUME, check_same_settings, write_settings
+from torchrl_rloo.run.parts import gather_state, restore_state
+from torchrl_rloo.run.settings import RESUME, check_resume, check_same_settings, write_settings
+from torchrl_rloo.run.shards import agree
+from torchrl_rloo.run.space import check_space
+from torchrl_rloo.run.state import rng_state, set_rng_state
 from torchrl_rloo.run.timing import StepTimer, cpu_seconds
 
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0  # seconds that a failed rank waits for a save, in which the other ranks take part
+_OWN_PARTS = ("logger", "health")
 _ENTRIES = {  # entries of a checkpoint and their types
     "step": (int,),
     "cpu_seconds": (float, int),
@@ -41,32 +56,49 @@ class Run:
     Inside the ``with`` block the directory is locked: another process or another run of this process cannot enter it.
     After the block, this and other processes may continue the run.
 
+    With several ranks, all enter the same run and iterate its steps together. Rank 0 locks, logs and writes; a stop
+    signal to one rank ends the loop on all after the same step. Models and optimizers may be sharded, also in other
+    ways than when they were saved. The other parts are restored from rank 0's state on each rank that has them.
+
     Args:
         directory: directory of all files of the run.
         total_steps: number of the last step.
         parts: objects with ``state_dict`` and ``load_state_dict`` by name: model, optimizer, collector, ... A part that
-            the run does not have is None.
+            the run, or this rank, does not have is None.
         settings: configuration of the run in plain values. A resumed run must have the same.
         defaults: default values of the configuration, which replace settings that an older checkpoint lacks.
         resume: ``"auto"`` continues from the newest checkpoint. ``"extend"`` does so even if steps, engine, evaluation
-            or logging differ. ``"never"`` starts over.
+            or logging differ. ``"never"`` starts over. A number continues from the checkpoint of that step, and removes
+            those of later steps.
         checkpoint_every: steps between checkpoints. 0 writes one only at the end or after a stop signal.
         keep: number of newest checkpoints to keep.
+        stop_after: step after which the loop ends with a checkpoint, as after a stop signal. None never ends it.
+        asynchronous: if True, a thread writes each checkpoint from a copy in CPU memory while training continues. Its
+            error is raised after a later step or on leaving the block, which waits for the last one.
+        ranks: ranks that train the model together. None is a single process.
+        health: rules about the metrics, such as :class:`torchrl_rloo.diagnostics.health.Health`. Their events are
+            written to ``health.jsonl`` and may end the loop or take it back. None checks nothing.
         headline: metrics in the progress display.
         loggers: see :class:`RunLogger`.
         logger_kwargs: see :class:`RunLogger`.
+        digest: see :class:`RunLogger`.
 
     Attributes:
         step: current step, or the last one that is done. 0 before the first.
         metrics: metrics logged so far in the current step.
         logger: the :class:`RunLogger`.
+        timer: the :class:`StepTimer`, with the times of the last steps.
 
     Raises:
         ValueError: if an argument is out of range. On entering, if the settings differ from those of the checkpoint,
             its step is above ``total_steps``, or its newest readable checkpoint has other entries.
+        FileNotFoundError: on entering, if ``resume`` is a number and there is no checkpoint of that step.
+        RankError: on the other ranks, if rank 0 fails.
         DirectoryInUseError: on entering, if another process or run writes to the directory.
         OSError: on entering, if the directory is not writable or has no space for a checkpoint.
-        TypeError: if a part has no ``state_dict`` or is named ``"logger"``.
+        TypeError: if a part has no ``state_dict`` or is named ``"logger"`` or ``"health"``.
+        UnhealthyRunError: in the loop, if a rule of ``health`` ends the run; the step gets no checkpoint.
+        RollbackError: in the loop, if one takes it back; see :func:`~torchrl_rloo.run.repeat_after_rollback`.
 
     Example:
         >>> import tempfile, torch
@@ -87,52 +119,63 @@ class Run:
         *,
         settings: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
-        resume: str = "auto",
+        resume: str | int = "auto",
         checkpoint_every: int = 10,
         keep: int = 2,
+        stop_after: int | None = None,
+        asynchronous: bool = False,
+        ranks: Ranks | None = None,
+        health: Monitor | None = None,
         headline: tuple[str, ...] = ("reward", "time/step"),
         loggers: tuple[str, ...] | list[str] = ("tensorboard",),
         logger_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        digest: MakeDigest | None = None,
     ):
-        if resume not in RESUME:
-            raise ValueError(f"resume={resume!r} must be one of {list(RESUME)}")
+        check_resume(resume)
         if checkpoint_every < 0:
             raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 0")
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps} must be at least 1")
         # Every part must have a state to save, or a resumed run would lose it
         for name, part in parts.items():
-            if name == "logger" or (part is not None and not hasattr(part, "state_dict")):
+            if name in _OWN_PARTS or (part is not None and not hasattr(part, "state_dict")):
                 raise TypeError(
                     f"parts[{name!r}] is a {type(part).__name__}, but must have state_dict and load_state_dict and a "
-                    "name other than 'logger'"
+                    f"name other than {_OWN_PARTS}"
                 )
         self.directory, self.total_steps, self.step = Path(directory), total_steps, 0
         self.settings, self.defaults = dict(settings or {}), dict(defaults or {})
-        self.logger = RunLogger(
-            directory, total_steps=total_steps, headline=headline, loggers=loggers, logger_kwargs=logger_kwargs
-        )
+        self.ranks = ranks or Ranks.single()
+        shown = {"loggers": loggers, "logger_kwargs": logger_kwargs, "digest": digest}
+        shown = shown if self.ranks.is_main else {"loggers": []}
+        self.logger = RunLogger(directory, total_steps=total_steps, headline=headline, **shown)
         # Save the logger as a part, so that a resumed run continues its records
-        self.parts = {name: part for name, part in parts.items() if part is not None} | {"logger": self.logger}
-        self._resume, self._checkpoint_every = resume, checkpoint_every
-        self._checkpoints = Checkpointer(self.directory / "checkpoints", keep=keep)
-        self._timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+        show = self.logger.write_line
+        self._health = None if health is None else HealthLog(self.directory, health, show)
+        if self.ranks.is_main:
+            self.parts |= {"logger": self.logger} | ({"health": self._health} if self._health else {})
+        self._resume, self._checkpoint_every, self._stop_after = resume, checkpoint_every, stop_after
+        checkpoints = self.directory / "checkpoints"
+        self._checkpoints = Checkpointer(checkpoints, keep=keep, ranks=self.ranks, asynchronous=asynchronous)
+        self.timer, self._stop, self._stack = StepTimer(), StopSignal(), ExitStack()
+        self.timer.on_phase = self.logger.log_phase
         self.metrics: dict[str, float] = {}
         self._cpu_before, self._timings = 0.0, {}
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:  # an error on the way unlocks the directory
             # Lock and check the directory
-            stack.enter_context(DirectoryLock(self.directory, sole=True))
-            stack.callback(self._checkpoints.close)
-            self._checkpoints.lock()
-            refuse_links(self.directory, ("checkpoints", "transcripts", "model"))
-            _check_space(self.directory, self.parts.values())
-            # Continue from the newest checkpoint
+            self.ranks.broadcast(lambda: self._lock(stack))
+            # Continue from the newest checkpoint, or from the given one
             if self._resume == "never":
                 self._checkpoints.clear()
+            elif isinstance(self._resume, int):
+                self._restore(*self._checkpoints.read(self._resume))
             elif (newest := self._checkpoints.newest()) is not None:
                 self._restore(*newest)
+            if self._health is not None and self.step == 0:
+                self.ranks.broadcast(lambda: self._health.restore(0, None))
             # Prepare the process
             gc.collect()
             gc.freeze()  # exclude models, prompts and libraries from collections at every step
@@ -143,7 +186,14 @@ class Run:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._stack.close()
+        with self._stack:
+            self._report_failure(exc_info[1])
+            try:
+                self._checkpoints.wait(_PATIENCE_S if exc_info[0] and self.ranks.size > 1 else None)
+            except Exception as error:
+                if exc_info[0] is None:
+                    raise
+                _log.warning("the last checkpoint was not written: %s", error)  # the run has its own error
 
     @property
     def finished(self) -> bool:
@@ -174,19 +224,22 @@ class Run:
             self.step = step
             yield step
             self._write()
-            if self.is_due(self._checkpoint_every) or self.is_last or self._stop.requested:
-                self._save()
-            if self._stop.requested and not self.is_last:
-                print(f"stopped after step {step}; rerun the same command to resume", flush=True)
+            stopped = self._is_stopped() or step == self._stop_after
+            if self.is_due(self._checkpoint_every) or self.is_last or stopped:
+                with self.time("checkpoint"):
+                    self._save()
+            if stopped and not self.is_last:
+                same = "rerun the same command" if self._resume in RESUME else "rerun with resume=auto"
+                self._print(f"stopped after step {step}; {same} to resume")
                 return
 
     def time(self, phase: str) -> AbstractContextManager[None]:
         """Measure the wall-clock time of a block in seconds and log it as ``time/<phase>``."""
-        return self._timer(phase)
+        return self.timer(phase)
 
     def seconds(self, phase: str) -> float:
         """Return the wall-clock seconds of a phase in the current step."""
-        return self._timer.seconds(phase)
+        return self.timer.seconds(phase)
 
     def log(self, metrics: Mapping[str, float], *, timings: Mapping[str, float] | None = None) -> None:
         """Add metrics to the current step.
@@ -199,8 +252,9 @@ class Run:
         self._timings.update(timings or {})
 
     def log_table(self, name: str, rows: list[Mapping[str, Any]]) -> None:
-        """Log samples at the current step; see :meth:`RunLogger.log_table`."""
-        self.logger.log_table(self.step, name, rows)
+        """Log samples at the current step on rank 0; see :meth:`RunLogger.log_table`."""
+        if self.ranks.is_main:
+            self.logger.log_table(self.step, name, rows)
 
     def first_and_last(self, name: str) -> tuple[float, float]:
         """Return the first and the last logged value of a metric, or NaN if there is none."""
@@ -214,17 +268,60 @@ class Run:
             found[f"{name}_before"], found[f"{name}_after"] = self.first_and_last(name)
         return found
 
+    def _lock(self, stack: ExitStack) -> None:
+        stack.enter_context(DirectoryLock(self.directory, sole=True))
+        stack.callback(self._checkpoints.close)
+        self._checkpoints.lock()
+        refuse_links(self.directory, ("checkpoints", "transcripts", "model"))
+        check_space(self.directory, self.parts.values())
+
+    def _print(self, text: str) -> None:
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+    def _is_stopped(self) -> bool:
+        """Return whether a rank got a stop signal; raise the error of a save in the background."""
+        found = self.ranks.all_gather((self._stop.requested, self._checkpoints.failed))
+        if any(failed for _, failed in found):
+            self._checkpoints.wait()
+        return any(requested for requested, _ in found)
+
     def _write(self) -> None:
-        if not self.metrics and not self._timings:
+        metrics, timings, self.metrics, self._timings = self.metrics, self._timings, {}, {}
+        if metrics or timings:
+            timings = self.timer.take() | timings | {"cpu_seconds": self.cpu_seconds}
+            if self.ranks.is_main:
+                self.logger.log(self.step, metrics, timings=timings)
+        self._check_health(metrics, timings)  # all ranks meet there, also one that logged nothing
+
+    def _check_health(self, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """Evaluate the rules on rank 0; on all ranks, raise if one of them ends the run or takes it back."""
+        if self._health is None:
             return
-        timings = self._timer.take() | self._timings | {"cpu_seconds": self.cpu_seconds}
-        self.logger.log(self.step, self.metrics, timings=timings)
-        self.metrics, self._timings = {}, {}
+
+        def checkpoints() -> list[int]:
+            self._checkpoints.wait()
+            return self._checkpoints.steps()
+
+        raise_verdict(self.ranks.broadcast(lambda: self._health.check(self.step, metrics, timings, checkpoints)))
+
+    def _report_failure(self, error: BaseException | None) -> None:
+        """Show an error that has metrics, such as a gradient that is not finite, to the rules, which may go back."""
+        if self._health is not None and (metrics := getattr(error, "metrics", None)):
+            self.log(metrics)
+            try:
+                self._write()
+            except RollbackError:
+                raise
+            except UnhealthyRunError as stop:
+                _log.info("%s", stop)  # the error itself ends the run
 
     def _save(self) -> None:
-        write_settings(self.directory, self.settings)
-        state = {"step": self.step, "cpu_seconds": self.cpu_seconds, "settings": self.settings, "rng": rng_state()}
-        self._checkpoints.save(self.step, state | {"parts": gather_state(**self.parts)})
+        self.ranks.broadcast(lambda: write_settings(self.directory, self.settings))
+        rng = dict(enumerate(self.ranks.all_gather(rng_state())))
+        state = {"step": self.step, "cpu_seconds": self.cpu_seconds, "settings": self.settings, "rng": rng}
+        parts = agree(self.ranks, lambda: gather_state(**self.parts))
+        self._checkpoints.save(self.step, state | {"parts": parts})
 
     def _restore(self, path: Path, state: Mapping[str, Any]) -> None:
         # Check the state before anything is restored
@@ -236,18 +333,43 @@ class Run:
                 f"total_steps={self.total_steps} must be at least step {step} of the checkpoint in "
                 f"{self.directory}; raise the number of steps, or set resume=never to start over"
             )
-        # Restore the parts and the random generators
-        try:
-            restore_state(state["parts"], **self.parts)
-            set_rng_state(state["rng"])
-        except Exception as error:  # parts raise errors of any type
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"cannot restore {path}: {reason}; remove the file to continue from the checkpoint before it, or set "
-                "resume=never to start over"
-            ) from error
+        # Restore the parts and the random generators, on all ranks or on none
+        agree(self.ranks, lambda: self._restore_parts(path, state))
+        if isinstance(self._resume, int):  # before the logs lose the later steps
+            self._checkpoints.clear(after=step)
+        if self.ranks.is_main:
+            with _named_restore(path):
+                self.logger.load_state_dict(state["parts"]["logger"])
+        if self._health is not None:
+            saved_health = state["parts"].get("health")
+            factor = self.ranks.broadcast(lambda: self._health.restore(step, saved_health))
+            scale_learning_rates(self.parts.values(), factor)
         self.step, self._cpu_before = step, state["cpu_seconds"]
-        print(f"resumed after step {self.step} from {self._checkpoints.directory}", flush=True)
+        self._print(f"resumed after step {self.step} from {self._checkpoints.directory}")
+
+    def _restore_parts(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Restore the parts of this rank, except the run's own, and the random generators."""
+        parts = {name: part for name, part in self.parts.items() if name not in _OWN_PARTS}
+        saved = {name: part for name, part in state["parts"].items() if name not in _OWN_PARTS}
+        if not self.ranks.is_main:  # other ranks have only some of the parts
+            saved = {name: part for name, part in saved.items() if name in parts}
+        with _named_restore(path):
+            restore_state(saved, **parts)
+            rng = state["rng"]
+            set_rng_state(rng[self.ranks.rank if self.ranks.rank in rng else 0])
+
+
+@contextmanager
+def _named_restore(path: Path) -> Iterator[None]:
+    """Replace an error of parts, which is of any type, by one that names the checkpoint and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot restore {path}: {reason}; remove it to continue from the checkpoint before it, or set "
+            "resume=never to start over"
+        ) from error
 
 
 def _check_entries(path: Path, state: Mapping[str, Any]) -> None:
@@ -261,60 +383,3 @@ def _check_entries(path: Path, state: Mapping[str, Any]) -> None:
             f"{path} is no checkpoint of a run, or a damaged one: see its entries {wrong}; remove it to continue from "
             "the checkpoint before it, or set resume=never to start over"
         )
-
-
-def _check_space(directory: Path, parts: Iterable[Any]) -> None:
-    """Raise an ``OSError`` if the disk has less free space than the models and optimizers of a checkpoint take."""
-    needed = sum(map(_bytes_of, parts))
-    if (free := shutil.disk_usage(directory).free) < needed:
-        raise OSError(
-            f"directory={directory} has {free / 1e6:.1f} MB of free disk space, but a checkpoint takes at least "
-            f"{needed / 1e6:.1f} MB; free space, or set another output directory"
-        )
-
-
-def _bytes_of(part: Any) -> int:
-    """Return the bytes of the tensors of a model or optimizer; 0 for other parts."""
-    if isinstance(part, torch.nn.Module):
-        tensors = (t for t in part.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor))
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())  # tied weights are stored once
-    if isinstance(part, torch.optim.Adam):  # and AdamW; two moments, which exist only after the first step
-        return 2 * sum(p.nbytes for group in part.param_groups for p in group["params"] if p.requires_grad)
-    return 0
-
-
-def meters(*parts: Any) -> dict[str, float]:
-    """Gather the metrics of parts: ``part.metrics()``, and ``part.counts`` as ``count/<part>/<name>``.
-
-    Parts without either are ignored. Names of counters start with the name of their part, such as
-    ``"tools/python/failed"``; the class's name is added to a name of one word. Two parts are never counted together:
-    the names of a second one of the same kind get a number, such as ``feedback_2``.
-
-    Raises:
-        ValueError: if parts of different kinds have a counter of the same name.
-
-    Example:
-        >>> class Search:
-        ...     counts = {"calls": 2}
-        >>> meters(Search(), Search(), object())
-        {'count/search/calls': 2, 'count/search_2/calls': 2}
-    """
-    found: dict[str, float] = {}
-    kinds: Counter[str] = Counter()
-    for part in {id(part): part for part in parts}.values():
-        metrics: Callable[[], Mapping[str, float]] | None = getattr(part, "metrics", None)
-        found.update(metrics() if callable(metrics) else {})
-        if not hasattr(part, "counts"):
-            continue
-        # Number the parts of a kind in their order, whether or not they have counted anything yet
-        kind = getattr(part, "part", type(part).__name__)
-        kinds[kind] += 1
-        number = "" if kinds[kind] == 1 else f"_{kinds[kind]}"
-        for name, count in dict(part.counts).items():  # a copy, because other threads keep counting
-            owner, _, rest = (name if "/" in name else f"{snake_case(kind)}/{name}").partition("/")
-            if (key := f"count/{owner}{number}/{rest}") in found:
-                raise ValueError(
-                    f"{type(part).__name__} and a part before it both count {key!r}; rename one of the two"
-                )
-            found[key] = count
-    return found

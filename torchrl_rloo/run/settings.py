@@ -9,13 +9,39 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_rloo.files import make_folder, write_text
+from torchrl_rloo.run.checkpoint import saved_steps
 
 _log = logging.getLogger(__name__)
 
 FILE = "settings.json"
 RESUME = ("auto", "extend", "never")
-IGNORED_SETTINGS = ("output_dir", "resume", "log", "checkpoint")  # may differ: they do not change results
-EXTENDABLE = ("plan.steps", "train.steps", "inference", "eval", "threads", "model.device")  # may differ with "extend"
+IGNORED_SETTINGS = (
+    "output_dir",
+    "resume",
+    "stop_after",
+    "log",
+    "check",
+    "checkpoint",
+    "health",
+    "train.rank_timeout",
+    "train.load_shards",
+    "rollouts.path",
+    "rollouts.max_gb",
+    "rollouts.bundles",
+    "rollouts.bundle_weights",
+)  # may differ: they do not change results, or health.jsonl records what they did
+_RANKS = (
+    "parallel",
+    "shard_size",
+    "reduce",
+    "tensor_parallel",
+    "context_parallel",
+    "offload",
+)  # these change rounding
+EXTENDABLE = (  # may differ with "extend"
+    *("plan.steps", "train.steps", "inference", "eval", "threads", "model.device"),
+    *(f"train.{name}" for name in _RANKS),
+)
 
 
 def differences(
@@ -35,6 +61,16 @@ def differences(
             yield f"{prefix}{key}", old, new
 
 
+def check_resume(resume: Any) -> None:
+    """Raise unless ``resume`` is one of :data:`RESUME` or the number of a step.
+
+    Raises:
+        ValueError: with the valid values.
+    """
+    if resume not in RESUME and not (type(resume) is int and resume >= 0):
+        raise ValueError(f"resume={resume!r} must be one of {list(RESUME)} or the step of a checkpoint, at least 0")
+
+
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a run to :data:`FILE` in its directory, for :func:`check_resumable` and for people."""
     make_folder(directory)
@@ -42,9 +78,9 @@ def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def check_resumable(
-    directory: str | Path, *, settings: Mapping[str, Any], defaults: Mapping[str, Any], resume: str, **_: Any
+    directory: str | Path, *, settings: Mapping[str, Any], defaults: Mapping[str, Any], resume: str | int, **_: Any
 ) -> None:
-    """Refuse to continue a run with other settings, before anything is loaded.
+    """Refuse to continue a run with other settings, or from a missing step, before anything is loaded.
 
     Args:
         directory: directory of the run.
@@ -55,8 +91,11 @@ def check_resumable(
 
     Raises:
         ValueError: if settings differ, see :func:`check_same_settings`.
+        FileNotFoundError: if ``resume`` is a number and there is no checkpoint of that step.
     """
     directory = Path(directory)
+    if isinstance(resume, int) and resume not in (steps := saved_steps(directory / "checkpoints")):
+        raise FileNotFoundError(f"resume={resume} must be one of the checkpoints {steps} in {directory}; or use auto")
     if resume == "never" or not (directory / FILE).is_file() or not any((directory / "checkpoints").glob("step_*")):
         return
     try:

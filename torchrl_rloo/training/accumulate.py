@@ -1,9 +1,11 @@
-"""Gradient accumulation: count normalizers, drop rows without signal, split into micro-batches, run backward."""
+"""Gradient accumulation: count normalizers, drop rows without signal, split over ranks and passes, run backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
@@ -11,9 +13,15 @@ from torchrl.objectives import LossModule
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.merging import merge_identical as merge
-from torchrl_rloo.data.rows import micro_batches
+from torchrl_rloo.data.rows import micro_batches, unbind_rows
 from torchrl_rloo.data.segments import split_segments
+from torchrl_rloo.data.share import shares_of
+from torchrl_rloo.engines.root import set_gradient_sync
+from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay.filters import drop_zero_advantage
+from torchrl_rloo.training.parallel_tensor import average_copies
+
+REDUCE = ("last_pass", "every_pass")
 
 
 def accumulate(
@@ -23,11 +31,21 @@ def accumulate(
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
     merge_identical: bool = False,
+    ranks: Ranks | None = None,
+    rows_of: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    reduce: Literal["last_pass", "every_pass"] = "last_pass",
 ) -> list[Any]:
     """Accumulate the gradient of one optimizer step's batch, one micro-batch at a time.
 
     Normalizers are counted over the whole batch first, so the gradient does not depend on the split. Rows whose
     advantages are all 0 are dropped unless another term of the loss needs them.
+
+    With ``ranks``, every rank passes the same batch of the whole step and trains on its share of the tokens. All ranks
+    make equally many passes; a rank with fewer rows runs two tokens with a loss of 0. DDP and FSDP average the
+    gradients over ranks, which gives the gradient of one process.
+
+    With ``rows_of``, the batch has only metadata, equal on all ranks, and each rank has its own rows of it. Normalizers
+    are counted over all ranks.
 
     Args:
         loss_fn: loss from :mod:`torchrl_rloo.objectives`, whose output has ``.loss``.
@@ -35,13 +53,20 @@ def accumulate(
         micro_batch_size: rows per forward and backward pass. None takes all.
         max_tokens: tokens per pass; cannot be used with preference pairs. None sets no limit.
         merge_identical: True runs rows with equal tokens once, with their multiplicity.
+        ranks: ranks that share the step, after :func:`~torchrl_rloo.training.shard_model`. None trains alone.
+        rows_of: function from the batch to this rank's rows of it, such as
+            :meth:`~torchrl_rloo.data.own_rows.OwnRows.rows_of`. Every row belongs to one rank. None takes the batch as
+            rows.
+        reduce: ``"last_pass"`` reduces gradients over ranks once. ``"every_pass"`` reduces them in each pass, so that
+            FSDP never holds the gradient of the whole model.
 
     Returns:
-        Detached output of the loss for each micro-batch, to be merged into metrics by
+        Detached output of the loss for each micro-batch of all ranks, to be merged into metrics by
         :func:`~torchrl_rloo.objectives.merge_outputs`.
 
     Raises:
-        ValueError: if a limit is below 1, or ``max_tokens`` is given for preference pairs.
+        ValueError: if a limit is below 1, ``reduce`` is unknown, or ``max_tokens`` is given for preference pairs.
+        RuntimeError: if the ranks passed different batches, or a row belongs to no rank or to several.
 
     Example:
         >>> from torchrl_rloo.embedded import build_model, build_tokenizer
@@ -56,20 +81,24 @@ def accumulate(
         2
     """
     # Count the normalizers before rows are dropped or merged
-    are_rows = keys.TOKENS in batch.keys(include_nested=True)  # False for preference pairs
-    if are_rows:
+    are_rows = rows_of is not None or keys.TOKENS in batch.keys(include_nested=True)  # False for preference pairs
+    if rows_of is not None:
+        batch = _own_rows(batch, rows_of, ranks)
+    if are_rows and len(batch):
         batch = split_segments(batch)  # a trajectory whose past the template rewrote becomes several samples
-    normalizers = loss_fn.normalizers(batch)
+    normalizers = loss_fn.normalizers(batch) if rows_of is None else _normalizers_of_ranks(loss_fn, batch, ranks)
 
     # Drop and merge rows that would repeat or waste a forward pass
     advantage = getattr(loss_fn.tensor_keys, "advantage", keys.ADVANTAGE)
-    if advantage in batch.keys(include_nested=True) and not loss_fn.needs_zero_advantage:
+    if advantage in batch.keys(include_nested=True) and not getattr(loss_fn, "needs_zero_advantage", True):
         batch = drop_zero_advantage(batch, advantage)
     if merge_identical:
         batch = merge(batch)
-    # Split into micro-batches and add up their gradients
-    outputs = []
+    # Take this rank's share, and split it into micro-batches
     packing = getattr(getattr(loss_fn, "actor_network", None), "packing", "none")
+    if rows_of is None and ranks is not None and ranks.data_size > 1 and len(batch):
+        share = shares_of(batch, ranks.data_size, packing)[ranks.data_rank]
+        batch = batch[share] if share else _no_rows(batch)
     if are_rows:
         parts = micro_batches(batch, micro_batch_size, max_tokens=max_tokens, packing=packing)
     elif max_tokens is not None:
@@ -77,12 +106,71 @@ def accumulate(
     elif micro_batch_size is not None and micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1; None takes all pairs")
     else:
-        parts = batch.split(micro_batch_size or len(batch))
-    for part in parts:
-        output = loss_fn(part, normalizers)
-        output.loss.backward()
+        parts = batch.split(micro_batch_size or max(1, len(batch)))
+    return _backward(loss_fn, list(parts) or [batch], normalizers, ranks, reduce)
+
+
+def _own_rows(
+    metadata: TensorDictBase, rows_of: Callable[[TensorDictBase], TensorDictBase], ranks: Ranks | None
+) -> TensorDictBase:
+    """Return this rank's rows of a batch, after a check that the ranks have all rows of one batch, each once."""
+    own, ranks = rows_of(metadata), Ranks.single() if ranks is None else ranks
+    ids = [int(row[keys.TRAJECTORY_ID]) for row in unbind_rows(metadata)]
+    told = ranks.all_gather((len(own), len(ids), hash(tuple(ids))), "rows of the batch")
+    owned = [number for number, *_ in told[:: ranks.share_size]]
+    if len({batch[1:] for batch in told}) > 1 or sum(owned) != len(ids):
+        raise RuntimeError(
+            f"the ranks own {owned} rows of batches of {[total for _, total, _ in told]}; pass the same metadata on "
+            "all ranks, and give each row to one rank"
+        )
+    return own
+
+
+def _normalizers_of_ranks(loss_fn: LossModule, own: TensorDictBase, ranks: Ranks | None) -> Any:
+    """Return the normalizers of all ranks' rows together."""
+    if ranks is None or ranks.size == 1:
+        return loss_fn.normalizers(own)
+    # Of ranks with the same share only the first counts; the loss averages the counts over all ranks
+    counted = own if ranks.rank % ranks.share_size == 0 else _no_rows(own)
+    with ranks.call("normalizers"):
+        mean = loss_fn.normalizers(counted, ranks.control)
+    return replace(mean, num_rows=mean.num_rows * ranks.size, num_tokens=mean.num_tokens * ranks.size)
+
+
+def _backward(
+    loss_fn: LossModule, parts: list[TensorDictBase], normalizers: Any, ranks: Ranks | None, reduce: str
+) -> list[Any]:
+    """Add up the gradients of the parts, with as many passes on each rank; return the outputs of all ranks."""
+    if reduce not in REDUCE:
+        raise ValueError(f"reduce={reduce!r} must be one of {REDUCE}")
+    passes, size = len(parts), 1 if ranks is None else ranks.size
+    if size > 1:
+        # Ranks with other batches would train on some rows twice and on others never
+        told = ranks.all_gather((passes, normalizers.num_rows, normalizers.num_tokens), "batch")
+        if any(t[1:] != told[0][1:] for t in told):
+            raise RuntimeError(f"the ranks must pass the same batch, but have (rows, tokens) {[t[1:] for t in told]}")
+        passes = max(t[0] for t in told)
+    outputs = []
+    for number in range(passes):
+        if ranks is not None:
+            set_gradient_sync(loss_fn, reduce == "every_pass" or number == passes - 1)
+        part = parts[number] if number < len(parts) else _no_rows(parts[0])
+        with nullcontext() if ranks is None else ranks.call(f"gradient, pass {number + 1} of {passes}"):
+            output = loss_fn(part, normalizers)
+            # DDP and FSDP average over ranks, but the gradient is a sum over rows
+            (output.loss * (1 if ranks is None else ranks.averaged)).backward()
         outputs.append(output.detach())
-    return outputs
+    if ranks is not None and ranks.tensor_parallel > 1:
+        average_copies(loss_fn.parameters())
+    if size == 1:
+        return outputs
+    # Ranks with the same share have the same outputs
+    shares = ranks.all_gather([o.cpu() for o in outputs], "metrics of the loss")[:: ranks.share_size]
+    return [output for share in shares for output in share]
+
+
+def _no_rows(batch: TensorDictBase) -> TensorDictBase:
+    return batch[:0] if len(batch) else batch
 
 
 def minibatches(buffer: ReplayBuffer, number: int, epochs: int = 1) -> Iterator[TensorDictBase]:

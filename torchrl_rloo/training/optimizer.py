@@ -1,11 +1,26 @@
-"""Optimizer steps and the learning-rate schedule."""
+"""Optimizer steps: the norm of the gradient over all shards, clipping, step, schedule."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch import distributed
+from torch.distributed.tensor import DTensor, Replicate
+
+_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Error of a gradient whose norm is NaN or infinite.
+
+    Attributes:
+        metrics: ``grad_norm``, for the rules of a run's health.
+    """
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"the gradient norm is non-finite ({norm}), so nothing was stepped; check the loss")
+        self.metrics = {"grad_norm": norm}
 
 
 def optimizer_step(
@@ -15,6 +30,9 @@ def optimizer_step(
     max_grad_norm: float | None = None,
 ) -> torch.Tensor:
     """Clip the gradient, step optimizer and schedule, and clear the gradient.
+
+    Parameters may be whole or sharded, on one mesh or several. All ranks get the norm of the whole gradient, and all
+    raise if it is not finite.
 
     Args:
         model: module with the trained parameters.
@@ -28,13 +46,22 @@ def optimizer_step(
     Raises:
         TypeError: if ``scheduler`` is not a schedule.
         ValueError: if ``max_grad_norm`` is not above 0.
-        RuntimeError: if the norm is not finite. Nothing is stepped.
+        NonFiniteGradientError: if the norm is not finite. Nothing is stepped.
     """
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise TypeError(f"scheduler={scheduler!r} must be a learning-rate schedule; pass max_grad_norm by name")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; use None to disable clipping")
-    norm = clip_grad_norm_(model.parameters(), max_grad_norm or math.inf, error_if_nonfinite=True)
+    # Measure and clip; the factor is that of torch's clip_grad_norm_
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norm = gradient_norm(parameters)
+    if not norm.isfinite():
+        raise NonFiniteGradientError(norm.item())
+    if max_grad_norm is not None:
+        factor = (max_grad_norm / (norm + _EPSILON)).clamp(max=1.0)
+        for gradient in (_local(p.grad) for p in parameters if p.grad is not None):
+            gradient.mul_(factor.to(gradient.device))
+    # Step
     optimizer.step()
     if scheduler is not None:
         scheduler.step()
@@ -42,54 +69,64 @@ def optimizer_step(
     return norm
 
 
-def catch_up(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> None:
-    """Step a schedule up to ``steps``, after a batch that gave fewer updates than planned."""
-    while scheduler.last_epoch < steps:
-        scheduler.step()
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the Euclidean norm of the gradients of parameters, equal on all ranks that hold shards of them.
 
-
-def linear_schedule(
-    optimizer: torch.optim.Optimizer, total_steps: int, *, warmup_steps: int | None = 0, final_fraction: float = 0.0
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Schedule a linear warmup and a linear decay of the learning rate.
-
-    With ``peak`` the learning rate of the optimizer, step ``s`` has::
-
-        lr = peak * min(1, (s + 1) / warmup_steps) * (1 - min(1, s / total_steps) * (1 - final_fraction))
+    Squares are added in float64. Shards add up over the ranks of their mesh, and copies count once. Gradients that are
+    partial sums of a mesh are summed in place first.
 
     Args:
-        optimizer: optimizer whose learning rates are the peak.
-        total_steps: optimizer steps of the run.
-        warmup_steps: steps of the warmup. None takes 5, or a tenth of a run shorter than 50 steps.
-        final_fraction: share of the peak at the end, in [0, 1].
+        parameters: parameters, in the same order on all ranks. Those without a gradient count 0.
 
     Returns:
-        A schedule to be stepped after every optimizer step.
-
-    Raises:
-        ValueError: if a number is out of range.
+        Scalar in float32, or float64 if a gradient has this type.
 
     Example:
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        >>> schedule, rates = linear_schedule(optimizer, 4, warmup_steps=2, final_fraction=0.5), []
-        >>> for _ in range(5):
-        ...     rates.append(round(schedule.get_last_lr()[0], 3))
-        ...     optimizer.step()
-        ...     schedule.step()
-        >>> rates
-        [0.5, 0.875, 0.75, 0.625, 0.5]
+        >>> parameter = torch.nn.Parameter(torch.zeros(2))
+        >>> parameter.grad = torch.tensor([3.0, 4.0])
+        >>> gradient_norm([parameter])
+        tensor(5.)
     """
-    if warmup_steps is None:
-        warmup_steps = min(5, total_steps // 10)
-    if total_steps < 1:
-        raise ValueError(f"total_steps={total_steps} must be at least 1")
-    if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} must be between 0 and total_steps={total_steps}; lower it")
-    if not 0 <= final_fraction <= 1:
-        raise ValueError(f"final_fraction={final_fraction} must be between 0 and 1")
+    # Group the gradients by the groups of ranks that share them, in the order of the parameters
+    shared: dict[tuple, list[torch.Tensor]] = {}
+    for p in parameters:
+        norms = shared.setdefault(_sharing(p), [])
+        if p.grad is None:
+            continue
+        if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
+            whole = [Replicate() if place.is_partial() else place for place in p.grad.placements]
+            p.grad = p.grad.redistribute(placements=whole)
+        local = _local(p.grad)
+        norms.append(torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32)))
+    # Add the squares of each group over its ranks
+    found = [norm for norms in shared.values() for norm in norms] or [torch.zeros(())]
+    device, dtype = found[0].device, max((norm.dtype for norm in found), key=lambda kind: kind.itemsize)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (mesh, dimensions), norms in shared.items():
+        squares = sum((norm.to(device, torch.float64).square() for norm in norms), torch.zeros_like(total))
+        if mesh is not None:
+            squares = _sum_over_mesh(squares, mesh, dimensions)
+        total += squares.to(device)
+    return total.sqrt().to(dtype)
 
-    def factor(step: int) -> float:
-        rising = min(1.0, (step + 1) / max(1, warmup_steps))
-        return rising * (1 - min(1.0, step / total_steps) * (1 - final_fraction))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+def _sharing(parameter: torch.nn.Parameter) -> tuple:
+    """Return the mesh of a parameter and its dimensions that shard the parameter, or ``(None, ())`` if it is whole."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    return parameter.device_mesh, tuple(i for i, p in enumerate(parameter.placements) if not p.is_replicate())
+
+
+def _sum_over_mesh(
+    value: torch.Tensor, mesh: torch.distributed.DeviceMesh, dimensions: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the sum of a value over dimensions of a mesh, on its device: offloaded shards are on the CPU."""
+    value = value.to(mesh.device_type)
+    for dimension in dimensions:
+        distributed.all_reduce(value, group=mesh.get_group(dimension))
+    return value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,11 +9,14 @@ from torchrl_rloo.weight_update.base import (
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
 from torchrl_rloo.weight_update.lora import LoRAPublisher
+from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.publisher import Publisher
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.target import TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Direct, Link, Receiver, Storage, Transport
+from torchrl_rloo.weight_update.vllm_ipc import VLLMIPC
+from torchrl_rloo.weight_update.vllm_nccl import VLLMNCCL
 from torchrl_rloo.weight_update.weight_publisher import Push, WeightPublisher
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "InProcessWeightUpdater",
     "Link",
     "LoRAPublisher",
+    "ObjectStore",
     "Publisher",
     "Push",
     "Receiver",
@@ -31,6 +35,8 @@ __all__ = [
     "Storage",
     "TargetGroup",
     "Transport",
+    "VLLMIPC",
+    "VLLMNCCL",
     "WeightPublisher",
     "WeightSource",
     "WeightSyncError",

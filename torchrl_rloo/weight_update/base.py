@@ -6,9 +6,15 @@ TorchRL's base class for weight updaters is deprecated, so this module defines i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 import torch
 from torch import nn
+
+from torchrl_rloo.weight_update.protocol import TensorInfo, plan_buckets
+from torchrl_rloo.weight_update.shards import gather, is_sender, is_sharded, reshard
+
+_BUCKET_BYTES = 64 << 20  # gathered at a time
 
 
 class WeightSyncError(RuntimeError):
@@ -19,6 +25,9 @@ class WeightUpdater(ABC):
     """Base class of senders of the training model's weights to a sampler.
 
     A version names one set of weights. It is spent when a push begins and never used again, also if the push fails.
+
+    If ranks train one model, each makes an updater. Rank 0 has the samplers; its calls :meth:`push_weights` and
+    :meth:`initialize` need the same call on the other ranks if the model is sharded.
 
     Attributes:
         version: last version spent. 0 names the initial weights.
@@ -43,6 +52,20 @@ class WeightUpdater(ABC):
         self._send(self.version)
         self._current_version = self.version
         return self.version
+
+    def join(self) -> int:
+        """Take part in a push of rank 0 on another rank, and return the version that samplers then have.
+
+        A failed push raises on rank 0 alone, which may go on with the old weights.
+        """
+        with suppress(WeightSyncError):
+            self.push_weights()
+        return self.current_version
+
+    @property
+    def filled(self) -> bool:
+        """True if :meth:`initialize` would send nothing."""
+        return False
 
     @abstractmethod
     def _send(self, version: int) -> None:
@@ -74,14 +97,15 @@ class InProcessWeightUpdater(WeightUpdater):
     """Updater that copies parameters and buffers to a sampler in this process and casts them to its dtype.
 
     It copies nothing if source and target are the same module. Otherwise, a checkpoint must also contain the target.
-    Its weights are older than those of the source if updates are rare.
+    Its weights are older than those of the source if updates are rare. A source that is sharded with ``fully_shard`` is
+    gathered bucket by bucket, and only rank 0 needs a target.
 
     Args:
         source: training model.
-        target: model of the sampler, with the same architecture.
+        target: model of the sampler, with the same architecture. None on ranks other than 0.
 
     Raises:
-        ValueError: if names or shapes differ.
+        ValueError: if names or shapes differ, or rank 0 has no target.
 
     Example:
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
@@ -91,8 +115,12 @@ class InProcessWeightUpdater(WeightUpdater):
         True
     """
 
-    def __init__(self, source: nn.Module, target: nn.Module):
+    def __init__(self, source: nn.Module, target: nn.Module | None):
         self.source, self.target = source, target
+        if target is None:
+            if is_sender():
+                raise ValueError("target=None requires a rank other than 0; pass the model of the sampler")
+            return
         have, want = source.state_dict(), target.state_dict()
         if missing := sorted(have.keys() ^ want.keys()):
             raise ValueError(f"source and target must have the same tensors, but differ in {missing[:5]}")
@@ -103,11 +131,36 @@ class InProcessWeightUpdater(WeightUpdater):
                 "in target"
             )
 
+    @property
+    def filled(self) -> bool:
+        """True, since a checkpoint has the sampler's weights."""
+        return True
+
     @torch.no_grad()
     def _send(self, version: int) -> None:
-        if self.source is not self.target:
+        if self.source is self.target:
+            return
+        if is_sharded(self.source):
+            self._gather()
+        elif self.target is not None:
             source, target = self.source.state_dict(), self.target.state_dict()
             torch._foreach_copy_(list(target.values()), [source[k] for k in target])
+
+    def _gather(self) -> None:
+        """Copy a sharded model bucket by bucket, and tied tensors once."""
+        reshard(self.source)
+        names: dict[int, list[str]] = {}  # of each tensor, by its id
+        tensors = self.source.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        unique = [(tensors[tied[0]].detach(), tied) for tied in names.values()]
+        copies = {} if self.target is None else self.target.state_dict()
+        for first, last in plan_buckets([TensorInfo.of("", tensor) for tensor, _ in unique], _BUCKET_BYTES):
+            whole = gather([tensor for tensor, _ in unique[first:last]])
+            if self.target is not None:
+                for tensor, (_, tied) in zip(whole, unique[first:last], strict=True):
+                    for name in tied:
+                        copies[name].copy_(tensor)
 
 
 class SequentialWeightUpdater(WeightUpdater):
@@ -145,6 +198,11 @@ class SequentialWeightUpdater(WeightUpdater):
         for updater in self.updaters:
             updater.version = version - 1
             updater.push_weights()
+
+    @property
+    def filled(self) -> bool:
+        """True if no updater would send anything."""
+        return all(updater.filled for updater in self.updaters)
 
     def initialize(self) -> None:
         """Initialize the samplers of each updater in order."""

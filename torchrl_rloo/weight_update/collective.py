@@ -5,18 +5,16 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from hmac import compare_digest
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, unpack
-from torchrl_rloo.weight_update.rendezvous import DIGEST_BYTES, Group, RemoteStore, Rendezvous, prove
+from torchrl_rloo.weight_update.rendezvous import DIGEST_BYTES, RemoteStore, Rendezvous, prove
+from torchrl_rloo.weight_update.sender import SenderThread
 from torchrl_rloo.weight_update.transport import Link, PackedStorage, Receiver, Transport
 
 _PROOF_SECONDS = 60.0  # limit for the proofs of all members
@@ -57,7 +55,7 @@ class CollectiveReceiver(Receiver):
 class CollectiveLink(Link):
     """Group of the trainer and the workers of one engine, with a thread that broadcasts."""
 
-    def __init__(self, options: Mapping[str, Any], sender: _Sender, device: torch.device):
+    def __init__(self, options: Mapping[str, Any], sender: SenderThread, device: torch.device):
         super().__init__(options)
         self._sender, self._device = sender, device
         self.close = weakref.finalize(self, sender.stop)  # otherwise its thread would never end
@@ -116,7 +114,20 @@ class Collective(Transport):
 
     def connect(self, workers: int, timeout: float) -> CollectiveLink:
         group, world_size, device = Rendezvous.open_group(self.host, self.port, timeout), 1 + workers, self._device()
-        sender = _Sender(self.backend, group, world_size, timeout=timeout, device=device)
+
+        def join() -> dist.ProcessGroup:
+            found = _join_group(self.backend, group.store, group.rendezvous.address, 0, world_size, timeout)
+            _check_members(found, group.secret, device, timeout)
+            return found
+
+        sender = SenderThread(
+            join,
+            lambda found, buffer: _broadcast(found, buffer, timeout),
+            lambda found: found.abort(),
+            group.close,
+            device=device,
+            timeout=timeout,
+        )
         options = {"backend": self.backend, "host": self.host, "world_size": world_size, "timeout": timeout}
         return CollectiveLink(options | group.options(), sender, device)
 
@@ -125,55 +136,6 @@ class Collective(Transport):
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-
-
-class _Sender:
-    """Daemon thread that owns the group, so that only this thread hangs until the time-out if a peer is lost."""
-
-    def __init__(self, backend: str, members: Group, world_size: int, *, timeout: float, device: torch.device):
-        self._members, self._timeout = members, timeout
-        self._joined: Future[None] = Future()
-        self._failure: Exception | None = None
-        self._queue: SimpleQueue[torch.Tensor | None] = SimpleQueue()
-        PackageThread(self._run, backend, world_size, device, name="weight broadcast", stop=self.stop).start()
-
-    def wait_joined(self) -> None:
-        try:
-            self._joined.result(self._timeout)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"workers have not joined the trainer's group within timeout={self._timeout:g} s; check host and port"
-            ) from error
-
-    def send(self, buffer: torch.Tensor) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._queue.put(buffer)
-
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._members.close()
-
-    def _run(self, backend: str, world_size: int, device: torch.device) -> None:
-        # Join the group in this thread, since joining blocks until all workers have joined
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own current device
-            address, store = self._members.rendezvous.address, self._members.store
-            group = _join_group(backend, store, address, 0, world_size, self._timeout)
-            _check_members(group, self._members.secret, device, self._timeout)
-        except Exception as error:
-            self._joined.set_exception(error)
-            return
-        self._joined.set_result(None)
-        # Broadcast in the order of sending, and keep an error for the next call
-        try:
-            while (buffer := self._queue.get()) is not None:
-                _broadcast(group, buffer, self._timeout)
-        except Exception as error:
-            self._failure = error
-        finally:
-            group.abort()
 
 
 def _join_group(

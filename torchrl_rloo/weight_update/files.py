@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -29,13 +30,19 @@ class FilesStorage(Storage):
     """Folder with one safetensors file per bucket.
 
     Args:
-        folder: path of the new folder.
+        folder: path of the folder.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
     """
 
     def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} does not exist on this machine; set a directory that all ranks share")
         self.folder = folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)
+
+    def opener(self) -> Callable[[], FilesStorage]:
+        return partial(FilesStorage, self.folder)
 
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
         path = self._path(bucket)
@@ -70,7 +77,10 @@ class Files(Transport):
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> FilesStorage:
         if self._stored is None:
             self.close()  # an earlier run may have left folders
-        self._stored = FilesStorage(self.directory / f"weights-{version}-{next(self._numbers)}")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        folder = self.directory / f"weights-{version}-{next(self._numbers)}"
+        folder.mkdir(mode=0o700)
+        self._stored = FilesStorage(folder)
         return self._stored
 
     def release(self, storage: FilesStorage, reusable: bool) -> None:

@@ -21,8 +21,8 @@ from torchrl_rloo.weight_update.protocol import ADAPTER_FILE
 from torchrl_rloo.weight_update.publication import Snapshot
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
 from torchrl_rloo.weight_update.session import Session
+from torchrl_rloo.weight_update.shards import collective, gather, is_sender, reshard
 from torchrl_rloo.weight_update.shared_memory import MEMORY
-from torchrl_rloo.weight_update.source import gather, is_sender, is_sharded, reshard
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # init_lora_weights that change the base
@@ -84,7 +84,6 @@ class LoRAPublisher(Publisher):
             model,
             engines,
             sends=is_sender(),
-            sharded=is_sharded(model),
             in_flight=in_flight,
             commit=commit,
             timeout=timeout,
@@ -105,18 +104,19 @@ class LoRAPublisher(Publisher):
             self._root = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the adapter's tensors on the CPU, under peft's names."""
+        """Return the adapter's tensors on rank 0, on the CPU and under peft's names."""
         from peft import get_peft_model_state_dict
 
-        reshard(self.model)
-        state = get_peft_model_state_dict(self.model, adapter_name=self.adapter, save_embedding_layers=False)
-        return {name: gather(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
+        with collective("gathered the adapter"):
+            reshard(self.model)
+            state = get_peft_model_state_dict(self.model, adapter_name=self.adapter, save_embedding_layers=False)
+            whole = gather([tensor.detach() for tensor in state.values()])
+        return {name: tensor.cpu().contiguous() for name, tensor in zip(state, whole, strict=False)}
 
     @torch.no_grad()
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> AdapterSnapshot | None:
+    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> AdapterSnapshot:
+        self.joint.order(None)
         tensors = self._tensors()
-        if not self.sends:
-            return None
         try:
             folder = self._write(tensors, version)
         except OSError as error:
@@ -124,6 +124,10 @@ class LoRAPublisher(Publisher):
                 f"the adapter could not be written ({error}); set another directory of LoRAPublisher"
             ) from error
         return AdapterSnapshot(version, True, False, folder, xxh3([tensors[name] for name in sorted(tensors)]))
+
+    @torch.no_grad()
+    def _help(self, order: None) -> None:
+        self._tensors()
 
     def _stage(self, session: Session, snapshot: AdapterSnapshot) -> None:
         """Add no steps, since the folder is all that an engine needs."""

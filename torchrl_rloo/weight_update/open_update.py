@@ -10,12 +10,15 @@ import torch
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.collective import Collective
 from torchrl_rloo.weight_update.files import Files
+from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.protocol import TensorInfo
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.target import EngineError
 from torchrl_rloo.weight_update.transport import Direct, Receiver, Transport
+from torchrl_rloo.weight_update.vllm_ipc import VLLMIPC
+from torchrl_rloo.weight_update.vllm_nccl import VLLMNCCL
 
-TRANSPORTS: tuple[type[Transport], ...] = (Direct, SharedMemory, Collective, Files)
+TRANSPORTS: tuple[type[Transport], ...] = (Direct, SharedMemory, ObjectStore, Collective, Files, VLLMNCCL, VLLMIPC)
 RECEIVERS: dict[str, type[Receiver]] = {transport.name: transport.receiver for transport in TRANSPORTS}
 
 

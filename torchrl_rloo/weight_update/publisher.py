@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from time import monotonic, sleep
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 
+from torchrl_rloo.ranks import RankError
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+from torchrl_rloo.weight_update.joint import JointCalls
 from torchrl_rloo.weight_update.peers import Peer, PeerError
 from torchrl_rloo.weight_update.publication import Publication, Snapshot, explain
 from torchrl_rloo.weight_update.session import Session, clean_up, wait_until
+from torchrl_rloo.weight_update.shards import sharing_ranks
 from torchrl_rloo.weight_update.target import (
     EngineError,
     InFlight,
@@ -25,6 +28,7 @@ from torchrl_rloo.weight_update.target import (
 )
 
 Commit = Literal["rolling", "barrier"]
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.1  # between looks at a group without members
 
@@ -40,7 +44,6 @@ class Publisher(WeightUpdater):
         model: training model.
         engines: one or more engines, or a group. Ranks that do not send need none.
         sends: True if this rank sends.
-        sharded: True if the model's ranks push together, so that all fail if one fails.
         in_flight: treatment of running requests, see :meth:`WeightTarget.pause`.
         commit: ``"rolling"`` loads one engine after the other while the others sample. ``"barrier"`` pauses all engines
             together once all have staged everything.
@@ -56,7 +59,6 @@ class Publisher(WeightUpdater):
         engines: WeightTarget | Sequence[WeightTarget] | TargetGroup,
         *,
         sends: bool,
-        sharded: bool,
         in_flight: InFlight,
         commit: Commit,
         timeout: float,
@@ -74,11 +76,12 @@ class Publisher(WeightUpdater):
         if timeout <= 0:
             raise ValueError(f"timeout={timeout} must be above 0 seconds")
         self.in_flight, self.commit_policy, self.timeout = in_flight, commit, timeout
-        self.sends, self.sharded = sends, sharded
+        self.sends, self.joint = sends, JointCalls(sharing_ranks(model))
         self._trained = model
         self._initial_counts = _change_counts(model)
         self._lock = threading.RLock()  # orders pushes and fills
         self._peers: dict[int, Peer] = {}
+        self._numbers = count()  # of peers
         for engine in self.engines:
             self._peer(engine)
         self._changed = threading.Condition()
@@ -88,8 +91,12 @@ class Publisher(WeightUpdater):
         self._attempted: object = None  # change counts of the weights that an earlier initialize sent
 
     @abstractmethod
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> Snapshot | None:
-        """Gather the weights once, and add the steps that stage them to the sessions. Other ranks only gather."""
+    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> Snapshot:
+        """Order all ranks to gather the weights once, and add the steps that stage them to the sessions."""
+
+    @abstractmethod
+    def _help(self, order: Any) -> None:
+        """Gather with rank 0, as it ordered."""
 
     @abstractmethod
     def _stage(self, session: Session, snapshot: Snapshot) -> None:
@@ -117,11 +124,15 @@ class Publisher(WeightUpdater):
         Raises:
             WeightSyncError: if an engine failed, or all members of a group. The version is spent.
         """
-        with self._lock:
+
+        def publish() -> int:
             self.version += 1
             self._publish(self.version, keep=True)
-            self._finish_staging()
+            with self._cancelling():
+                self._open.settle()
             return self.version
+
+        return self._together(publish)
 
     def commit(self, version: int) -> None:
         """Activate a published version in all engines that have staged it.
@@ -130,11 +141,14 @@ class Publisher(WeightUpdater):
             ValueError: if ``version`` is not the one that was published last, or was committed already.
             WeightSyncError: if an engine failed, or all members of a group.
         """
-        with self._lock:
+
+        def commit() -> None:
             if self._open is None or self._open.version != version:
                 have = "none" if self._open is None else self._open.version
                 raise ValueError(f"version={version} must be the one that waits for its commit, which is {have}")
             self._commit()
+
+        self._together(commit)
 
     def push_weights(self) -> int:
         """Publish the current weights, commit them, and return their version.
@@ -146,18 +160,20 @@ class Publisher(WeightUpdater):
             WeightSyncError: if an engine failed, or all members of a group. The version is spent. The next push sends
                 everything again.
         """
-        with self._lock:
-            had_members = self.group is not None and bool(self.group.targets())
-            try:
-                return super().push_weights()
-            except WeightSyncError as error:
-                if not had_members or self.sharded or self.group.targets():
-                    raise
-                failure = error
-            try:
-                return super().push_weights()
-            except WeightSyncError:
-                raise failure from failure.__cause__
+        return self._together(self._push)
+
+    def _push(self) -> int:
+        had_members = self.group is not None and bool(self.group.targets())
+        try:
+            return super().push_weights()
+        except WeightSyncError as error:
+            if not had_members or self.group.targets():
+                raise
+            failure = error
+        try:
+            return super().push_weights()
+        except WeightSyncError:
+            raise failure from failure.__cause__
 
     def _send(self, version: int) -> None:
         self._publish(version, keep=self.group is not None)
@@ -167,20 +183,27 @@ class Publisher(WeightUpdater):
         """Give all engines the current weights under the current version, if they have none of this publisher.
 
         If an earlier call failed and the model was trained since, they get a new version: some engine may have the
-        other weights. All ranks of a sharded model call it together.
+        other weights. All ranks of a sharded model call it before rank 0 collects.
 
         Raises:
             WeightSyncError: if an engine failed, or all members of a group.
         """
-        with self._lock:
-            if self._filled:
-                return
-            counts = _change_counts(self._trained)
-            if self._attempted is not None and self._attempted != counts:
-                self.push_weights()
-                return
-            self._attempted = counts
-            self._send(self.version)
+        self._together(self._initialize)
+
+    def _initialize(self) -> None:
+        if self._filled:
+            return
+        counts = _change_counts(self._trained)
+        if self._attempted is not None and self._attempted != counts:
+            self._push()
+            return
+        self._attempted = counts
+        self._send(self.version)
+
+    @property
+    def filled(self) -> bool:
+        """True if engines have weights of this publisher."""
+        return self._filled
 
     def resume_from(self, version: int) -> None:
         """Continue the numbering of a checkpoint, whose weights the model has."""
@@ -223,51 +246,39 @@ class Publisher(WeightUpdater):
             for peer in self._peers.values():
                 peer.disconnect()
 
-    def _publish(self, version: int, keep: bool) -> None:
-        """Begin to stage a version. All ranks of a sharded model gather, also if the sending one has failed."""
-        self._discard_open()
-        failure = None
-        try:
-            peers = [self._peer(engine) for engine in self._wait_for_targets()] if self.sends else []
-        except WeightSyncError as error:
-            failure, peers = error, []
-        publication = self._open = self._make_publication(version, peers)
-        try:
-            with self._cancelling():
-                publication.snapshot = self._take_snapshot(version, publication.sessions, keep)
+    def _together(self, call: Callable[[], T]) -> T | int:
+        """Make a call on rank 0, and gather for it on the other ranks of a sharded model."""
+        with self._lock:
+            if self.sends:
+                return self.joint.lead(call, lambda: (self.version, self._current_version, self._filled))
+            if self.joint.ranks.size > 1:
+                state, failure = self.joint.follow(self._help)
+                self.version, self._current_version, self._filled = state
                 if failure is not None:
-                    raise failure
-        except WeightSyncError as error:
-            failure = error
-        self._agree(failure)
+                    raise WeightSyncError(f"rank 0 could not send: {failure}")
+            return self.version
 
-    def _finish_staging(self) -> None:
-        """Wait until every engine has staged the open version or has failed."""
-        failure = None
-        try:
-            with self._cancelling():
-                self._open.settle()
-        except WeightSyncError as error:
-            failure = error
-        self._agree(failure)
+    def _publish(self, version: int, keep: bool) -> None:
+        """Begin to stage a version."""
+        self._discard_open()
+        self._drop_closed()
+        peers = [self._peer(engine) for engine in self._wait_for_targets()]
+        publication = self._open = self._make_publication(version, peers)
+        with self._cancelling():
+            publication.snapshot = self._take_snapshot(version, publication.sessions, keep)
 
     def _commit(self) -> None:
         """Activate the open version and make its snapshot the current one."""
-        publication, failure = self._open, None
-        try:
-            with self._cancelling():
-                if self.commit_policy == "barrier":
-                    publication.commit_together()
-                else:
-                    publication.commit_in_turn()
-        except WeightSyncError as error:
-            failure = error
+        publication = self._open
+        with self._cancelling():
+            if self.commit_policy == "barrier":
+                publication.commit_together()
+            else:
+                publication.commit_in_turn()
         self._open = None
-        if failure is None and self.sends:
-            self._release_current()
-            self._snapshot = publication.snapshot
-            self._note_push(publication)
-        self._agree(failure)
+        self._release_current()
+        self._snapshot = publication.snapshot
+        self._note_push(publication)
         self._current_version, self._filled = max(self._current_version, publication.version), True
 
     def _fill(self, peer: Peer, snapshot: Snapshot) -> None:
@@ -309,7 +320,7 @@ class Publisher(WeightUpdater):
             if publication.snapshot is not None:
                 self._release(publication.snapshot)
             self._open = None
-            if isinstance(error, WeightSyncError) or not isinstance(error, Exception):
+            if isinstance(error, (WeightSyncError, RankError)) or not isinstance(error, Exception):
                 raise
             raise self._explained(publication.version, error) from cause
 
@@ -337,7 +348,7 @@ class Publisher(WeightUpdater):
 
     def _initial_snapshot(self) -> Snapshot:
         """Take the snapshot of weights that were never pushed, if training has not changed them."""
-        if self._filled or self.sharded or _change_counts(self._trained) != self._initial_counts:
+        if self._filled or self.joint.ranks.size > 1 or _change_counts(self._trained) != self._initial_counts:
             raise WeightSyncError(
                 f"there is no snapshot of version {self.version}; call initialize() before training, or push again"
             )
@@ -370,17 +381,13 @@ class Publisher(WeightUpdater):
         self.group.mark_failed(session.peer.engine, session.error.__cause__)
 
     def _peer(self, engine: WeightTarget) -> Peer:
-        return self._peers.setdefault(id(engine), Peer(engine, len(self._peers)))
+        return self._peers.get(id(engine)) or self._peers.setdefault(id(engine), Peer(engine, next(self._numbers)))
 
-    def _agree(self, failure: Exception | None) -> None:
-        """Raise the failure of the sending rank, on all ranks if they push together."""
-        if self.sharded:
-            message = [str(failure) if failure else None]
-            torch.distributed.broadcast_object_list(message, src=0)
-            if message[0] is not None and failure is None:
-                failure = WeightSyncError(f"rank 0 could not send: {message[0]}")
-        if failure is not None:
-            raise failure
+    def _drop_closed(self) -> None:
+        """Forget members that left the group."""
+        for key, peer in list(self._peers.items()):
+            if self.group is not None and getattr(peer.engine, "closed", False):
+                self._peers.pop(key).disconnect()
 
     def _explained(self, version: int, error: BaseException) -> WeightSyncError:
         return explain(version, error, list(self._peers.values()), self.group, self.timeout)

@@ -8,8 +8,9 @@ import os
 import stat
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ class SharedMemoryStorage(PackedStorage):
         except BaseException:
             self.remove()
             raise
+
+    def opener(self) -> Callable[[], PackedStorage]:
+        return partial(_open_packed, self.path, os.geteuid(), self.sizes)
 
     def get(self, bucket: int) -> dict[str, Any]:
         place = {"offset": self.offsets[bucket], "nbytes": self.sizes[bucket]}
@@ -127,6 +131,11 @@ class SharedMemory(Transport):
             f"no room for {sum(sizes)} bytes of weights in {' or '.join(map(str, candidates))} ({cause}); set another "
             "directory of SharedMemory, or use Collective() or Files(directory)"
         ) from cause
+
+
+def _open_packed(path: str, uid: int, sizes: Sequence[int]) -> PackedStorage:
+    """Open the file of another process."""
+    return PackedStorage(_map(path, max(sum(sizes), 1), uid), sizes)
 
 
 def _map(path: str, size: int, uid: int) -> torch.Tensor:

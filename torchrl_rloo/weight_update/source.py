@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchrl_rloo.four_bit import compute_dtype, dequantize, is_four_bit
 from torchrl_rloo.weight_update.protocol import TensorInfo
+from torchrl_rloo.weight_update.shards import SENDER, Piece, gather, is_sender, list_pieces, reshard, simplify
 
 Convert = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 
@@ -23,14 +25,14 @@ class WeightSource:
 
     The source contains parameters and persistent buffers. Names have no trace of wrappers (``torch.compile``,
     ``DistributedDataParallel``, activation checkpointing, peft). Tied parameters appear once, under their first name.
-    The deltas of LoRA adapters are added to copies of their base weights.
+    The deltas of LoRA adapters are added to copies of their base weights. Weights in 4 bits are dequantized to the
+    dtype of their products, so engines hold the numbers that the model computes with.
 
-    The model does not change. At most one tensor at a time is gathered or merged in addition to the requested ones. A
-    tensor that is not gathered, merged or cast shares the model's memory.
+    The model does not change. A tensor that is not gathered, merged or cast shares the model's memory.
 
     Args:
-        model: any module. A module sharded with ``fully_shard`` is gathered tensor by tensor. Every rank must then make
-            the same calls, which also free the parameters that a forward pass left gathered.
+        model: any module. If it is sharded with ``fully_shard``, every rank must make the same calls. They also free
+            the parameters that a forward pass left gathered.
         dtype: dtype of floating-point parameters. None keeps theirs. Buffers always keep theirs: they are small, and
             engines hold some in float32 for any dtype of the model.
         rank: rank of this process among the training processes. None asks ``torch.distributed`` if it is initialized.
@@ -39,9 +41,9 @@ class WeightSource:
             device, so names and shapes must depend only on the name and shape. None keeps names and tensors.
 
     Raises:
-        ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), its
-            base layer is quantized, or it adapts only one of two tied weights. Also if ``dtype`` is not
-            floating-point, if ``convert`` returns a name twice, or if the model is sharded with
+        ValueError: if merged weights cannot represent an adapter: it is not plain LoRA (DoRA, IA3, prompts, ...), or it
+            adapts only one of two tied weights. Its base layer may have 4 bits, but no other quantization.
+            Also if ``dtype`` is not floating-point, ``convert`` returns a name twice, or the model is sharded with
             ``FullyShardedDataParallel``.
 
     Attributes:
@@ -78,83 +80,79 @@ class WeightSource:
         """Return name, dtype and shape of all tensors in the order of :meth:`tensors`."""
         return [info for infos in self._layout for info in infos]
 
-    @torch.no_grad()
-    def tensors(self, first: int, last: int) -> list[torch.Tensor]:
+    def tensors(self, first: int, last: int, to: int | None = None) -> list[torch.Tensor]:
         """Return the current tensors ``first`` to ``last - 1`` of the manifest; a collective call if they are sharded.
+
+        Args:
+            first: index of the first tensor.
+            last: index behind the last tensor.
+            to: rank that gets the tensors, while the others get an empty list. None: all ranks.
 
         Raises:
             ValueError: if the model's tensors no longer match the manifest.
         """
-        reshard(self.model)
-        out, start = [], 0
+        return self.collect(first, last, to)()
+
+    @torch.no_grad()
+    def collect(self, first: int, last: int, to: int | None = SENDER) -> Callable[[], list[torch.Tensor]]:
+        """Make the collective part of :meth:`tensors`, and return the rest, which concerns this rank only."""
+        chosen, start = [], 0
         for infos, part in zip(self._layout, self._parts, strict=True):
             end = start + len(infos)
             if infos and start < last and first < end:
-                made = list(self._convert(part, self._value(part)))
+                chosen.append((infos, part, slice(max(first - start, 0), last - start)))
+            start = end
+        reshard(self.model)
+        values = gather([self._value(part) for _, part, _ in chosen], to)
+
+        def convert() -> list[torch.Tensor]:
+            out = []
+            for (infos, part, kept), value in zip(chosen[: len(values)], values, strict=True):
+                made = list(self._convert(part, value))
                 if (found := [TensorInfo.of(*pair) for pair in made]) != infos:
                     raise ValueError(
                         f"{part.name} must match {infos} of the manifest, got {found}; make a new WeightSource"
                     )
-                out += [tensor for _, tensor in made[max(first - start, 0) : last - start]]
-            start = end
+                out += [tensor for _, tensor in made[kept]]
+            return out
+
+        return convert
+
+    @torch.no_grad()
+    def pieces(self, first: int, last: int, rank: int) -> list[tuple[int, Piece, torch.Tensor]]:
+        """Return the blocks of a rank in the tensors ``first`` to ``last - 1``, without ``convert``.
+
+        Returns:
+            Index of the tensor from ``first``, place of the block, and its values.
+        """
+        reshard(self.model)
+        out = []
+        for number, part in enumerate(self._parts[first:last]):
+            value = simplify(self._value(part))
+            local = value.to_local() if hasattr(value, "full_tensor") else value
+            out += [(number, piece, local) for piece in list_pieces(value) if piece.rank == rank]
         return out
 
     def _convert(self, part: _Part, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         return [(part.name, tensor)] if self.convert is None else self.convert(part.name, tensor)
 
     def _dtype_of(self, part: _Part) -> torch.dtype:
-        cast = self.dtype is not None and not part.is_buffer and part.tensor.is_floating_point()
-        return self.dtype if cast else part.tensor.dtype
+        dtype = compute_dtype(part.module) if part.is_four_bit else part.tensor.dtype
+        cast = self.dtype is not None and not part.is_buffer and dtype.is_floating_point
+        return self.dtype if cast else dtype
 
     def _meta(self, part: _Part) -> torch.Tensor:
-        return torch.empty(part.tensor.shape, dtype=self._dtype_of(part), device="meta")
+        shape = part.module.quant_state.shape if part.is_four_bit else part.tensor.shape
+        return torch.empty(shape, dtype=self._dtype_of(part), device="meta")
 
     def _value(self, part: _Part) -> torch.Tensor:
         value = part.tensor.detach()
+        value = dequantize(part.module, *gather([value], None)) if part.is_four_bit else value
         for layer in part.layers:
             for adapter in _active_adapters(layer):
-                value = value + _adapter_delta(layer, adapter, part)
-        # The sum of sharded tensors is still sharded, so that it is gathered only once
-        return gather(value.to(self._dtype_of(part)))
-
-
-def is_sender(rank: int | None = None) -> bool:
-    """Return whether this process sends for all training processes; by default ``torch.distributed`` gives the rank."""
-    distributed = torch.distributed
-    if rank is None and distributed.is_available() and distributed.is_initialized():
-        rank = distributed.get_rank()
-    return not rank
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model's parameters are sharded over ranks."""
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, from all ranks if it is sharded; the collective call has ended on return."""
-    if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
-        if tensor.device.type != "cpu":
-            torch.accelerator.synchronize(tensor.device)
-    return tensor
-
-
-def reshard(model: nn.Module) -> None:
-    """Release parameters that a forward pass under ``fully_shard`` left gathered, because training updates the shards.
-
-    Raises:
-        ValueError: if the model is sharded with ``FullyShardedDataParallel``.
-    """
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"{name or 'the model'} is in FullyShardedDataParallel; shard it with fully_shard instead")
-        if isinstance(module, FSDPModule):
-            module.reshard()
+                delta = _adapter_delta(layer, adapter, part)
+                value = value + (gather([delta], None)[0] if part.is_four_bit else delta)
+        return value.to(self._dtype_of(part))  # still sharded, so that it is gathered only once
 
 
 class _Part(NamedTuple):
@@ -170,6 +168,11 @@ class _Part(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Current parameter or buffer."""
         return getattr(self.module, self.attribute)
+
+    @property
+    def is_four_bit(self) -> bool:
+        """True if the tensor holds two numbers per byte."""
+        return self.attribute == "weight" and is_four_bit(self.module)
 
 
 def _list_parts(model: nn.Module) -> list[_Part]:
@@ -269,7 +272,7 @@ def _check_layer(layer: Any, prefix: str) -> None:
     from peft.tuners.lora import Embedding, Linear, ParamWrapper
 
     name = prefix.removesuffix(".")
-    if type(layer) not in (Linear, Embedding, ParamWrapper):
+    if type(layer) not in (Linear, Embedding, ParamWrapper) and not is_four_bit(layer.base_layer):
         raise ValueError(
             f"the LoRA layer of {name} is a {type(layer).__module__}.{type(layer).__name__}, whose weights cannot be "
             "merged exactly; use LoRAPublisher to send only the adapter"

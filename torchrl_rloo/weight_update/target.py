@@ -30,6 +30,7 @@ class WeightTarget(ABC):
         version: policy version of the current weights. 0 is the checkpoint.
         start_count: number of restarts. A restart loses the connection and all weights sent before.
         in_process: True if the model is in this process, so that tensors may be passed by reference.
+        reads_object_store: True if the engine is in an actor that can read Ray's object store.
         failed_version: version whose update failed halfway, or None. The engine then refuses to sample until an update
             succeeds.
     """
@@ -37,6 +38,7 @@ class WeightTarget(ABC):
     version: int = 0
     start_count: int = 0
     in_process: bool = False
+    reads_object_store: bool = False
     failed_version: int | None = None
 
     @abstractmethod

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size
+from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
+from torchrl_rloo.weight_update.shards import Piece
 
 
 class Receiver(ABC):
@@ -49,6 +50,13 @@ class Storage(ABC):
     @abstractmethod
     def get(self, bucket: int) -> Any:
         """Return what :meth:`Link.send` takes."""
+
+    def opener(self) -> Callable[[], Storage] | None:
+        """Return a function that opens the storage in another training rank, to write buckets there as well.
+
+        It can be pickled, and raises OSError on another machine. None if only this process can write.
+        """
+        return None
 
 
 class Link:
@@ -132,6 +140,20 @@ class PackedStorage(Storage):
         assert packed_size(infos) == self.sizes[bucket]
         pack(tensors, self.view(bucket))
 
+    def put_pieces(
+        self, bucket: int, infos: Sequence[TensorInfo], pieces: Sequence[tuple[int, Piece, torch.Tensor]]
+    ) -> None:
+        """Store blocks of tensors.
+
+        Args:
+            bucket: number of the bucket.
+            infos: all tensors of the bucket.
+            pieces: index in ``infos``, place and values of each block.
+        """
+        views = unpack(self.view(bucket), infos)
+        for number, piece, values in pieces:
+            piece.of(views[number]).copy_(values)
+
     def get(self, bucket: int) -> Any:
         return self.view(bucket)
 
@@ -148,18 +170,20 @@ class DirectReceiver(Receiver):
 
 
 class DirectStorage(Storage):
-    """References to tensors, or copies of them.
+    """References to the tensors of the two latest buckets, or copies of all tensors.
 
     Args:
         keep: whether to copy the tensors.
     """
 
     def __init__(self, keep: bool):
-        self.kept = keep
-        self._buckets: list[list[torch.Tensor]] = []
+        self.kept, self.window = keep, None if keep else 2
+        self._buckets: dict[int, list[torch.Tensor]] = {}
 
     def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
-        self._buckets.append([t.detach().to("cpu", copy=True) if self.kept else t for t in tensors])
+        if self.window is not None:
+            self._buckets.pop(bucket - self.window, None)  # gathered tensors take memory
+        self._buckets[bucket] = [t.detach().to("cpu", copy=True) if self.kept else t for t in tensors]
 
     def get(self, bucket: int) -> dict[str, Any]:
         return {"tensors": list(self._buckets[bucket])}

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal, NamedTuple
 
-import torch
 from torch import nn
 
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
+from torchrl_rloo.weight_update.gathering import Gathering, GatherOrder
+from torchrl_rloo.weight_update.object_store import ObjectStore
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
 from torchrl_rloo.weight_update.publication import Publication, Snapshot
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
 from torchrl_rloo.weight_update.session import Session, wait_until
 from torchrl_rloo.weight_update.shared_memory import SharedMemory
-from torchrl_rloo.weight_update.source import WeightSource, is_sharded
+from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Direct, Storage, Transport
 
@@ -63,14 +64,16 @@ class WeightPublisher(Publisher):
     while they sample. Then each engine pauses, loads what it has staged, confirms every bucket, drops its caches, and
     resumes. The snapshot stays until the next version is in use, so that :meth:`fill` can give it to one engine.
 
-    All ranks of a sharded model push together: rank 0 sends, the others help to gather.
+    All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory` and
+    :class:`Files`, every rank writes its share of the snapshot; with other transports, the others send theirs to rank 0
+    bucket by bucket. Only rank 0 needs engines.
 
     Args:
         source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
         engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.target.TargetGroup` such as an
-            ``EnginePool``. Ranks that do not send need none.
-        transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process, and
-            otherwise :class:`SharedMemory`.
+            ``EnginePool``. Other ranks pass ``[]``.
+        transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process,
+            :class:`ObjectStore` if all are in Ray actors, and otherwise :class:`SharedMemory`.
         bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
         staged: if True, workers keep all buckets until they load them at once. Engines sample in the first phase, and
             a failure in it leaves them with their old weights. If False, engines pause first and load each
@@ -121,7 +124,6 @@ class WeightPublisher(Publisher):
             self.source.model,
             engines,
             sends=self.source.sends,
-            sharded=is_sharded(self.source.model),
             in_flight=in_flight,
             commit=commit,
             timeout=timeout,
@@ -137,8 +139,17 @@ class WeightPublisher(Publisher):
         # Choose a transport that reaches all engines
         known = self.engines if self.group is None or not self.sends else self.group.targets()
         elsewhere = [engine for engine in known if not engine.in_process]
+        without_store = [engine for engine in known if not engine.reads_object_store]
         if transport == "auto":
-            transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
+            if known and not without_store:
+                transport = ObjectStore()
+            else:
+                transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
+        if without_store and isinstance(transport, ObjectStore):
+            raise ValueError(
+                f"transport=ObjectStore() requires engines that are a RayEngine on one node, but one is a "
+                f"{type(without_store[0]).__name__}; use SharedMemory(), Collective() or a transport of vLLM"
+            )
         if elsewhere and isinstance(transport, Direct):
             raise ValueError(
                 f"transport=Direct() requires engines in this process, but {type(elsewhere[0]).__name__} is in "
@@ -154,30 +165,13 @@ class WeightPublisher(Publisher):
     def close(self) -> None:
         """Release the snapshot, its files and the connections. A push connects again."""
         super().close()
-        self.transport.close()
+        if self.sends:  # the directory of files is that of all ranks
+            self.transport.close()
 
-    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> WeightSnapshot | None:
+    def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> WeightSnapshot:
+        """Store all buckets, and stage each as soon as it is stored."""
         manifest = self.source.manifest()
         buckets = plan_buckets(manifest, self.bucket_bytes)
-        gathered = (self.source.tensors(*bucket) for bucket in buckets)  # one bucket at a time
-        try:
-            if self.sends:
-                return self._store(version, manifest, buckets, gathered, sessions, keep)
-        finally:
-            if self.sharded:
-                for _ in gathered:  # all ranks gather all buckets, even after a failure
-                    pass
-
-    def _store(
-        self,
-        version: int,
-        manifest: list[TensorInfo],
-        buckets: list[tuple[int, int]],
-        gathered: Iterator[list[torch.Tensor]],
-        sessions: Sequence[Session],
-        keep: bool,
-    ) -> WeightSnapshot:
-        """Store all buckets, and stage each as soon as it is stored."""
         if self.group is None:
             self._release_current()  # the new snapshot reuses its memory
         verify = self._pushes % self.verify_every == 0
@@ -186,29 +180,37 @@ class WeightPublisher(Publisher):
         snapshot = WeightSnapshot(
             version, storage.kept, False, manifest, buckets, transport=self.transport, storage=storage, verify=verify
         )
+        order = GatherOrder(buckets, self.checksum if verify else None, storage.opener())
+        sends_now = self.staged or not keep  # otherwise each engine loads from the snapshot in its commit
+        reached: list[list[int]] = [[] for _ in sessions]  # steps at which each engine has each bucket
+
+        def wait(number: int) -> None:
+            if storage.window is not None and number >= storage.window:
+                self._wait_for_bucket(sessions, [steps[number - storage.window] for steps in reached])
+
+        def stage(number: int, checksum: str | None) -> None:
+            snapshot.checksums.append(checksum)
+            if sends_now:
+                for session, steps in zip(sessions, reached, strict=True):
+                    steps.append(self._add_bucket(session, snapshot, number))
+
         try:
-            sends_now = self.staged or not keep  # otherwise each engine loads from the snapshot in its commit
             for session in sessions:
                 self._add_connect(session, snapshot)
                 if sends_now:
                     if not self.staged:
                         session.add_pause(self.in_flight)
                     self._add_start(session, snapshot)
-            reached: list[list[int]] = [[] for _ in sessions]  # steps at which each engine has each bucket
-            for number, tensors in enumerate(gathered):
-                first, last = buckets[number]
-                if storage.window is not None and number >= storage.window:
-                    self._wait_for_bucket(sessions, [steps[number - storage.window] for steps in reached])
-                storage.put(number, manifest[first:last], tensors)
-                snapshot.checksums.append(CHECKSUMS[self.checksum](tensors) if verify else None)
-                if sends_now:
-                    for session, steps in zip(sessions, reached, strict=True):
-                        steps.append(self._add_bucket(session, snapshot, number))
+            self.joint.order(order)
+            Gathering(self.source, storage, order, self.joint.ranks).run(wait, stage)
         except BaseException:
             snapshot.tainted = True
             self._release(snapshot)
             raise
         return snapshot
+
+    def _help(self, order: GatherOrder) -> None:
+        Gathering(self.source, None, order, self.joint.ranks).run()
 
     def _wait_for_bucket(self, sessions: Sequence[Session], steps: Sequence[int]) -> None:
         """Wait until all engines that have not failed have completed a step."""

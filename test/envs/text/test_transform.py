@@ -21,6 +21,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper, event_loop
+from torchrl_rloo.envs.stepping import open_rows
 from torchrl_rloo.envs.text import (
     GuessNumber,
     Outcome,
@@ -208,6 +209,21 @@ def test_rewards_are_of_those_who_did_not_fail(play: Callable, tokenizer):
     env = text_env(Fails, tokenizer, dataset=dataset, prompts_per_batch=3, rewards=rewards, shuffle=False)
     values = [float(row[keys.REWARD]) for row in play(env, lambda turn, prompt: "go on")]
     assert values[0] == 13.0 and math.isnan(values[1]) and math.isnan(values[2])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_failed_openings_end_a_run_once_a_whole_batch_failed(order: tuple[int, ...], play: Callable, tokenizer):
+    """A collector opens groups one by one, in any order."""
+    hows = ("well", "open raises", "open raises")
+    dataset = load_prompts([{"query": how, "how": how} for how in hows], chat=True)
+    env = text_env(Fails, tokenizer, dataset=dataset, prompts_per_batch=3, shuffle=False)
+    groups = env.primer.draw_groups(3)
+    opened = [open_rows(env, groups[i]) for i in order]
+    assert [stop_reason(rows[0]) == "failed" for rows in opened] == [i > 0 for i in order]
+
+    never = text_env(Fails, tokenizer, dataset=dataset.select([1, 2]), prompts_per_batch=2, shuffle=False)
+    with pytest.raises(RuntimeError, match="none of 2 sessions could be opened.*the game is down"):
+        play(never, lambda turn, prompt: "x")
 
 
 def test_what_environment_and_rewards_tell_the_log_stands_together(play: Callable, tokenizer):

@@ -40,7 +40,69 @@ class LogProbGap(NamedTuple):
     tokens: torch.Tensor
 
 
+class RowGaps(NamedTuple):
+    r"""Gap on each row, ``[B]`` float64 each; those of several batches may be concatenated.
+
+    Attributes:
+        tokens: number of action tokens.
+        size: sum of :math:`|\log \pi(a_t) - \log \mu(a_t)|`.
+        largest: maximum of it; 0 without action tokens.
+        k3: sum of the k3 estimates.
+        outside: number of tokens whose ratio is outside :data:`RATIO_BOUNDS`.
+        surprisal: sum of :math:`-\log \mu(a_t)`.
+        log_ratio: sum of :math:`\log \pi(a_t) - \log \mu(a_t)`.
+        ratios: logarithm of the sum of the tokens' ratios.
+        squares: logarithm of the sum of their squares.
+    """
+
+    tokens: torch.Tensor
+    size: torch.Tensor
+    largest: torch.Tensor
+    k3: torch.Tensor
+    outside: torch.Tensor
+    surprisal: torch.Tensor
+    log_ratio: torch.Tensor
+    ratios: torch.Tensor
+    squares: torch.Tensor
+
+
 @torch.no_grad()
+def row_gaps(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> RowGaps:
+    """Compare the log-probs of each row; the arguments are those of :func:`log_prob_gap`."""
+    sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
+    difference = torch.where(mask, trainer - sampler, 0.0)
+    size, ratio = difference.abs(), difference.exp()
+    inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
+    log_ratios = difference.masked_fill(~mask, -torch.inf)
+    return RowGaps(
+        tokens=mask.sum(1).double(),
+        size=size.sum(1),
+        largest=torch.cat([size.new_zeros(len(size), 1), size], 1).amax(1),
+        k3=torch.where(mask, k3(sampler, trainer), 0.0).sum(1),
+        outside=(mask & ~inside).sum(1).double(),
+        surprisal=-torch.where(mask, sampler, 0.0).sum(1),
+        log_ratio=difference.sum(1),
+        ratios=log_ratios.logsumexp(1),
+        squares=(2 * log_ratios).logsumexp(1),
+    )
+
+
+def total_gap(gaps: RowGaps) -> LogProbGap:
+    """Return the gap on all rows together."""
+    tokens = gaps.tokens.sum()
+    token_ess = (2 * gaps.ratios.logsumexp(0) - gaps.squares.logsumexp(0) - tokens.log()).exp()
+    return LogProbGap(
+        mean=gaps.size.sum() / tokens,
+        max=gaps.largest.max() if tokens else tokens.new_tensor(torch.nan),
+        k3=gaps.k3.sum() / tokens,
+        token_ess=token_ess,
+        row_ess=effective_sample_size(gaps.log_ratio[gaps.tokens > 0]),
+        outside_share=gaps.outside.sum() / tokens,
+        surprisal=gaps.surprisal.sum() / tokens,
+        tokens=tokens,
+    )
+
+
 def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tensor, mask: torch.Tensor) -> LogProbGap:
     r"""Compare the sampler's log-probs :math:`\log \mu` with the trainer's :math:`\log \pi` of the same tokens.
 
@@ -61,22 +123,4 @@ def log_prob_gap(sampler_log_probs: torch.Tensor, trainer_log_probs: torch.Tenso
         >>> gap.mean.item(), gap.max.item(), gap.outside_share.item()
         (0.25, 0.5, 0.5)
     """
-    sampler, trainer = sampler_log_probs.double(), trainer_log_probs.double()
-    difference = trainer - sampler
-    # Log-ratios of tokens, and of rows that have action tokens
-    token_log_ratios = difference[mask]
-    row_log_ratios = torch.where(mask, difference, 0.0).sum(-1)[mask.any(-1)]
-    # Size of the gap per token, and the tokens that leave the expected range of ratios
-    ratio = token_log_ratios.exp()
-    inside = (ratio >= RATIO_BOUNDS[0]) & (ratio <= RATIO_BOUNDS[1])
-    size = token_log_ratios.abs()
-    return LogProbGap(
-        mean=size.mean(),
-        max=size.max() if size.numel() else size.new_tensor(torch.nan),
-        k3=k3(sampler[mask], trainer[mask]).mean(),
-        token_ess=effective_sample_size(token_log_ratios),
-        row_ess=effective_sample_size(row_log_ratios),
-        outside_share=(~inside).double().mean(),
-        surprisal=-sampler[mask].mean(),
-        tokens=mask.sum().double(),
-    )
+    return total_gap(row_gaps(sampler_log_probs, trainer_log_probs, mask))

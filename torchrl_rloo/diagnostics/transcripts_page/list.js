@@ -192,6 +192,7 @@ const distinct = (values) => [...new Set(values)].filter((value) => value !== nu
 const LEGENDS = {
   log_probs: ["probability of sampled tokens", ["p0", "\u2265 0.9"], ["p2", "\u2265 0.5"], ["p4", "\u2265 0.1"], ["p6", "< 0.01"]],
   advantage: ["advantage", ["down4", "lowest"], ["down2", "\u2212"], ["even", "0"], ["up2", "+"], ["up4", "highest"]],
+  change: ["change of the log-prob", ["fall4", "\u2264 \u22121"], ["fall2", "\u2264 \u22120.1"], ["rise2", "\u2265 0.1"], ["rise4", "\u2265 1"]],
   mask: ["", ["", "sampled"]],
 };
 
@@ -226,6 +227,8 @@ function start() {
   byId("settings").querySelector(".sheet").append(factList(settings));
   byId("settings").hidden = !settings.length;
   byId("color").addEventListener("change", (event) => colorBy(event.target.value));
+  const hasChanges = rows.some((row) => row.parts.some((part) => part.new_log_probs && part.log_probs));
+  if (!hasChanges) byId("color").options[2].remove();
   if (!hasAdvantages) byId("color").options[1].remove();
   byId("scheme").addEventListener("change", (event) =>
     document.documentElement.style.setProperty("color-scheme", event.target.value),

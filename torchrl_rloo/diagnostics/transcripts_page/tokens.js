@@ -46,6 +46,7 @@ function numbers(row, part) {
     order,
     logProbs: floats("log_probs"),
     refLogProbs: floats("ref_log_probs"),
+    newLogProbs: floats("new_log_probs"),
     advantages: floats("advantages") ?? (row.advantage === null ? null : new Float32Array(actions).fill(row.advantage)),
     versions: part.versions === undefined ? null : unpack(part.versions, Int32Array),
   };
@@ -106,8 +107,15 @@ function advantageClass(value) {
   return (value > 0 ? "up" : "down") + Math.max(1, Math.ceil((4 * Math.abs(value)) / largestAdvantage - 1e-6));
 }
 
+const CHANGES = [0.01, 0.1, 0.5, 1]; // changes of a log-prob, in nats, at which the shade changes
+
+function changeClass(value) {
+  const level = CHANGES.filter((least) => Math.abs(value) >= least).length;
+  return level ? (value > 0 ? "rise" : "fall") + level : "";
+}
+
 function tokenSpan(row, part, i) {
-  const { ids, order, logProbs, advantages } = numbers(row, part);
+  const { ids, order, logProbs, newLogProbs, advantages } = numbers(row, part);
   const [, , special, bytes] = entry(ids[i]);
   const span = element("span", "token");
   span.dataset.i = i;
@@ -122,6 +130,8 @@ function tokenSpan(row, part, i) {
     }
     const shade = advantageClass(advantages?.[place]);
     if (shade) span.classList.add(shade);
+    const change = newLogProbs && changeClass(newLogProbs[place] - logProb);
+    if (change) span.classList.add(change);
   }
   const text = tokenText(part, ids, i);
   if (special) {
@@ -140,7 +150,7 @@ function tokenSpan(row, part, i) {
 const owners = new WeakMap(); // the element of a part -> its row and part
 
 function tokenFacts(row, part, i) {
-  const { ids, order, logProbs, refLogProbs, advantages, versions } = numbers(row, part);
+  const { ids, order, logProbs, refLogProbs, newLogProbs, advantages, versions } = numbers(row, part);
   const [, piece, special, bytes] = entry(ids[i]);
   const place = order[i];
   const logProb = logProbs?.[place];
@@ -155,6 +165,10 @@ function tokenFacts(row, part, i) {
   facts.push(["mask", "action: sampled by the policy"]);
   if (logProb !== undefined) {
     facts.push(["log-prob", decimals(logProb, 4)], ["probability", decimals(Math.exp(logProb), 4)]);
+  }
+  if (newLogProbs) {
+    facts.push(["log-prob of the trained model", decimals(newLogProbs[place], 4)]);
+    facts.push(["change of the log-prob", signed(newLogProbs[place] - logProb, 4)]);
   }
   if (refLogProbs) {
     facts.push(["reference log-prob", decimals(refLogProbs[place], 4)]);

@@ -17,6 +17,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.chat_rows import dataset_columns
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.text.adapters import ENV_SEED
 from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
@@ -65,7 +66,8 @@ class TextEnvTransform(TurnTransform):
 
     Raises:
         ValueError: at a reset, if the members of a group are opened differently.
-        RuntimeError: at a reset, if no session has opened so far, or too many failed consecutively.
+        RuntimeError: at a reset, if a whole batch of sessions failed to open and none has opened so far. Also if too
+            many failed consecutively.
 
     Example:
         >>> from torchrl_rloo.envs.text import GuessNumber, wrap
@@ -93,7 +95,9 @@ class TextEnvTransform(TurnTransform):
         self.make_session, self.timeout, self.system_prompt = make_session, timeout, system_prompt
         self.max_consecutive_failures = max_consecutive_failures
         self._held: dict[int, _Held] = {}
-        self._failures, self._ever_opened = 0, False
+        self._failures = 0
+        # Openings in flight, failed ones, and whether one has succeeded
+        self._opening, self._unopened, self._ever_opened = 0, 0, False
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         if self.max_consecutive_failures is not None and self._failures >= self.max_consecutive_failures:
@@ -108,13 +112,19 @@ class TextEnvTransform(TurnTransform):
         return tensordict_reset
 
     async def _open_all(self, rows: Sequence[TensorDictBase]) -> None:
-        # Open all sessions; one that fails costs only its conversation, unless none has ever opened
-        openings = await asyncio.gather(*map(self._open, rows))
+        # Open all sessions; one that fails costs only its conversation, unless a whole batch fails at the start
+        self._opening += len(rows)
+        try:
+            openings = await asyncio.gather(*map(self._open, rows))
+        finally:
+            self._opening -= len(rows)
         failures = [opening for opening in openings if isinstance(opening, Exception)]
-        if len(failures) == len(rows) and not self._ever_opened:
+        self._unopened += len(failures)
+        self._ever_opened = self._ever_opened or len(failures) < len(rows)
+        if not (self._ever_opened or self._opening) and self._unopened >= self.chat_env.batch_size.numel():
             await self._release(rows)
-            raise RuntimeError(f"none of {len(rows)} sessions could be opened: {failures[0]!r}") from failures[0]
-        self._ever_opened = True
+            failed, self._unopened = self._unopened, 0
+            raise RuntimeError(f"none of {failed} sessions could be opened: {failures[0]!r}") from failures[0]
         # Make openings the rows' prompts, after a check that the members of a group agree
         encoded, agreed = self.chat_env.prompt_ids(), {}
         for row, opening in zip(rows, openings, strict=True):
@@ -182,8 +192,7 @@ class TextEnvTransform(TurnTransform):
     @staticmethod
     def _columns(row: TensorDictBase) -> dict[str, Any]:
         """Return what a session sees of a row: the dataset's columns, and a seed that is a hash of them by default."""
-        names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
-        columns = {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
+        columns = dataset_columns(row)
         return {ENV_SEED: zlib.crc32(repr(sorted(columns.items())).encode())} | columns
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:

@@ -2,8 +2,9 @@
 
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
-from torchrl_rloo.envs.transforms.kl import KLRewardTransform
+from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
+from torchrl_rloo.envs.transforms.ray_primer import RayDataLoadingPrimer
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
@@ -26,6 +27,7 @@ __all__ = [
     "FeedbackTransform",
     "KLRewardTransform",
     "NormalizeRewards",
+    "RayDataLoadingPrimer",
     "RewardTransform",
     "ScoreNames",
     "ShapingTransform",
@@ -33,4 +35,5 @@ __all__ = [
     "TruncationPolicy",
     "TurnRewardTransform",
     "UserSimulator",
+    "add_reference_kl",
 ]

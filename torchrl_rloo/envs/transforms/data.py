@@ -105,6 +105,11 @@ class DataLoadingPrimer(Transform):
             DatasetExhaustedError: after the last epoch.
             IndexError: if the sampler chooses an index outside of the dataset.
         """
+        prompt_id, group_id = self._draw_ids()
+        return self._prompt(prompt_id), group_id
+
+    def _draw_ids(self) -> tuple[int, int]:
+        """Return the next ``(prompt_id, group_id)``."""
         if self._requeued:
             index, group_id = self._requeued.popleft()
         else:
@@ -112,7 +117,10 @@ class DataLoadingPrimer(Transform):
             self.next_group_id += 1
         if self._journal is not None:
             self._journal.append((index, group_id))
-        return {**self.dataset[index], keys.PROMPT_ID: torch.tensor(index)}, group_id
+        return index, group_id
+
+    def _prompt(self, prompt_id: int) -> dict[str, Any]:
+        return {**self.dataset[prompt_id], keys.PROMPT_ID: torch.tensor(prompt_id)}
 
     def requeue(self, draws: Iterable[tuple[int, int]]) -> None:
         """Queue draws again whose groups were not delivered; the next draws return them first, under the same ids.
@@ -166,6 +174,17 @@ class DataLoadingPrimer(Transform):
             DatasetExhaustedError: if fewer draws are left.
             ValueError: if the epochs give fewer draws from the start.
         """
+        return [self.make_group(*draw) for draw in self.draw_ids(groups)]
+
+    def draw_ids(self, groups: int) -> list[tuple[int, int]]:
+        """Draw as :meth:`draw_groups` does, without the rows.
+
+        Args:
+            groups: number of draws.
+
+        Returns:
+            ``(prompt_id, group_id)`` of each draw.
+        """
         if self.remaining() < groups:
             if self.next_group_id == self.first_group_id:
                 raise ValueError(
@@ -175,7 +194,7 @@ class DataLoadingPrimer(Transform):
             if self.remaining():
                 _LOGGER.warning("skipping the last %d prompts, which do not fill a batch", int(self.remaining()))
             raise DatasetExhaustedError(f"{int(self.remaining())} draws are left, a batch needs {groups}")
-        return [stack_rows(self._copies(*self.draw())) for _ in range(groups)]
+        return [self._draw_ids() for _ in range(groups)]
 
     def make_group(self, prompt_id: int, group_id: int) -> TensorDictBase:
         """Return the rows of a group that was drawn before, as :meth:`draw_groups` returned them.
@@ -184,8 +203,7 @@ class DataLoadingPrimer(Transform):
             prompt_id: index of the prompt in the dataset.
             group_id: id of the draw.
         """
-        prompt = {**self.dataset[prompt_id], keys.PROMPT_ID: torch.tensor(prompt_id)}
-        return stack_rows(self._copies(prompt, group_id))
+        return stack_rows(self._copies(self._prompt(prompt_id), group_id))
 
     def _next_index(self) -> int:
         # A sampler chooses without epochs

@@ -11,11 +11,20 @@ from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import gather_actions, make_tensorclass, micro_batches, ragged, spread_actions, stack_rows
+from torchrl_rloo.data.rows import (
+    gather_actions,
+    make_tensorclass,
+    micro_batches,
+    ragged,
+    spread_actions,
+    stack_rows,
+    unbind_rows,
+)
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.envs.abstaining import is_abstaining
-from torchrl_rloo.functional.kl import KL_ESTIMATORS, kl_penalized_reward
-from torchrl_rloo.modules.recording import Scorer
+from torchrl_rloo.functional.kl import KL_ESTIMATORS, KLEstimator, kl_penalized_reward
+from torchrl_rloo.modules.recording import Scorer, record_log_probs
+from torchrl_rloo.ranks import Ranks
 
 
 class KLRewardTransform(Transform):
@@ -99,15 +108,13 @@ class KLRewardTransform(Transform):
 
     @torch.no_grad()
     def _penalize(self, finished: list[TensorDictBase], rows: TensorDictBase) -> None:
-        # KL of each trajectory to the reference
+        # Subtract the KL of each trajectory to the reference
         scored = self.ref.score(rows)
         sampled = gather_actions(ragged(rows, keys.LOG_PROBS), scored.actions)
-        kl = self.estimator(sampled, scored.log_probs).cpu()
-        if self.mask_truncated_completions:
-            kl = kl * torch.stack([~row["truncated"] for row in finished])
-        # Penalized reward and reference log-probs, written back to each row
         rewards = torch.stack([row["reward"].reshape(()) for row in finished])
-        rewards = kl_penalized_reward(rewards, kl, float(self.coeff))
+        omitted = torch.stack([row["truncated"] for row in finished]) if self.mask_truncated_completions else None
+        rewards = _subtract_kl(rewards, sampled, scored.log_probs, self.coeff, self.estimator, omitted)
+        # Write rewards and reference log-probs back to each row
         log_probs = spread_actions(scored.log_probs, rows, scored.actions)
         for row, reward, ref in zip(finished, rewards, log_probs, strict=True):
             row.set("reward", reward.reshape(1, 1))
@@ -132,6 +139,82 @@ class KLRewardTransform(Transform):
             full=Unbounded(shape=(*shape, -1)), shape=shape, data_cls=LogProbs
         )
         return observation_spec
+
+
+@torch.no_grad()
+def add_reference_kl(
+    rows: TensorDictBase,
+    ref: Scorer,
+    kl_to_ref_coeff: SupportsFloat,
+    *,
+    estimator: str = "k1",
+    mask_truncated_completions: bool = False,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    ranks: Ranks | None = None,
+    split: bool = True,
+) -> TensorDictBase:
+    """Score collected rows under a reference and subtract the KL from their rewards, like :class:`KLRewardTransform`.
+
+    Several ranks call it together on the collected rows: each may hold only a part of the reference.
+
+    Args:
+        rows: rows of batch size ``[B]``, written in place: ``("next", "reward")`` and
+            ``("next", "ref_log_probs", "full")``. A row whose reward is NaN gets its own log-probs.
+        ref: see :class:`KLRewardTransform`.
+        kl_to_ref_coeff: see :class:`KLRewardTransform`.
+        estimator: see :class:`KLRewardTransform`.
+        mask_truncated_completions: see :class:`KLRewardTransform`.
+        micro_batch_size: see :class:`KLRewardTransform`.
+        max_tokens: see :class:`KLRewardTransform`.
+        ranks: ranks that score together. None scores alone.
+        split: True if each rank passes the same rows, False if each passes its own.
+
+    Returns:
+        The rows.
+    """
+    limits = {"micro_batch_size": micro_batch_size, "max_tokens": max_tokens, "ranks": ranks, "split": split}
+    record_log_probs(ref, rows, log_probs=keys.REF_LOG_PROBS, **limits)
+    for row in unbind_rows(rows):
+        if row[keys.REWARD].isnan().any():
+            row.set(keys.REF_LOG_PROBS, row[keys.LOG_PROBS].clone())
+            continue
+        mask = row[keys.ACTION_MASK]
+        sampled, ref_log_probs = (row[key][mask][None] for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
+        omitted = row[keys.TRUNCATED][None] if mask_truncated_completions else None
+        reward = row[keys.REWARD]
+        penalized = _subtract_kl(
+            reward.reshape(1), sampled, ref_log_probs, kl_to_ref_coeff, KL_ESTIMATORS[estimator], omitted
+        )
+        row.set(keys.REWARD, penalized.reshape(reward.shape))
+    return rows
+
+
+def _subtract_kl(
+    rewards: torch.Tensor,
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    coeff: SupportsFloat,
+    estimator: KLEstimator,
+    omitted: torch.Tensor | None,
+) -> torch.Tensor:
+    """Subtract the KL of trajectories to the reference from their rewards.
+
+    Args:
+        rewards: ``[B]``.
+        log_probs: ``[B, A]`` of action tokens under the policy that sampled them, 0 elsewhere.
+        ref_log_probs: ``[B, A]`` under the reference, 0 elsewhere.
+        coeff: penalty per nat.
+        estimator: KL of each token.
+        omitted: ``[B, 1]`` bool, True for a trajectory whose KL does not count. None counts all.
+
+    Returns:
+        ``[B]``.
+    """
+    kl = estimator(log_probs, ref_log_probs).cpu()
+    if omitted is not None:
+        kl = kl * ~omitted
+    return kl_penalized_reward(rewards, kl, float(coeff))
 
 
 def _as_row(row: TensorDictBase) -> TensorDictBase:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,16 +219,8 @@ class RewardTransform(Transform):
 
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
         """Return the scores ``[n, F]`` of finished rows, NaN where a function abstained."""
-        batch = RewardBatch(
-            prompts=[non_tensor_value(r, keys.QUERY) for r in rows],
-            completions=[non_tensor_value(r, keys.COMPLETION) for r in next_rows],
-            completion_ids=[action_ids(r).tolist() for r in next_rows],
-            columns={
-                k: [_plain(non_tensor_value(r, k)) for r in rows] for k in rows[0].keys() if k not in keys.RESERVED
-            },
-            truncated=[bool(r["truncated"]) for r in next_rows],
-            trainer_state=self.trainer_state,
-        )
+        truncated = [bool(r["truncated"]) for r in next_rows]
+        batch = make_reward_batch(rows, next_rows, map(action_ids, next_rows), truncated, self.trainer_state)
         # Run the functions, and record what they log
         scored = self.runner(batch)
         for name, value in scored.metrics.items():
@@ -256,6 +248,36 @@ class RewardTransform(Transform):
         shape = self.parent.batch_size
         reward_spec["rewards"] = Unbounded(shape=(*shape, len(self.functions)))
         return reward_spec
+
+
+def make_reward_batch(
+    rows: Sequence[TensorDictBase],
+    ended: Sequence[TensorDictBase],
+    ids: Iterable[torch.Tensor],
+    truncated: Sequence[bool],
+    trainer_state: TrainerState,
+) -> RewardBatch:
+    """Return finished trajectories as reward functions see them.
+
+    Args:
+        rows: ``B`` rows with the prompt and the columns of the dataset.
+        ended: ``B`` rows with the completion.
+        ids: sampled ids of each trajectory.
+        truncated: whether a limit ended it.
+        trainer_state: progress of the run.
+    """
+    return RewardBatch(
+        prompts=[non_tensor_value(row, keys.QUERY) for row in rows],
+        completions=[non_tensor_value(row, keys.COMPLETION) for row in ended],
+        completion_ids=[sampled.tolist() for sampled in ids],
+        columns={
+            name: [_plain(non_tensor_value(row, name)) for row in rows]
+            for name in rows[0].keys()
+            if name not in keys.RESERVED
+        },
+        truncated=truncated,
+        trainer_state=trainer_state,
+    )
 
 
 def _plain(value: Any) -> Any:

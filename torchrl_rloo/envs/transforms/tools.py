@@ -17,6 +17,7 @@ from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.activity import spending
 from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser, without_thinking
@@ -170,7 +171,8 @@ class ToolTransform(TurnTransform):
             async with free:
                 return await session.call(call, deadline=deadline)
 
-        results = await asyncio.gather(*map(run_one, calls))
+        with spending("tools"):
+            results = await asyncio.gather(*map(run_one, calls))
         # Count outcomes, and log only the first failure of a tool
         for result in results:
             if result.outcome in ("unknown", "malformed"):

@@ -1,0 +1,162 @@
+"""Health rules on runs with a planted fault and on healthy runs: when does each fire, and does any fire in vain?
+
+    python benchmarks/bench_health.py                                              everything, in about 20 minutes
+    python benchmarks/bench_health.py --record DIR --faults --healthy 20 --seeds 1 2 3
+    python benchmarks/bench_health.py --evaluate DIR
+    python benchmarks/bench_health.py --time 100000
+
+``--record`` trains on the built-in tasks, 64 rows a step, and keeps the metrics of each run. ``--evaluate`` applies the
+rules to them. The limits of the rules were chosen on seeds 0 and 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from common import print_result, print_table  # noqa: E402
+from health_cases import QUIET, SIZES, Case, healthy, planted  # noqa: E402
+
+from torchrl_rloo.diagnostics.health import RULES, Event, Health  # noqa: E402
+
+
+def record(name: str, case: Case, folder: Path) -> None:
+    """Train once and keep ``metrics.jsonl`` as ``<name>.jsonl``."""
+    from torchrl_rloo.cli.main import recipe_file
+    from torchrl_rloo.cli.recipe import import_recipe, parse_args
+    from torchrl_rloo.embedded import build_tokenizer
+
+    module = sys.modules.get("recipe_rloo") or import_recipe(recipe_file("rloo"), "recipe_rloo")
+    with tempfile.TemporaryDirectory() as output:
+        template = Path(output) / "no_prompt.jinja"
+        original = build_tokenizer().chat_template
+        template.write_text(original.replace("{% else %}{{ message['content']", "{% else %}{{ ''"))
+        assert template.read_text() != original
+        overrides = [part.replace("NO_PROMPT", str(template)) for part in case.overrides]
+        cfg = parse_args(
+            module.Config,
+            Path(module.__file__),
+            module.__doc__,
+            ["--traceback", *SIZES, *QUIET, *overrides, f"output_dir={output}/run"],
+        )
+        start = time.process_time()
+        fault = case.fault() if case.fault else contextlib.nullcontext()
+        with fault, mock.patch.object(module, "finish"), contextlib.redirect_stdout(sys.stderr):
+            try:
+                module.main(cfg)
+            except RuntimeError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+        shutil.copy(Path(output) / "run" / "metrics.jsonl", folder / f"{name}.jsonl")
+    print(f"{name}: {time.process_time() - start:.0f} CPU s", flush=True)
+
+
+def load(file: Path) -> list[dict[str, float]]:
+    """Return the metrics of a recorded run, with NaN for values that were not finite."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
+
+
+def judge(history: list[dict[str, float]]) -> list[Event]:
+    """Return the events of a recorded run."""
+    health = Health(stop_on=())
+    return [event for metrics in history for event in health.update(int(metrics["step"]), metrics)]
+
+
+def visible_step(history: list[dict[str, float]]) -> int | None:
+    """Return the evaluation at which a person sees the failure: the held-out score has halved, or stayed near 0 thrice.
+
+    A score that has halved for good, against its best so far, or three scores of at most 0.02 from the start on.
+    """
+    scores = [(int(line["step"]), line["eval/sampled"]) for line in history if "eval/sampled" in line]
+    if len(scores) > 2 and all(score <= 0.02 for _, score in scores[:3]):
+        return scores[2][0]
+    for place, (step, _) in enumerate(scores):
+        best = max(score for _, score in scores[: place + 1])
+        if all(score <= best / 2 for _, score in scores[place:]):
+            return step
+    return None
+
+
+def evaluate(folder: Path) -> None:
+    """Print the events of all recorded runs, and the rates of both kinds."""
+    faults, alarms, quiet = [], [], 0
+    for file in sorted(folder.glob("*.jsonl")):
+        history = load(file)
+        events = [event for event in judge(history) if event.state == "fired" and event.severity != "info"]
+        if file.stem.startswith("healthy"):
+            quiet += 1
+            alarms += [{"run": file.stem, "rule": event.rule, "step": event.step} for event in events]
+            continue
+        first = {"fault": file.stem, "seen": visible_step(history), "fired": events[0].step if events else None}
+        rules = ", ".join(f"{event.rule} {event.step}" for event in events)
+        faults.append(first | {"rules": rules, "sentence": events[0].sentence if events else None})
+    if faults:
+        print_table("Planted faults: step at which a person sees it, step and rules that fired", faults)
+    print(f"\n{quiet} healthy runs, {len(alarms)} warnings or stops: {alarms}")
+    found = sum(fault["fired"] is not None for fault in faults)
+    print_result(
+        {"benchmark": "health", "faults": len(faults), "found": found, "healthy": quiet, "alarms": len(alarms)}
+    )
+
+
+def time_rules(steps: int) -> None:
+    """Print the time of a step of all rules at the beginning and at the end of a long run, in microseconds."""
+    rng, health, spent = random.Random(0), Health(), []
+    names = [metric.replace("*", "x") for rule in RULES for metric in rule.metrics]
+    for step in range(steps):
+        metrics = {name: 0.5 + 0.1 * rng.random() for name in names}
+        start = time.perf_counter()
+        health.update(step, metrics, metrics)
+        spent.append(time.perf_counter() - start)
+    size = len(json.dumps(health.state_dict()))
+    first, last = (1e6 * statistics.median(part) for part in (spent[50:1000], spent[-1000:]))
+    print_result({"benchmark": "health", "steps": steps, "us_first": first, "us_last": last, "state_bytes": size})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, metavar="DIR", help="train, and keep the metrics here")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="apply the rules to the metrics here")
+    parser.add_argument("--time", type=int, metavar="STEPS", help="time the rules over that many steps")
+    parser.add_argument("--faults", action="store_true", help="record the runs with a planted fault")
+    parser.add_argument("--healthy", type=int, default=0, help="number of healthy runs to record")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--only", nargs="+", help="names of the runs to record")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.record:
+        args.record.mkdir(parents=True, exist_ok=True)
+        cases = planted(args.seeds[0], args.steps) if args.faults else {}
+        cases |= healthy(args.seeds, args.steps, args.healthy) if args.healthy else {}
+        for name, case in cases.items():
+            if (args.only is None or name in args.only) and not (args.record / f"{name}.jsonl").exists():
+                record(name, case, args.record)
+    if args.evaluate:
+        evaluate(args.evaluate)
+    if args.time:
+        time_rules(args.time)
+    if not (args.record or args.evaluate or args.time):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, case in {**planted(1, args.steps), **healthy(args.seeds, args.steps, 20)}.items():
+                record(name, case, Path(folder))
+            evaluate(Path(folder))
+        time_rules(100_000)
+
+
+if __name__ == "__main__":
+    main()

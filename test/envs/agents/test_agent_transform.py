@@ -1,0 +1,367 @@
+"""Agents in a collector: the same rows as tools, exact ids however agents call, failures, and commands."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import pickle
+import random
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import openai  # noqa: F401  a slow import, which must not count as time of an agent
+import pytest
+import torch
+from tensordict import TensorDictBase
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.data import keys, load_prompts, tensor_rows
+from torchrl_rloo.data.segments import split_segments
+from torchrl_rloo.data.stop_reasons import stop_reason
+from torchrl_rloo.embedded import CALCULATOR, build_model, build_tokenizer, calculator_prompts
+from torchrl_rloo.engines.base import EngineError, Request
+from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
+from torchrl_rloo.envs import RowStepper
+from torchrl_rloo.envs.agents import AgentContext, AgentTransform, CommandAgent, agent_env
+from torchrl_rloo.envs.tools.calculator import calculator
+from torchrl_rloo.envs.tools.tool import ToolError
+from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
+from torchrl_rloo.rewards import boxed_accuracy
+
+PATIENCE = 60  # seconds; only a test that hangs takes as long
+ROWS = [{"query": [{"role": "user", "content": f"Task {i}: abc?"}], "place": i} for i in range(4)]
+
+
+async def answer(context: AgentContext, row: dict[str, Any]) -> float:
+    """Ask once."""
+    async with context.openai() as client:
+        await client.chat.completions.create(model=context.model, messages=row["query"])
+    return 1.0
+
+
+class World:
+    """Collector of one agent over a scripted engine."""
+
+    def __init__(self, tokenizer, agent: Any, script: Any = None, rows: list[dict] = ROWS, **settings: Any):
+        self.tokenizer = tokenizer
+        self.sampled: list[tuple[list[int], list[int]]] = []
+        self.engine = ScriptedEngine(self._record(script or (lambda request, index: ScriptedTurn([40, 41]))))
+        self.policy = vLLMWrapper(self.engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 50, "seed": 0})
+        settings = {"prompts_per_batch": len(rows), "shuffle": False} | settings
+        self.env = agent_env(agent, tokenizer, dataset=load_prompts(rows), **settings)
+        (self.transform,) = (t for t in self.env.transform.transforms if isinstance(t, AgentTransform))
+
+    def _record(self, script: Callable) -> Callable:
+        def turn(request: Request, index: int) -> ScriptedTurn:
+            made = script(request, index)
+            self.sampled.append((list(request.prompt), list(made.tokens)))
+            return made
+
+        return turn
+
+    def collect(self, **settings: Any) -> TensorDictBase:
+        try:
+            return LLMCollector(self.env, self.policy, **settings).collect()
+        finally:
+            self.transform.close()
+            self.engine.close()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {k: n for k, n in self.transform.counts.items() if n and k.startswith("agent/")}
+
+
+# The calculator task, three ways
+
+
+def solve_turns(said: str) -> list[dict[str, str]]:
+    """Answer the calls of a reply as ToolTransform does."""
+    messages = []
+    for expression in re.findall("<tool>([^<]*)</tool>", said):
+        try:
+            text = calculator.call(None, expression)
+        except ToolError as error:
+            text = f"Error: {error}"
+        messages.append({"role": "tool", "content": text})
+    return messages
+
+
+async def solve(context: AgentContext, row: dict[str, Any]) -> None:
+    messages = list(row["query"])
+    async with context.openai() as client:
+        for _ in range(2):
+            reply = await client.chat.completions.create(model=context.model, messages=messages)
+            if reply.choices[0].finish_reason == "length":
+                return
+            said = reply.choices[0].message.content or ""
+            results = solve_turns(said)
+            if not results:
+                return
+            messages += [{"role": "assistant", "content": said}, *results]
+
+
+COMMAND = """
+import json, os, re, sys, urllib.request
+row = json.load(sys.stdin)
+messages = row["query"]
+for _ in range(2):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    (choice,) = json.load(urllib.request.urlopen(request))["choices"]
+    said = choice["message"]["content"] or ""
+    calls = re.findall("<tool>([^<]*)</tool>", said)
+    if choice["finish_reason"] == "length" or not calls:
+        break
+    messages.append({"role": "assistant", "content": said})
+    for call in calls:
+        value = str(eval(call)) if re.fullmatch("[1-9][0-9]*[-+*][1-9][0-9]*", call) else "Error"
+        messages.append({"role": "tool", "content": value})
+print("done")
+print(json.dumps({"metrics": {"calls": len(messages)}}))
+"""
+
+
+def test_the_calculator_as_tool_as_agent_and_as_command(warm_model) -> None:
+    tokenizer = build_tokenizer()
+    model = type(build_model(tokenizer, 0)).from_pretrained(warm_model("calculator")).eval()
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "seed": 3})
+    settings = {"prompts_per_batch": 4, "num_generations": 2, "rewards": boxed_accuracy, "max_turns": 2}
+    rows = load_prompts(calculator_prompts("train", size=4))
+    expected = LLMCollector(CALCULATOR.env(rows, tokenizer, **settings), policy).collect()
+    assert expected[keys.NUM_TURNS].max() == 2, "no row calls the tool"
+    compared: Counter[bool] = Counter()  # rows with a call, of the command and of the function
+    for agent in (solve, [sys.executable, "-c", COMMAND]):
+        env = agent_env(agent, tokenizer, dataset=rows, **settings)
+        found = LLMCollector(env, policy).collect()
+        env.close()
+        for ours, theirs in zip(found.unbind(0), expected.unbind(0), strict=True):
+            said = " ".join(m["content"] for m in theirs[keys.COMPLETION] if m["role"] == "assistant")
+            # The command has a calculator for two numbers only
+            simple = re.sub("<tool>[1-9][0-9]*[-+*][1-9][0-9]*</tool>", "", said)
+            if agent is not solve and "<tool>" in simple:
+                continue
+            compared[agent is solve] += int(theirs[keys.NUM_TURNS]) == 2
+            for key in (keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.REWARD, keys.NUM_TURNS):
+                # Other rows of the command's batches may differ, and with them the rounding of log-probs
+                torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0 if agent is solve else 1e-5)
+    assert compared[True] >= compared[False] > 0, compared
+    assert found[0]["next", "log_extra"]["calls"] >= 2
+
+
+# Ids trained on are ids sampled
+
+
+def wander(seed: int, calls: int = 5) -> Callable:
+    """Return an agent that continues, compacts, forks, retries and asks for two choices, at random."""
+
+    async def agent(context: AgentContext, row: dict[str, Any]) -> float:
+        rng, messages = random.Random(f"{seed} {row['place']}"), list(row["query"])
+        async with context.openai() as client:
+
+            async def ask(messages: list[dict[str, str]], **kwargs: Any) -> list[dict[str, str]]:
+                reply = await client.chat.completions.create(model="m", messages=messages, **kwargs)
+                return [{"role": "assistant", "content": choice.message.content or ""} for choice in reply.choices]
+
+            for i in range(calls):
+                match rng.choice(["go on", "go on", "compact", "fork", "choices", "retry"]):
+                    case "go on":
+                        (said,) = await ask(messages)
+                    case "compact":
+                        messages = [{"role": "user", "content": f"Summary {i}."}]
+                        (said,) = await ask(messages)
+                    case "fork":
+                        side = [*messages, {"role": "user", "content": "aside"}] if i else messages[:1]
+                        side[-1] = side[-1] | {"content": side[-1]["content"] + "?"}
+                        (_,), (said,) = await asyncio.gather(ask(side), ask(messages))
+                    case "choices":
+                        said = rng.choice(await ask(messages, n=2))
+                    case "retry":
+                        lost = asyncio.ensure_future(ask(messages))
+                        await asyncio.sleep(0)
+                        lost.cancel()
+                        await asyncio.gather(lost, return_exceptions=True)
+                        (said,) = await ask(messages)
+                messages = [*messages, said, {"role": "user", "content": rng.choice(["more", "abc bca", "c?"])}]
+        return rng.random()
+
+    return agent
+
+
+def check_samples(rows: TensorDictBase, sampled: list[tuple[list[int], list[int]]]) -> int:
+    """Check that each run of action tokens is what a request returned for exactly its prefix; return their number."""
+    known, seen = {(tuple(prompt), tuple(ids)) for prompt, ids in sampled}, []
+    for row in split_segments(rows).unbind(0):
+        ids, mask = row[keys.TOKENS].tolist(), row[keys.ACTION_MASK].int()
+        edges = torch.diff(mask, prepend=torch.zeros(1, dtype=mask.dtype), append=torch.zeros(1, dtype=mask.dtype))
+        starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+        for start, end in zip(starts, ends, strict=True):
+            call = (tuple(ids[:start]), tuple(ids[start:end]))
+            assert call in known
+            seen.append(call)
+    return len(seen)
+
+
+@pytest.mark.parametrize("template", ["chatml", "strips_thinking"])
+def test_ids_trained_on_are_ids_sampled(template: str, make_tokenizer: Callable) -> None:
+    tokenizer: PreTrainedTokenizerFast = make_tokenizer(template)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]  # not the merges that encoding gives
+
+    def script(request: Request, index: int) -> ScriptedTurn:
+        rng = random.Random(f"{request.seed} {request.prompt}")
+        thought = tokenizer("<think>ab</think>", add_special_tokens=False)["input_ids"] if rng.random() < 0.5 else []
+        ids = [*thought, *rng.choices(letters, k=rng.randint(1, 5)), tokenizer.eos_token_id]
+        return ScriptedTurn(ids, [-0.5] * len(ids))
+
+    world = World(tokenizer, wander(0), script, num_generations=6)
+    rows = world.collect()
+    assert set(map(stop_reason, rows.unbind(0))) == {"ended"} and len(rows) == 24
+    trained, counts = check_samples(rows, world.sampled), world.counts
+    assert trained == counts["agent/calls"] - counts.get("agent/orphans", 0) > 100
+    assert counts["agent/new_samples"] > len(rows)
+    assert ("agent/rewritten" in counts) == (template == "strips_thinking")
+
+
+def test_the_ratio_is_one(make_tokenizer: Callable, make_model: Callable) -> None:
+    tokenizer = make_tokenizer("strips_thinking")
+    model: PreTrainedModel = make_model(tokenizer, end_bias=7.0)
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 0})
+    env = agent_env(wander(1), tokenizer, dataset=load_prompts(ROWS), prompts_per_batch=4, shuffle=False)
+    rows = tensor_rows(split_segments(LLMCollector(env, policy).collect()))
+    env.close()
+    assert len(rows) > 4
+    scored = policy.get_new_version(generate=False).score(rows)
+    behavior = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in rows.unbind(0)])
+    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behavior, rtol=0, atol=1e-5)
+
+
+# Failures and limits
+
+
+async def by_place(context: AgentContext, row: dict[str, Any]) -> Any:
+    if row["place"] == 0:
+        raise KeyError("broken agent")
+    if row["place"] == 1:
+        return 1.0  # without a call
+    await answer(context, row)
+    return {"rewards": 1.0} if row["place"] == 2 else {"reward": 3, "metrics": {"steps": 1}}
+
+
+def test_agents_that_fail_abstain_and_are_counted(bpe) -> None:
+    world = World(bpe, by_place)
+    rows = world.collect()
+    assert [stop_reason(row) for row in rows.unbind(0)] == ["failed"] * 3 + ["ended"]
+    assert rows[keys.REWARD].isnan().flatten().tolist() == [True] * 3 + [False]
+    assert float(rows[3][keys.REWARD]) == 3.0 and rows[3]["next", "log_extra"] == {"steps": 1}
+    assert world.counts == {"agent/failed": 3, "agent/calls": 2, "agent/new_samples": 2}
+
+
+def test_an_agent_that_hangs_is_cancelled_and_keeps_its_tokens(bpe) -> None:
+    ended = threading.Event()
+
+    async def hang(context: AgentContext, row: dict[str, Any]) -> None:
+        await answer(context, row)
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            ended.set()
+
+    world = World(bpe, hang, rows=ROWS[:1], max_seconds=10.0)
+    (row,) = world.collect().unbind(0)
+    assert stop_reason(row) == "time" and row[keys.ACTION_MASK].sum() == 2 and ended.wait(PATIENCE)
+    assert world.counts["agent/timed_out"] == 1 and float(row[keys.REWARD]) == 0.0
+
+
+def test_limits_of_calls_and_tokens(bpe) -> None:
+    async def forever(context: AgentContext, row: dict[str, Any]) -> None:
+        while True:
+            await answer(context, row)
+
+    def cut(request: Request, index: int) -> ScriptedTurn:
+        return ScriptedTurn([40] * 99, finish="length")
+
+    rows = World(bpe, forever, rows=ROWS[:1], max_turns=3).collect()
+    assert stop_reason(rows[0]) == "turns" and int(rows[0][keys.NUM_TURNS]) == 3
+    assert stop_reason(World(bpe, answer, cut, ROWS[:1], max_turn_tokens=5).collect()[0]) == "turn_tokens"
+    assert stop_reason(World(bpe, answer, cut, ROWS[:1], max_tokens=60).collect()[0]) == "total_tokens"
+
+
+def test_a_failed_policy_ends_its_agent_and_counts_as_a_failed_turn(bpe) -> None:
+    async def stubborn(context: AgentContext, row: dict[str, Any]) -> None:
+        while True:
+            try:
+                return await answer(context, row)
+            except Exception:
+                await asyncio.sleep(0.01)
+
+    def fail(request: Request, index: int) -> ScriptedTurn:
+        return ScriptedTurn([40], error=EngineError("out of memory"))
+
+    world = World(bpe, stubborn, fail)
+    rows = world.collect()
+    assert [stop_reason(row) for row in rows.unbind(0)] == ["failed"] * 4
+    assert world.counts["agent/failed_calls"] >= 4
+    with pytest.raises(RuntimeError, match="out of memory"):
+        World(bpe, stubborn, fail).collect(max_consecutive_failures=2)
+
+
+# Commands
+
+
+def test_a_command_ends_with_its_children_and_its_limits(bpe, tmp_path) -> None:
+    def run(code: str, seconds: float = PATIENCE, **settings: Any) -> Any:
+        agent = CommandAgent([sys.executable, "-c", code], **settings)
+        return asyncio.run(asyncio.wait_for(agent(AgentContext("http://127.0.0.1:1/v1", "k"), {"place": 3}), seconds))
+
+    shown = run("import sys, json; print(sys.stdin.read()); print(json.dumps({'reward': 2}))")
+    assert shown == {"reward": 2}
+    assert run("print('x' * 300000); print(7)") is None
+    with pytest.raises(RuntimeError, match="code 3: lost"):
+        run("import sys; print('lost', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        run("x = bytearray(2**30)", memory=2**28)
+    # A cancelled command takes its children along: the lock that they hold becomes free
+    lock = tmp_path / "lock"
+    holds = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(1e6)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
+    with pytest.raises(TimeoutError):
+        run(code, 3.0)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_what_is_refused(bpe) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        CommandAgent(["no-such-program"])
+    with pytest.raises(ValueError, match="must be a list"):
+        CommandAgent("ls")
+    with pytest.raises(TypeError, match="agent=3"):
+        AgentTransform(3)
+    with pytest.raises(ValueError, match="max_parallel=0"):
+        AgentTransform(answer, max_parallel=0)
+    settings = {"dataset": load_prompts(ROWS), "prompts_per_batch": 4}
+    env = agent_env(answer, bpe, transforms=[FeedbackTransform(lambda conversation, row: None)], **settings)
+    with pytest.raises(ValueError, match=r"FeedbackTransform.*AgentTransform"):
+        RowStepper(env)
+    with pytest.raises(ValueError, match="input_mode='text'"):
+        RowStepper(agent_env(answer, bpe, input_mode="text", **settings))
+    env = agent_env(answer, bpe, **settings)
+    with pytest.raises(RuntimeError, match="use LLMCollector"):
+        env.step(env.rand_action(env.reset()))
+
+
+def test_a_transform_pickles_without_its_server(bpe) -> None:
+    transform = agent_env(answer, bpe, dataset=load_prompts(ROWS), prompts_per_batch=4).transform.transforms[1]
+    url = transform.server().url
+    other = pickle.loads(pickle.dumps(transform))
+    assert other.server().url != url and other.agent is answer
+    other.close()
+    transform.close()

@@ -1,0 +1,241 @@
+"""Checks before a run: their settings, the facts that they read, and command ``torchrl-rloo check``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_rloo.lookup import import_object
+
+if TYPE_CHECKING:
+    from torchrl_rloo.diagnostics.checks import Facts, Finding
+    from torchrl_rloo.modules import TurnPolicy
+
+LEAST_SAMPLES, MOST_SAMPLES = 4, 16  # completions of a prompt from which its groups are estimated
+IN_FLIGHT = "finish"  # default of weight updates
+OPTIMIZER_STATES = 2  # float32 numbers that AdamW keeps of a trained weight
+
+
+@dataclass
+class CheckConfig:
+    """Checks before the first step."""
+
+    mode: str = "warn"  # before the first step: warn prints what is wrong, stop also refuses errors, off checks nothing
+    prompts: int = 16  # training prompts that the start model samples a group of, at most those of a step
+    own: list[str] = field(default_factory=list)  # dotted paths of your checks, functions of the facts of a run
+
+
+class CheckError(ValueError):
+    """Error of a run that checks refuse."""
+
+
+def preflight(cfg: Any, problem: Any, policy: TurnPolicy) -> None:
+    """Check a run before its first step, and print what is wrong.
+
+    Args:
+        cfg: settings of the recipe.
+        problem: task, prompts, model, rewards and sizes of the recipe.
+        policy: policy with the start weights.
+
+    Raises:
+        CheckError: if a check finds an error, with ``check.mode=stop``.
+    """
+    if cfg.check.mode == "off":
+        return
+    from torchrl_rloo.diagnostics.checks import summarize
+
+    findings = find(cfg, gather_facts(cfg, problem, policy))
+    wrong = [finding for finding in findings if finding.level != "ok"]
+    print(*wrong, f"before the first step: {summarize(findings)}", sep="\n", flush=True)
+    errors = [finding for finding in wrong if finding.level == "error"]
+    if errors and cfg.check.mode == "stop":
+        raise CheckError(f"check.mode=stop refuses {errors[0].check}: {errors[0].sentence}; {errors[0].remedy}")
+
+
+def check_recipe(recipe: Any, cfg: Any) -> list[Finding]:
+    """Load what a recipe's settings name, sample with its start model, and print all findings.
+
+    The model samples itself, also if the settings name an engine. Nothing is written.
+
+    Args:
+        recipe: module of the recipe, with ``load_problem``.
+        cfg: settings of the recipe.
+
+    Returns:
+        The findings.
+    """
+    from torchrl_rloo.diagnostics.checks import summarize
+    from torchrl_rloo.modules import TransformersWrapper
+    from torchrl_rloo.ranks import Ranks
+
+    cfg.train = replace(cfg.train, load_shards=False)  # the model samples, so it needs its weights
+    with Ranks.from_environment(cfg.model.device, group=False) as ranks:
+        problem = recipe.load_problem(cfg, ranks)
+        try:
+            facts = gather_facts(cfg, problem, TransformersWrapper(problem.model, **problem.wrapper), memory=True)
+        finally:
+            problem.rewards.close()
+    findings = find(cfg, facts)
+    print("", *findings, sep="\n")
+    if facts.samples:
+        sample = facts.samples[0]
+        print(
+            f"\na completion of the start model ({sample.tokens} tokens, return {sample.value}): {sample.completion!r}"
+        )
+    print(f"\n{summarize(findings)}")
+    return findings
+
+
+def find(cfg: Any, facts: Facts) -> list[Finding]:
+    """Run all checks, and those that the settings add."""
+    from torchrl_rloo.diagnostics.checks import CHECKS, run_checks
+
+    return run_checks(facts, {**CHECKS, **load_own_checks(cfg.check)})
+
+
+def load_own_checks(check: CheckConfig) -> dict[str, Any]:
+    """Import the checks that settings add, and return them by path.
+
+    Raises:
+        ValueError: if there is no such function, or all checks are off.
+    """
+    if check.own and check.mode == "off":
+        raise ValueError(f"check.own={check.own} has no effect with check.mode=off; set it to []")
+    return {path: import_object(path, "check.own") for path in check.own}
+
+
+def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = False) -> Facts:
+    """Collect the input of all checks: settings, prompts, scores of constructed completions, and samples.
+
+    Args:
+        cfg: settings of the recipe.
+        problem: task, prompts, model, rewards and sizes of the recipe.
+        policy: policy with the start weights.
+        memory: whether to plan the memory of a step.
+    """
+    from torchrl_rloo.diagnostics.checks import Facts, probe_rewards, required_columns, sample_start
+
+    # Score constructed completions, and completions of the start model
+    plan, rewards, method, tokenizer = problem.plan, problem.rewards, problem.method, problem.wrapper["tokenizer"]
+    train = problem.train_set.for_tokenizer(tokenizer)
+    scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
+    group, sampled = min(max(plan.num_generations, LEAST_SAMPLES), MOST_SAMPLES), {}
+    if cfg.generate.temperature > 0:
+        start = sample_start(
+            policy,
+            train,
+            rewards.functions,
+            prompts=min(cfg.check.prompts, plan.prompts_per_step),
+            num_generations=group,
+            make_transforms=problem.make_transforms,
+            env_kwargs=problem.chat,
+            **scoring,
+        )
+        scale = plan.rows_per_step / len(start.samples)
+        sampled = {"samples": start.samples, "failures": start.failures}
+        sampled |= {"reward_seconds": start.reward_seconds * scale, "sample_seconds": start.sample_seconds * scale}
+    return Facts(
+        plan,
+        train,
+        problem.eval_set.for_tokenizer(tokenizer),
+        tokenizer,
+        template_kwargs=cfg.data.template_kwargs,
+        stop_ids=policy.stop_ids,
+        stop_strings=cfg.generate.stop_strings or (),
+        answer_columns=required_columns(rewards.functions, train.columns),
+        functions=rewards.names,
+        learned_reward=any(_is_learned(function) for function in rewards.functions),
+        probes=probe_rewards(rewards.functions, train, tokenizer, **scoring),
+        temperature=cfg.generate.temperature,
+        loss=method.loss_arguments,
+        kl_coeff=0.0 if method.kl is None else float(method.kl.coeff),
+        kl_target=None if method.kl is None else method.kl.target,
+        normalized=_is_normalized(cfg, method),
+        staleness=_staleness(cfg),
+        in_flight=(cfg.inference.updater or {}).get("in_flight", IN_FLIGHT) if cfg.inference.engine else None,
+        sync_every=cfg.sampler.sync_every,
+        eval_every=cfg.eval.every,
+        stop_rules=getattr(getattr(cfg, "health", None), "stop_on", None),
+        checkpoint_bytes=_checkpoint_bytes(problem.model),
+        checkpoints=cfg.checkpoint.keep + 1,  # the oldest is removed after the newest is written
+        free_bytes=shutil.disk_usage(_existing(Path(cfg.output_dir))).free,
+        **sampled,
+        **(_plan_memory(cfg, plan.max_prompt_tokens) if memory else {}),
+    )
+
+
+def _is_learned(function: Any) -> bool:
+    """Return whether a reward function, or one that it wraps, asks a model."""
+    from torchrl_rloo.rewards.classifier import SequenceClassifier
+    from torchrl_rloo.rewards.judge import LLMJudge
+    from torchrl_rloo.rewards.remote import RemoteScorer
+
+    while function is not None and not isinstance(function, SequenceClassifier | LLMJudge | RemoteScorer):
+        function = getattr(function, "function", None)
+    return function is not None
+
+
+def _is_normalized(cfg: Any, method: Any) -> bool:
+    """Return whether returns are clipped or scaled before they multiply the gradient."""
+    scales = method.advantage.get("estimator") == "grpo" or method.advantage.get("normalize") is not None
+    return bool(scales or cfg.reward.clip_range or cfg.reward.shaping)
+
+
+def _staleness(cfg: Any) -> int:
+    """Return the weight updates between sampling and training of a row, at most."""
+    late = 0 if cfg.sampler.share_weights else max(0, cfg.sampler.sync_every - 1)
+    return max(cfg.collector.max_staleness or 0, cfg.collector.ahead, late)
+
+
+def _checkpoint_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights and of AdamW's states, about."""
+    weights = {id(p): p for p in model.parameters()}.values()
+    states = 4 * OPTIMIZER_STATES * sum(p.numel() for p in weights if p.requires_grad)
+    return states + sum(p.numel() * p.element_size() for p in weights)
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder above a path that exists."""
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _plan_memory(cfg: Any, prompt_tokens: int) -> dict[str, int]:
+    """Return the planned memory of a step and that of the device; nothing if the settings cannot be planned."""
+    from torchrl_rloo.cli.plan import load_fake_model, memory_settings
+    from torchrl_rloo.diagnostics import plan_memory
+
+    try:
+        model = load_fake_model(cfg)
+        settings, _ = memory_settings(cfg, model, int(os.environ.get("WORLD_SIZE", "1")), None, prompt_tokens)
+    except ValueError as error:
+        print(f"the memory of a step is not planned: {error}", file=sys.stderr)
+        return {}
+    known = settings.device_bytes
+    if settings.device == "cpu":
+        known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"peak_bytes": plan_memory(model, settings).peak} | ({} if known is None else {"device_bytes": known})
+
+
+def run_command(file: Path, arguments: Sequence[str]) -> bool:
+    """Check a recipe with the settings of a command line, and return whether no check found an error.
+
+    Args:
+        file: file of the recipe.
+        arguments: arguments of the recipe.
+
+    Raises:
+        ValueError: if the recipe does not sample groups, or its settings do not fit together.
+    """
+    from torchrl_rloo.cli.plan import load_recipe
+    from torchrl_rloo.cli.recipe import parse_args
+
+    sys.path.insert(0, str(Path.cwd()))  # settings may name modules in the working directory
+    recipe = load_recipe(file)
+    cfg = parse_args(recipe.Config, file, recipe.__doc__, arguments)
+    return all(finding.level != "error" for finding in check_recipe(recipe, cfg))

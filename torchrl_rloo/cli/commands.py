@@ -1,0 +1,65 @@
+"""Commands of ``torchrl-rloo``: a line of help and examples of each."""
+
+from __future__ import annotations
+
+from torchrl_rloo.cli import bundle as bundles
+from torchrl_rloo.cli import rescore as stored
+from torchrl_rloo.cli.cluster_options import describe_options
+
+COMMANDS = {
+    "ls": "list the recipes",
+    "run": "run a built-in recipe or your own copy of one",
+    "cp": "copy a recipe and all its settings, to edit them",
+    "plan": "estimate the memory of a run, or the split of a cluster, before anything is loaded",
+    "check": "check prompts, template, rewards and settings of a run before it starts",
+    "evaluate": "evaluate a checkpoint on held-out prompts",
+    "watch": "show runs in a browser while they train, or write the page to a file",
+    "serve": "start a vLLM server that accepts weight updates",
+    "rescore": "apply other rewards to stored rows, and print what would have changed",
+    "replay": "score stored rows again with a model, token by token",
+    "bundle": "write the rows, settings and numbers of one training step as one file",
+    "verify": "compute the numbers of a bundle again, and say where they differ",
+}
+EXAMPLES = {
+    "": """
+  torchrl-rloo run rloo                                  train the built-in model on the built-in task, on the CPU
+  torchrl-rloo run rloo task=gsm8k model.name=my/model model.device=cuda
+  torchrl-rloo cp rloo mine.py                           copy the recipe and its settings, to edit them
+  torchrl-rloo evaluate model.name=outputs/rloo_sync/addition/seed0/model""",
+    "ls": """
+  torchrl-rloo ls""",
+    "run": """
+  torchrl-rloo run rloo --help                           list all settings of the recipe
+  torchrl-rloo run rloo plan.steps=10 seed=1
+  torchrl-rloo run rloo_tools                            train the built-in model to call a tool
+  torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy
+  torchrl-rloo run --ranks 4 rloo train.parallel=fsdp    train on four GPUs of this machine
+  torchrl-rloo run --ranks 4 --on-ray --resources CPU=1,GPU=1 rloo_async train.parallel=fsdp     of a Ray cluster""",
+    "cp": """
+  torchrl-rloo cp rloo mine.py                           write mine.py (the recipe) and mine.yaml (its settings)
+  torchrl-rloo cp rloo mine.py task=gsm8k model.name=my/model
+  python mine.py                                         run the copy, like torchrl-rloo run mine.py""",
+    "plan": """
+  torchrl-rloo plan rloo model.name=my/model --gpu-memory 80
+  torchrl-rloo plan --ranks 8 --gpu-memory 80 --prompt-tokens 1024 rloo model.name=my/model train.parallel=fsdp
+  torchrl-rloo plan --cluster rloo model.name=my/model cluster.gpus=64 cluster.gpu=H100 --picture cluster.png
+
+settings of --cluster:
+"""
+    + describe_options(),
+    "check": """
+  torchrl-rloo check rloo                                check a run of the built-in task
+  torchrl-rloo check rloo task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]""",
+    "rescore": stored.RESCORE_EXAMPLES,
+    "replay": stored.REPLAY_EXAMPLES,
+    "bundle": bundles.BUNDLE_EXAMPLES,
+    "verify": bundles.VERIFY_EXAMPLES,
+    "watch": """
+  torchrl-rloo watch outputs/rloo_sync/addition/seed0    print the address of the live page
+  torchrl-rloo watch outputs/a outputs/b                 overlay several runs
+  torchrl-rloo watch outputs/a --output page.html        write a file that needs no server""",
+    "serve": """
+  torchrl-rloo serve my/model --dtype bfloat16
+  torchrl-rloo serve my/model --port 8001 --tensor-parallel-size 2 -- --max-model-len 4096
+  torchrl-rloo run rloo model.name=my/model inference=vllm_server""",
+}

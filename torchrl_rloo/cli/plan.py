@@ -1,0 +1,317 @@
+"""Command ``torchrl-rloo plan``: memory of a run from its settings, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchrl_rloo.cli.recipe import import_recipe
+from torchrl_rloo.cli.schema import known_settings, non_null_fields
+
+GIB = 2**30
+PROMPT_TOKENS = 512  # assumed length of a prompt, if nothing limits it
+VLLM_SHARE = 0.9  # share of a GPU that vLLM takes by default
+_TRAIN = (
+    "packing",
+    "micro_batch_tokens",
+    "parallel",
+    "shard_size",
+    "load_shards",
+    "reduce",
+    "precision",
+    "float32_head",
+    "offload",
+)
+_TITLES = {"none": "padded", "packed": "packed", "shared_prefix": "shared prefix"}
+
+
+def load_recipe(file: Path) -> Any:
+    """Import a recipe without running it, and return its module.
+
+    Raises:
+        ValueError: if it has no ``Config`` of a run that samples and trains.
+    """
+    recipe = import_recipe(file, "planned_recipe")
+    config = getattr(recipe, "Config", None)
+    if config is None or "plan.num_generations" not in known_settings(config):
+        raise ValueError(f"{file.name} samples no groups, so it cannot be planned or checked; use rloo or a copy of it")
+    return recipe
+
+
+def print_plan(cfg: Any, *, ranks: int = 1, gpu_memory: float | None = None, prompt_tokens: int | None = None) -> None:
+    """Print the memory of a run, whether it fits, and which single change of a setting would make it fit.
+
+    Args:
+        cfg: settings of the recipe.
+        ranks: number of ranks.
+        gpu_memory: memory of each rank's GPU in GiB. None takes that of the GPU, or sets no limit on a CPU.
+        prompt_tokens: tokens of the longest prompt. None takes ``data.max_prompt_length``.
+
+    Raises:
+        ValueError: if a setting is out of range.
+        FileNotFoundError: if the model's configuration is missing.
+    """
+    from torchrl_rloo.diagnostics import advise, plan_memory
+
+    # Describe the model and the run
+    model = load_fake_model(cfg)
+    settings, notes = memory_settings(cfg, model, ranks, gpu_memory, prompt_tokens)
+    plan = plan_memory(model, settings)
+    print(_heading(cfg, model, settings), *notes, sep="\n")
+    # Print the tables and the verdict
+    print(f"\n{_phase_table(plan)}\n\n{_pass_table(model, settings)}")
+    if (engine := _engine_line(cfg, model, settings)) is not None:
+        print(f"\n{engine}")
+    limit = settings.device_bytes
+    if limit is None:
+        print(f"\npeak: {_gib(plan.peak)} GiB in phase {plan.peak_phase}; --gpu-memory GIB checks whether it fits")
+        return
+    verdict = "fits" if plan.fits else "does not fit"
+    print(f"\n{verdict}: {_gib(plan.peak)} of {_gib(limit)} GiB, in phase {plan.peak_phase}")
+    # Look for a single change
+    if not plan.fits:
+        known = known_settings(type(cfg))
+        sleeps = "inference.sleep=true" if cfg.inference.engine is not None else None
+        found = advise(model, settings, engine_setting=sleeps, has_adapter=cfg.lora is not None)
+        print(_advice_table([a for a in found if a.change.setting.startswith("--") or _name(a) in known]))
+
+
+def load_fake_model(cfg: Any) -> Any:
+    """Return the shapes of the model that a recipe's settings name.
+
+    Raises:
+        FileNotFoundError: if there is no such configuration.
+    """
+    from torchrl_rloo.data.dtypes import parse_dtype
+    from torchrl_rloo.diagnostics import FakeModel
+
+    options = {name: cfg.model.kwargs[name] for name in ("attn_implementation",) if name in cfg.model.kwargs}
+    return FakeModel(model_config(cfg), parse_dtype(cfg.model.dtype), lora=cfg.lora, **options)
+
+
+def model_config(cfg: Any) -> Any:
+    """Return the configuration of the model, of a local directory or the hub.
+
+    Raises:
+        ValueError: if the model is an adapter.
+        FileNotFoundError: if there is no configuration.
+    """
+    from transformers import AutoConfig
+
+    from torchrl_rloo.data.hub import HUB_KWARGS
+    from torchrl_rloo.envs.tasks import EMBEDDED
+
+    # The built-in model has no directory before its first run
+    name = cfg.model.name
+    if name == EMBEDDED:
+        from torchrl_rloo.embedded import build_model, build_tokenizer
+
+        return build_model(build_tokenizer(), seed=0).config
+    # An adapter lacks the shapes of its base
+    if (Path(name).expanduser() / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.name={name} is an adapter; name its base model, and set lora to the adapter's settings"
+        )
+    try:
+        return AutoConfig.from_pretrained(name, **{k: v for k, v in cfg.model.kwargs.items() if k in HUB_KWARGS})
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(f"model.name={name} has no configuration that can be read: {reason}") from error
+
+
+def memory_settings(
+    cfg: Any, model: Any, ranks: int, gpu_memory: float | None, prompt_tokens: int | None
+) -> tuple[Any, list[str]]:
+    """Return the settings that decide the memory of a run, and lines about what was assumed.
+
+    Raises:
+        ValueError: if the number of ranks does not fit the settings.
+    """
+    from torchrl_rloo.diagnostics import MemorySettings
+
+    # Refuse what a run would refuse. Settings that this version does not have keep their defaults
+    train = {name: getattr(cfg.train, name) for name in _TRAIN if hasattr(cfg.train, name)}
+    parallel, shards = train.get("parallel", "none"), train.get("shard_size")
+    if ranks < 1 or (ranks > 1 and parallel == "none"):
+        raise ValueError(f"--ranks {ranks} cannot be combined with train.parallel=none; set it to ddp or fsdp")
+    if shards is not None and (parallel != "fsdp" or ranks % shards):
+        raise ValueError(f"train.shard_size={shards} requires train.parallel=fsdp and must divide --ranks {ranks}")
+    for name in ("tensor_parallel", "context_parallel"):
+        if (getattr(cfg.train, name, None) or 1) != 1:
+            raise ValueError(f"train.{name}={getattr(cfg.train, name)} cannot be planned; plan without it")
+    # Find the longest row, and the device
+    lengths, notes = _lengths(cfg, model.config, prompt_tokens)
+    device_bytes = None if gpu_memory is None else round(gpu_memory * GIB)
+    device = "cpu" if gpu_memory is None and cfg.model.device == "cpu" else "cuda"
+    if device == "cuda" and device_bytes is None:
+        import torch
+
+        device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    # Collect the rest
+    rows = cfg.plan.prompts_per_step * cfg.plan.num_generations
+    settings = MemorySettings(
+        rows=math.ceil(rows / cfg.plan.minibatches),
+        **lengths,
+        group=cfg.plan.num_generations,
+        micro_batch_size=cfg.plan.micro_batch_size,
+        ranks=ranks,
+        dtype=cfg.model.dtype,
+        gradient_checkpointing=cfg.model.gradient_checkpointing,
+        quantization=getattr(cfg.model, "quantization", None),
+        optimizer=getattr(cfg.optimizer, "name", "adamw"),
+        optimizer_kwargs=getattr(cfg.optimizer, "kwargs", {}),
+        reference=cfg.lora is None and _has_reference(cfg),
+        copy_dtype=None if cfg.sampler.share_weights else cfg.sampler.dtype or cfg.model.dtype,
+        sampling=_sampling(cfg),
+        engine_bytes=_engine_bytes(cfg, device, device_bytes),
+        engine_sleeps=cfg.inference.sleep,
+        device=device,
+        device_bytes=device_bytes,
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in train.items()},
+    )
+    return settings, notes
+
+
+def _lengths(cfg: Any, config: Any, prompt_tokens: int | None) -> tuple[dict[str, int], list[str]]:
+    """Return the tokens of the longest row and of its prompt, and lines about assumptions."""
+    from torchrl_rloo.embedded import resolve_task
+
+    # The prompt
+    notes, prompt = [], prompt_tokens or cfg.data.max_prompt_length
+    if prompt is None:
+        prompt = PROMPT_TOKENS
+        notes.append(f"assumed: prompts of up to {prompt} tokens; set --prompt-tokens or data.max_prompt_length")
+    # The turns, each of which may sample as much as it can
+    environment, task = cfg.environment, resolve_task(**non_null_fields(cfg.task))
+    turns = environment.max_turns or task.limits.get("max_turns", 1)
+    turn = min(cfg.generate.max_new_tokens, environment.max_turn_tokens or cfg.generate.max_new_tokens)
+    if turns > 1:
+        notes.append(f"assumed: {turns} turns, without the tokens of feedback; environment.max_tokens bounds them")
+    row = prompt + turns * turn
+    # Bounds of the whole row
+    bounds = [environment.max_tokens, getattr(config, "max_position_embeddings", None)]
+    row = min([row, *(bound for bound in bounds if bound is not None)])
+    if row <= prompt:
+        raise ValueError(f"prompts of {prompt} tokens leave none of the {row} of a row; set --prompt-tokens lower")
+    return {"row_tokens": row, "prompt_tokens": prompt}, notes
+
+
+def _has_reference(cfg: Any) -> bool:
+    """Return whether the method has a KL to a copy of the initial model."""
+    from torchrl_rloo.objectives import make_method
+
+    plan = {"prompts_per_step": cfg.plan.prompts_per_step, "num_generations": cfg.plan.num_generations}
+    plan["max_new_tokens"] = cfg.generate.max_new_tokens
+    return make_method(cfg.algorithm, kl=non_null_fields(cfg.kl), **plan).kl is not None
+
+
+def _sampling(cfg: Any) -> Any:
+    """Return the sampling by the Transformers model: of training or of evaluation, the one with more lines."""
+    from torchrl_rloo.data.dtypes import parse_dtype
+    from torchrl_rloo.diagnostics import Sampling
+
+    if cfg.inference.engine is not None:
+        return None
+    prompts = max(cfg.plan.prompts_per_step, min(cfg.eval.batch_size, cfg.data.eval_size))
+    lines = max(cfg.plan.prompts_per_step * cfg.plan.num_generations, prompts)
+    lines = min(lines, cfg.collector.max_batch_size or lines)
+    return Sampling(lines, min(lines, prompts), parse_dtype(cfg.sampler.dtype or cfg.model.dtype).itemsize)
+
+
+def _engine_bytes(cfg: Any, device: str, device_bytes: int | None) -> int:
+    """Return what an engine takes of the device that trains: its share, or nothing on other devices."""
+    engine = cfg.inference.engine
+    if engine is None or device == "cpu" or engine.get("devices") is not None or "url" in engine:
+        return 0
+    return round(engine.get("gpu_memory_utilization", VLLM_SHARE) * (device_bytes or 0))
+
+
+def _engine_line(cfg: Any, model: Any, settings: Any) -> str | None:
+    """Return a line about the share of vLLM: its weights, and the rows that its cache holds."""
+    engine = cfg.inference.engine
+    if engine is None or "url" in engine or settings.device_bytes is None:
+        return None
+    from torchrl_rloo.data.dtypes import parse_dtype
+
+    # Split weights and cache over the engine's GPUs
+    share, size = engine.get("gpu_memory_utilization", VLLM_SHARE), engine.get("tensor_parallel_size", 1)
+    item = 2 if engine.get("dtype") in (None, "auto") else parse_dtype(engine["dtype"]).itemsize
+    weights = sum(w.numel for w in model.weights) * item / size
+    left = share * settings.device_bytes - weights
+    rows = max(0, int(left / (model.kv_elements * item / size * settings.row_tokens)))
+    place = f"GPUs {engine['devices']}" if engine.get("devices") is not None else "the GPU that trains"
+    line = f"engine on {place}: {_gib(share * settings.device_bytes)} GiB each, of which weights {_gib(weights)}"
+    return f"{line} and a cache for {rows} full rows" if rows else f"{line}: no room for a cache of one full row"
+
+
+def _heading(cfg: Any, model: Any, settings: Any) -> str:
+    from torchrl_rloo.diagnostics.plan import count
+
+    number, trained = (sum(w.numel for w in model.weights if w.trained or not only) for only in (False, True))
+    ranks = "1 rank" if settings.ranks == 1 else f"{settings.ranks} ranks, {settings.parallel}"
+    work = settings.work
+    return (
+        f"{cfg.model.name}: {number:,} parameters, {trained:,} trained, on {ranks} ({settings.device})\n"
+        f"rows of up to {settings.row_tokens:,} tokens, {settings.prompt_tokens:,} of the prompt; "
+        f"{settings.rows:,} in a minibatch\nlargest pass: {work.rows} rows, {work.tokens:,} positions, "
+        f"{_TITLES[work.packing]}; {count(settings.passes, 'pass', 'passes')} of a rank in an optimizer step"
+    )
+
+
+def _phase_table(plan: Any) -> str:
+    """Return the pieces of all phases as a table."""
+    names = list(dict.fromkeys(name for parts in plan.phases.values() for name in parts))
+    rows = [["GiB on a rank", *plan.phases]]
+    rows += [[name, *(_gib(parts[name]) if name in parts else "" for parts in plan.phases.values())] for name in names]
+    rows.append(["sum", *(_gib(sum(parts.values())) for parts in plan.phases.values())])
+    return _table(rows)
+
+
+def _pass_table(model: Any, settings: Any) -> str:
+    """Return the activations of the largest pass in each layout, kept and recomputed."""
+    from torchrl_rloo.diagnostics import plan_memory
+
+    rows = [["activations of a pass, GiB", "kept", "recomputed"]]
+    for packing, title in _TITLES.items():
+        cells = []
+        for recomputed in (False, True):
+            changed = replace(settings, packing=packing, gradient_checkpointing=recomputed)
+            cells.append(_gib(plan_memory(model, changed).phases["train"]["activations"]))
+        rows.append([title, *cells])
+    return _table(rows)
+
+
+def _advice_table(found: Sequence[Any]) -> str:
+    """Return the changes that fit, or the largest savings if none does."""
+    fitting = [advice for advice in found if advice.plan.fits]
+    title = "each of these changes makes it fit" if fitting else "no single change makes it fit; the largest savings"
+    rows = [[title, "GiB", "price"]]
+    rows += [[a.change.setting, _gib(a.plan.peak), a.change.price] for a in fitting or found[:3]]
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return lines of aligned cells: the first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 or not _is_number(rows[-1][i]) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(".", "").isdigit()
+
+
+def _name(advice: Any) -> str:
+    return advice.change.setting.partition("=")[0]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

@@ -1,0 +1,253 @@
+"""RolloutWorker: an actor that runs leased groups with its own environment, tools and policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+
+from torchrl_rloo.collectors.conversation import RunnerSettings
+from torchrl_rloo.collectors.ledger import Lease
+from torchrl_rloo.collectors.runner import make_runner
+from torchrl_rloo.data.metadata import metadata_of
+from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
+from torchrl_rloo.data.rows import stack_rows
+from torchrl_rloo.engines.occupancy import Reading
+from torchrl_rloo.envs.activity import ActivityWindow
+from torchrl_rloo.envs.stepping import adapt_to_policy
+from torchrl_rloo.ray_metrics import RayMetrics
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
+
+class PackedLease(NamedTuple):
+    """Lease on its way to a worker."""
+
+    group_id: int
+    attempt: int
+    rows: PackedRows
+
+
+class GroupDone(NamedTuple):
+    """Result of a group, followed by its rows as a second object.
+
+    Attributes:
+        group_id: id of the group.
+        attempt: number of its attempt.
+        metadata: metadata of its rows; None if it failed.
+        error: error that ended it; None if it completed.
+        turns: number of its turns.
+        nbytes: bytes of the tensors of its rows.
+    """
+
+    group_id: int
+    attempt: int
+    metadata: PackedRows | None
+    error: Exception | None
+    turns: int
+    nbytes: int
+
+
+class WorkerStatus(NamedTuple):
+    """Answer of a worker to a heartbeat.
+
+    Attributes:
+        began: version at which each group's first conversation began, by ``(group_id, attempt)``.
+        turns: number of turns by ``group_id``.
+        ended: number of ended conversations by ``group_id``.
+        counts: counters of the worker's runner since its start.
+        in_flight: number of conversations that have begun and not ended.
+        idle_seconds: time since its start without a conversation.
+        reports: reports of its engine pool about members, for the driver's pool.
+        resident_bytes: resident memory of the process.
+        activity: where conversations spent their time since the last heartbeat.
+        occupancy: turns inside the worker's policy since its start.
+    """
+
+    began: dict[tuple[int, int], int]
+    turns: dict[int, int]
+    ended: dict[int, int]
+    counts: dict[str, int]
+    in_flight: int
+    idle_seconds: float
+    reports: list[Any]
+    resident_bytes: int
+    activity: ActivityWindow
+    occupancy: Reading
+
+
+class RolloutWorker:
+    """Runner of groups in an actor. Its methods are called by :class:`RemoteRunner`.
+
+    Args:
+        make: pickled function that returns environment and policy.
+        settings: settings of the conversations.
+    """
+
+    env: EnvBase
+    policy: Policy
+
+    def __init__(self, make: bytes, settings: RunnerSettings):
+        self._make, self._settings, self._version = make, settings, 0
+        self._tasks: dict[tuple[int, int], asyncio.Task] = {}
+        self._began: dict[tuple[int, int], int] = {}
+        self._pending, self._idle_since, self._idle_seconds = 0, time.monotonic(), 0.0
+        self._runner, self._metrics = None, RayMetrics()
+
+    async def start(self) -> dict[str, Any]:
+        """Make environment and policy, and return facts about the worker.
+
+        Raises:
+            Exception: raised by the functions that make them.
+        """
+        import ray
+        from ray import cloudpickle
+
+        self.env, self.policy = cloudpickle.loads(self._make)()
+        adapt_to_policy(self.env, self.policy)
+        self._runner = make_runner(self.env, self.policy, lambda: self._version, self._settings)
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    async def run(
+        self, leases: Sequence[PackedLease], seed: int, version: int
+    ) -> AsyncIterator[GroupDone | PackedRows | None]:
+        """Run groups, and yield two objects for each as it ends: its result, and its rows.
+
+        The caller owns these objects, so they outlive the worker.
+
+        Args:
+            leases: groups to run.
+            seed: seed from which the conversations' seeds are derived.
+            version: current policy version.
+        """
+        self._version, self._runner.seed = max(version, self._version), seed
+        done: asyncio.Queue[tuple[GroupDone, PackedRows | None]] = asyncio.Queue()
+        # Begin all of them before the first turn, so that batches of a local policy are as large as they can be
+        for packed in leases:
+            lease = Lease(packed.group_id, packed.attempt, unpack_rows(packed.rows))
+            self._tasks[packed[:2]] = asyncio.ensure_future(self._run_group(lease, done))
+        for _ in leases:
+            result, rows = await done.get()
+            yield result
+            yield rows
+
+    async def _run_group(self, lease: Lease, done: asyncio.Queue) -> None:
+        group, attempt, _ = lease
+        key = (group, attempt)
+        metadata = packed = error = None
+        self._note_pending(1)
+        try:
+            rows = await self._runner.run(lease, lambda version: self._note_begin(key, version))
+            rows = stack_rows(rows)
+            packed, metadata = pack_rows(rows), pack_rows(metadata_of(rows))
+        except asyncio.CancelledError:
+            error = RuntimeError("the worker cancelled the group")
+        except Exception as raised:
+            error = _portable(raised)
+        finally:
+            self._note_pending(-1)
+            if self._tasks.get(key) is asyncio.current_task():
+                del self._tasks[key]
+            self._began.pop(key, None)
+            turns = self._runner.turn_counts[group]
+            if not any(other == group for other, _ in self._tasks):
+                self._runner.forget(group)
+            nbytes = 0 if packed is None else sum(tensor.nbytes for tensor in packed.tensors.values())
+            done.put_nowait((GroupDone(group, attempt, metadata, error, turns, nbytes), packed))
+
+    def _note_begin(self, key: tuple[int, int], version: int) -> None:
+        self._began[key] = min(version, self._began.get(key, version))
+
+    def _note_pending(self, change: int) -> None:
+        """Count groups, and the time without one."""
+        now = time.monotonic()
+        if self._pending == 0:
+            self._idle_seconds += now - self._idle_since
+        self._pending += change
+        self._idle_since = now
+
+    async def beat(self, version: int, states: list[Any] | None) -> WorkerStatus:
+        """Take news from the driver, and return the state of the worker.
+
+        Args:
+            version: current policy version.
+            states: states of the engine pool's members; None if they have not changed.
+        """
+        self._version = max(version, self._version)
+        engine, reports = getattr(self.policy, "engine", None), []
+        if states is not None and hasattr(engine, "follow"):
+            engine.follow(states)
+        if hasattr(engine, "reports"):
+            reports = engine.reports()
+        idle = self._idle_seconds + (time.monotonic() - self._idle_since if self._pending == 0 else 0.0)
+        runner = self._runner
+        activity = runner.take_activity()
+        self._export(activity)
+        return WorkerStatus(
+            dict(self._began),
+            dict(runner.turn_counts),
+            dict(runner.ended_counts),
+            dict(runner.counts),
+            runner.pending,
+            idle,
+            reports,
+            _resident_bytes(),
+            activity,
+            runner.source.occupancy.read(),
+        )
+
+    def _export(self, activity: ActivityWindow) -> None:
+        """Send Ray what conversations do now, and the turns since the last heartbeat."""
+        for state, number in self._runner.activity.numbers().items():
+            self._metrics.set("worker/conversations", number, state=state)
+        self._metrics.set("worker/resident_bytes", _resident_bytes())
+        if "engine" in activity.latency:
+            self._metrics.add("worker/turns", activity.latency["engine"].n)
+
+    async def cut(self, group_id: int) -> None:
+        """Cancel the conversations of a group that have not ended."""
+        self._runner.cut_stragglers(group_id)
+
+    async def cancel(self, group_id: int, attempt: int) -> None:
+        """Cancel a group, and wait until its state is released."""
+        if (task := self._tasks.get((group_id, attempt))) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def end_batch(self) -> None:
+        """Tell the environment that the rows scored since the last call form a batch."""
+        self._runner.end_batch()
+
+    async def settle(self, seconds: float) -> None:
+        """Wait for resets and scoring of cancelled groups."""
+        await self._runner.settle(seconds)
+
+    async def close(self) -> None:
+        """Cancel all groups and close the environment."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=5.0)
+        self.env.close(raise_if_closed=False)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that the driver can unpickle: the same, or its text."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process; 0 where the system does not tell it, as outside of Linux."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

@@ -1,0 +1,298 @@
+"""WorkerFleet: rollout workers of a collector, their heartbeats, deaths and replacements."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from torchrl_rloo.collectors.conversation import RunnerSettings
+from torchrl_rloo.collectors.ledger import Lease
+from torchrl_rloo.collectors.ray_worker import RolloutWorker, WorkerStatus
+from torchrl_rloo.collectors.scheduler import LeaseExpiredError
+from torchrl_rloo.ray_session import require_ray
+
+_LOGGER = logging.getLogger(__name__)
+_LOG_PERIOD_S = 30.0  # time between two messages about a worker that has not started
+CLOSE_TIMEOUT_S = 10.0
+_HOUR = 3600.0
+
+
+class WorkerSettings(NamedTuple):
+    """Settings of rollout workers, see :class:`~torchrl_rloo.collectors.RayLLMCollector`."""
+
+    options: dict[str, Any]
+    conversations: int | None
+    beat_every: float
+    beat_timeout: float
+    start_timeout: float
+    max_restarts: int
+
+
+class Order:
+    """Leased group that a worker runs, or that waits for one."""
+
+    def __init__(self, lease: Lease, begin: Callable[[int], None]):
+        self.lease, self.begin, self.key = lease, begin, (lease.group_id, lease.attempt)
+        self.size = len(lease.rows)
+        self.done: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.worker: Worker | None = None
+
+
+class Worker:
+    """Rollout worker as the driver knows it.
+
+    Attributes:
+        number: number of the worker, never used again.
+        actor: handle of its current actor.
+        ready: True while it takes groups.
+        facts: process and node of the actor.
+        status: its last answer; None before the first.
+        cause: reason for its last end; None if it never ended.
+    """
+
+    def __init__(self, number: int):
+        self.number, self.actor, self.ready, self.closing = number, None, False, False
+        self.facts: dict[str, Any] = {}
+        self.status: WorkerStatus | None = None
+        self.cause: BaseException | None = None
+        self.orders: dict[tuple[int, int], Order] = {}
+        self.began_at = time.monotonic()
+        self.failures: deque[float] = deque()
+        self.counted: dict[str, int] = {}
+        self.followed: Any = None
+        self.task: asyncio.Task | None = None
+
+    @property
+    def load(self) -> int:
+        """Number of conversations that it was given and has not finished."""
+        return sum(order.size for order in self.orders.values())
+
+    def __repr__(self) -> str:
+        cause = "" if self.cause is None else f" ({type(self.cause).__name__}: {self.cause})".splitlines()[0]
+        return f"worker {self.number} is {'ready' if self.ready else 'starting'}{'' if self.ready else cause}"
+
+
+class WorkerFleet(ABC):
+    """Workers that are started, called regularly, and replaced when they are lost.
+
+    All methods are called on the loop of the collector.
+
+    Args:
+        make: function that returns environment and policy, called in each worker.
+        settings: settings of the conversations.
+        version: function that returns the current policy version.
+        num_workers: number of workers at the start.
+        workers: settings of the workers.
+        pool: engine pool of the driver, whose members' states the workers follow; None if there is none.
+
+    Attributes:
+        workers: current workers.
+        counts: the counters of :class:`GroupRunner` over all workers, ``"workers/lost"`` and
+            ``"workers/expired_leases"``.
+    """
+
+    def __init__(
+        self,
+        make: Any,
+        settings: RunnerSettings,
+        version: Callable[[], int],
+        *,
+        num_workers: int,
+        workers: WorkerSettings,
+        pool: Any | None,
+    ):
+        self._ray = require_ray()
+        self._settings, self._worker_settings, self.version = settings, workers, version
+        self._make, self.pool = self._ray.put(self._ray.cloudpickle.dumps(make)), pool
+        self.counts: Counter[str] = Counter()
+        self.workers: list[Worker] = []
+        self._next_number, self._closed = 0, False
+        self._news = asyncio.Event()
+        self._last_cause: BaseException | None = None
+        for _ in range(num_workers):
+            self._new_worker()
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Give waiting groups to workers, and send heartbeats now."""
+
+    @abstractmethod
+    def _note(self, worker: Worker, status: WorkerStatus) -> None:
+        """Take the progress of a worker's groups."""
+
+    @abstractmethod
+    def _fail_if_hopeless(self) -> None:
+        """Fail waiting groups if no worker will ever take them."""
+
+    def ready(self) -> list[Worker]:
+        """Return the workers that take groups."""
+        return [worker for worker in self.workers if worker.ready]
+
+    def add_worker(self) -> int:
+        """Start another worker, and return its number. Call it on the loop of the runner."""
+        worker = self._new_worker()
+        self._watch()
+        return worker.number
+
+    async def remove_worker(self, number: int, *, drain: bool = True) -> None:
+        """Remove a worker.
+
+        Args:
+            number: number of the worker.
+            drain: True lets it finish its groups first. False expires their leases.
+
+        Raises:
+            ValueError: if there is no worker of this number.
+        """
+        worker = next((worker for worker in self.workers if worker.number == number), None)
+        if worker is None:
+            raise ValueError(f"number={number} must be that of a worker: {[w.number for w in self.workers]}")
+        worker.ready, worker.closing = False, True
+        while drain and worker.orders:
+            await asyncio.wait([order.done for order in worker.orders.values()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # lets the order end
+        self._expire(worker, RuntimeError("the worker was removed"))
+        self.workers.remove(worker)
+        if worker.task is not None:
+            worker.task.cancel()
+        await self._end(worker)
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed = True
+        tasks = {worker.task for worker in self.workers if worker.task is not None}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *map(self._end, self.workers), return_exceptions=True)
+
+    def _new_worker(self) -> Worker:
+        worker = Worker(self._next_number)
+        self._next_number += 1
+        self._create(worker)
+        self.workers.append(worker)
+        return worker
+
+    def _create(self, worker: Worker) -> None:
+        options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 10_000} | self._worker_settings.options
+        worker.actor = self._ray.remote(RolloutWorker).options(**options).remote(self._make, self._settings)
+        worker.began_at, worker.status, worker.followed, worker.counted = time.monotonic(), None, None, {}
+
+    def _watch(self) -> None:
+        """Start the task of each worker."""
+        for worker in self.workers:
+            if worker.task is None and not self._closed:
+                worker.task = asyncio.ensure_future(self._supervise(worker))
+
+    async def _supervise(self, worker: Worker) -> None:
+        """Keep one worker alive, until its budget of restarts is spent."""
+        while True:
+            try:
+                worker.facts = await self._started(worker)
+                worker.ready = True
+                self.wake()
+                while True:
+                    await self._beat(worker)
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                self._lose(worker, error)
+            except Exception as error:  # of a pool or a counter; the worker would never be called again
+                _LOGGER.exception("supervision of worker %d failed", worker.number)
+                self._lose(worker, error)
+            # Replace it, after a wait that grows with its failures
+            now = time.monotonic()
+            worker.failures = deque(t for t in worker.failures if t > now - _HOUR)
+            broken = isinstance(worker.cause, self._ray.exceptions.RayTaskError)  # another start would fail as well
+            if broken or len(worker.failures) >= self._worker_settings.max_restarts:
+                _LOGGER.error("worker %d is not replaced: %s", worker.number, describe(worker.cause))
+                self.workers.remove(worker)
+                self._last_cause = worker.cause
+                self._fail_if_hopeless()
+                return
+            await asyncio.sleep(min(2.0 ** len(worker.failures) - 1, 60.0))
+            worker.failures.append(now)
+            self._create(worker)
+
+    async def _started(self, worker: Worker) -> dict[str, Any]:
+        """Wait for a worker to start; log while it waits for a place in the cluster."""
+        starting = asyncio.ensure_future(result_of(worker.actor.start.remote()))
+        deadline = time.monotonic() + self._worker_settings.start_timeout
+        while not (await asyncio.wait({starting}, timeout=_LOG_PERIOD_S))[0]:
+            if time.monotonic() > deadline:
+                starting.cancel()
+                raise TimeoutError(f"it did not start in start_timeout={self._worker_settings.start_timeout:g} s")
+            _LOGGER.warning("worker %d has not started yet; it may wait for a place in the cluster", worker.number)
+        return starting.result()
+
+    async def _beat(self, worker: Worker) -> None:
+        """Exchange news with a worker, then wait for the next heartbeat."""
+        self._news.clear()
+        states = None if self.pool is None else self.pool.member_states()
+        changed = states is not None and states != worker.followed
+        call = worker.actor.beat.remote(self.version(), states if changed else None)
+        status: WorkerStatus = await result_of(call, self._worker_settings.beat_timeout)
+        worker.status, worker.followed = status, states
+        if status.reports:
+            self.pool.note_reports(status.reports)
+        for name, number in status.counts.items():
+            self.counts[name] += number - worker.counted.get(name, 0)
+        worker.counted = status.counts
+        self._note(worker, status)
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), self._worker_settings.beat_every)
+
+    def _lose(self, worker: Worker, error: BaseException) -> None:
+        """Kill a worker that died or does not answer, and expire its leases."""
+        if worker.actor is None:
+            return
+        with suppress(Exception):
+            self._ray.kill(worker.actor, no_restart=True)
+        worker.actor, worker.cause = None, error
+        was_ready, worker.ready = worker.ready, False
+        if was_ready and not self._closed:
+            self.counts["workers/lost"] += 1
+        if not self._closed:
+            _LOGGER.warning("worker %d is lost, with %d groups: %s", worker.number, len(worker.orders), describe(error))
+        self._expire(worker, error)
+        self._news.set()
+
+    def _expire(self, worker: Worker, error: BaseException) -> None:
+        orders, worker.orders = worker.orders, {}
+        for order in orders.values():
+            if not order.done.done():
+                self.counts["workers/expired_leases"] += 1
+                expired = LeaseExpiredError(f"worker {worker.number} was lost: {describe(error)}")
+                order.done.set_exception(expired)
+
+    async def _end(self, worker: Worker) -> None:
+        if (actor := worker.actor) is None:
+            return
+        worker.actor = None
+        with suppress(Exception):
+            if worker.ready:
+                await result_of(actor.close.remote(), CLOSE_TIMEOUT_S)
+        with suppress(Exception):
+            self._ray.kill(actor, no_restart=True)
+
+
+async def result_of(ref: Any, timeout: float | None = None) -> Any:
+    """Await a Ray reference.
+
+    Raises:
+        TimeoutError: if there is no result after ``timeout`` seconds.
+    """
+    future = ref.future()
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"no answer in {timeout:g} s") from None
+
+
+def describe(error: BaseException | None) -> str:
+    """Return an error in one line; that of a task is the last line, which has the cause."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return lines[-1] if type(error).__name__.startswith("RayTaskError") else lines[0]

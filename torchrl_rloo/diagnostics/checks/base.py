@@ -1,0 +1,206 @@
+"""Checks before a run: their input, their result, and the table of all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.diagnostics.plan import TrainingPlan
+
+LEVELS = ("ok", "warn", "error")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check.
+
+    Attributes:
+        level: ``"ok"``, ``"warn"`` (the run may learn less than it could) or ``"error"`` (it would learn nothing, or
+            something else).
+        sentence: result in words, with the values found.
+        remedy: change that helps; empty for ``"ok"``.
+        check: name of the check; :func:`run_checks` sets it.
+
+    Raises:
+        ValueError: if the level is unknown.
+    """
+
+    level: Literal["ok", "warn", "error"]
+    sentence: str
+    remedy: str = ""
+    check: str = ""
+
+    def __post_init__(self):
+        if self.level not in LEVELS:
+            raise ValueError(f"level={self.level!r} must be one of {LEVELS}")
+
+    def __str__(self) -> str:
+        """Return the finding as one line."""
+        return f"{self.level:<5} {self.check}: {self.sentence}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Completion of a training prompt by the start model.
+
+    Attributes:
+        prompt_id: index of the prompt among those sampled.
+        completion: completion as text.
+        value: return, without any KL; None if the trajectory abstains.
+        truncated: True if a token, turn or time limit ended it.
+        tokens: number of sampled tokens.
+    """
+
+    prompt_id: int
+    completion: str
+    value: float | None
+    truncated: bool = False
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Scores of a constructed completion, by :func:`~torchrl_rloo.diagnostics.checks.probe_rewards`.
+
+    Attributes:
+        prompt_id: index of the prompt among those probed.
+        kind: ``"right"`` or ``"wrong"`` (in one of several formats), ``"empty"``, or a hostile kind.
+        value: weighted sum of the scores; None if all functions abstain or fail.
+        failures: message by name of each function that failed.
+    """
+
+    prompt_id: int
+    kind: str
+    value: float | None
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Input of all checks: plain values of a run that has not begun. Checks skip what is None or empty.
+
+    Attributes:
+        plan: sizes of the run.
+        train: training prompts.
+        held_out: prompts of the evaluation.
+        tokenizer: tokenizer of the model.
+        template_kwargs: arguments of the chat template.
+        stop_ids: ids that end a turn.
+        stop_strings: texts that end a turn.
+        answer_columns: columns of the dataset that the rewards require.
+        functions: names of the reward functions.
+        learned_reward: True if a reward function is a model.
+        probes: scores of constructed completions.
+        samples: completions of the start model.
+        failures: message by reward function of a failed sample of the start model, with the number of failures.
+        reward_seconds: seconds in which the rewards score the completions of a step.
+        sample_seconds: seconds in which the start model samples them.
+        temperature: temperature of sampling.
+        loss: arguments of the loss.
+        kl_coeff: coefficient of the KL to the initial model; 0 without one.
+        kl_target: KL that the coefficient adapts to; None if it is constant.
+        normalized: True if rewards or advantages are clipped or scaled.
+        staleness: weight updates between sampling and training, at most.
+        in_flight: treatment of running turns at a weight update of the engine; None without an engine.
+        sync_every: steps between weight updates of the sampler; 0 if it is never updated.
+        eval_every: steps between evaluations; 0 evaluates only before and after the run.
+        stop_rules: rules that end a run early; None if the run has no such setting.
+        checkpoint_bytes: size of a checkpoint, about.
+        checkpoints: checkpoints on the disk at once.
+        free_bytes: free space on the disk of the output directory.
+        peak_bytes: largest memory of a rank by the memory plan.
+        device_bytes: memory of the device.
+    """
+
+    plan: TrainingPlan
+    train: PromptDataset
+    held_out: PromptDataset
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stop_ids: Sequence[int] = ()
+    stop_strings: Sequence[str] = ()
+    answer_columns: Sequence[str] = ()
+    functions: Sequence[str] = ()
+    learned_reward: bool = False
+    probes: Sequence[Probe] = ()
+    samples: Sequence[Sample] = ()
+    failures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    reward_seconds: float | None = None
+    sample_seconds: float | None = None
+    temperature: float = 1.0
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    kl_coeff: float = 0.0
+    kl_target: float | None = None
+    normalized: bool = False
+    staleness: int = 0
+    in_flight: str | None = None
+    sync_every: int = 1
+    eval_every: int = 0
+    stop_rules: Sequence[str] | None = None
+    checkpoint_bytes: int | None = None
+    checkpoints: int = 1
+    free_bytes: int | None = None
+    peak_bytes: int | None = None
+    device_bytes: int | None = None
+
+
+Check = Callable[[Facts], "Finding | Iterable[Finding] | None"]
+
+
+def run_checks(facts: Facts, checks: Mapping[str, Check]) -> list[Finding]:
+    """Run checks and return their findings, in the order of the table.
+
+    Args:
+        facts: input of all checks.
+        checks: functions by name, each from the facts to a finding, several, or None if it does not apply.
+
+    Returns:
+        The findings. A check that raises gives a warning, so that one of a user's own never ends a run.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> prompts = load_prompts([{"prompt": "1+1?"}, {"prompt": "1+2?"}])
+        >>> sizes = dict(minibatches=1, epochs_per_batch=1, micro_batch_size=None, max_prompt_tokens=4)
+        >>> plan = TrainingPlan(
+        ...     steps=9,
+        ...     prompts_per_step=2,
+        ...     num_generations=4,
+        ...     train_prompts=2,
+        ...     eval_prompts=2,
+        ...     max_new_tokens=8,
+        ...     context_length=64,
+        ...     **sizes,
+        ... )
+        >>> facts = Facts(plan, prompts, prompts, tokenizer=None)
+        >>> steps = lambda facts: Finding("warn", f"{facts.plan.steps} steps are few", "raise plan.steps")
+        >>> print(*run_checks(facts, {"steps": steps}))
+        warn  steps: 9 steps are few; raise plan.steps
+    """
+    found = []
+    for name, check in checks.items():
+        try:
+            result = check(facts)
+            results = [result] if isinstance(result, Finding) else list(result or ())
+        except Exception as error:
+            reason = f"the check itself failed, {type(error).__name__}: {error}"
+            results = [Finding("warn", " ".join(reason.split()), "correct the check, or remove it")]
+        found += [Finding(each.level, each.sentence, each.remedy, name) for each in results]
+    return found
+
+
+def summarize(findings: Sequence[Finding]) -> str:
+    """Return the numbers of findings by level as one line.
+
+    Example:
+        >>> summarize([Finding("ok", "fine"), Finding("warn", "few prompts")])
+        '1 check passed, 1 warning, 0 errors'
+    """
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+
+    def name(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
+
+    passed = f"{name(counts['ok'], 'check')} passed"
+    return f"{passed}, {name(counts['warn'], 'warning')}, {name(counts['error'], 'error')}"

@@ -1,0 +1,57 @@
+"""Assembly of self-contained HTML pages that run only their own scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_static(folder: Path, names: Sequence[str]) -> str:
+    """Return static text files of a page, joined by line breaks."""
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def render_page(
+    template: str, *, title: str, script: str, style: str, data: Any = None, connect: str = "", **parts: str
+) -> str:
+    """Fill a template whose script and style the content security policy admits by their hashes.
+
+    Args:
+        template: HTML text with ``%TITLE%``, ``%POLICY%``, ``%STYLE%``, ``%SCRIPT%``, ``%DATA%`` and the names of
+            ``parts``. A placeholder inside a filled-in text stays as it is.
+        title: title, escaped here.
+        script: JavaScript text.
+        style: CSS text.
+        data: plain data for ``%DATA%``, without NaN.
+        connect: source that scripts may request, such as ``"'self'"``; empty forbids all requests.
+        **parts: further HTML texts by placeholder, escaped by the caller.
+
+    Returns:
+        The page, which requests nothing except from ``connect``.
+    """
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        f"connect-src {connect or chr(39) + 'none' + chr(39)}; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    texts = {"TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "SCRIPT": script}
+    texts |= {"DATA": inert_json(data), **parts}
+    return re.sub("|".join(f"%{name}%" for name in texts), lambda found: texts[found[0].strip("%")], template)
+
+
+def inert_json(data: Any) -> str:
+    """Encode ASCII JSON that cannot close or comment out its HTML element; lone surrogates survive."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,151 @@
+"""Facts of a run for the head of a page: what was trained, by which command, for how long."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from torchrl_rloo.diagnostics.watch_series import Series
+
+_PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
+# Name, separator and value, in a command line or in the text of a mapping
+_SETTING = re.compile(r"(?<![\w.])([\w.]+)(['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}]+)")
+_SECRET_NAME = re.compile(r"(?i)api_?key|secret|password|credential|(?:^|\.|(?:api|access|auth|hf)_)token$")
+_RECENT = 20  # steps of which the speed is the median
+
+
+def describe_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return task, model, algorithm and more of a run's settings, for those that it has.
+
+    Example:
+        >>> describe_settings({"task": {"name": "addition"}, "model": {"name": "embedded"}, "algorithm": "rloo"})
+        {'Task': 'addition', 'Model': 'embedded', 'Algorithm': 'rloo'}
+    """
+    mixture = _at(settings, "task", "mixture")
+    found = {
+        "Task": ", ".join(map(str, mixture)) if isinstance(mixture, Mapping) else _at(settings, "task", "name"),
+        "Prompts": _at(settings, "data", "source"),
+        "Model": _at(settings, "model", "name"),
+        "Algorithm": _at(settings, "algorithm"),
+        "Evaluation": _at(settings, "label"),
+    }
+    return {name: value for name, value in found.items() if isinstance(value, str) and value}
+
+
+def total_steps(settings: Mapping[str, Any]) -> int | None:
+    """Return the number of steps that a run's settings plan; None if unknown."""
+    steps = _at(settings, "plan", "steps") or _at(settings, "train", "steps")
+    return steps if type(steps) is int and steps > 0 else None
+
+
+def headline(settings: Mapping[str, Any], default: str = "RLOO run") -> str:
+    """Return a title with algorithm, model and task, for example ``rloo on addition (embedded)``."""
+    facts = describe_settings(settings)
+    model, task, algorithm = (facts.get(name, "") for name in ("Model", "Task", "Algorithm"))
+    if not (task and algorithm):
+        return default
+    return f"{algorithm} on {task}" + (f" ({model})" if model else "")
+
+
+def measure(series: Series) -> dict[str, float]:
+    """Return wall and CPU seconds, tokens and speeds of a run, for those that were logged.
+
+    ``wall`` is the sum over the steps, without start-up and checkpoints. ``rate`` is the median of the sampled tokens
+    per second of collection, and ``step`` the median seconds of a step, over the last 20 steps.
+    """
+    seconds, tokens, cpu = (series.column(n)[1] for n in ("time/step", "num_tokens", "cpu_seconds"))
+    found = {"wall": seconds.sum(), "step": np.median(seconds[-_RECENT:])} if len(seconds) else {}
+    found |= {"cpu": cpu[-1]} if len(cpu) else {}
+    found |= {"tokens": tokens[-1]} if len(tokens) else {}
+    rate = series.last("tokens_per_second", _RECENT)
+    return {name: float(value) for name, value in (found | ({"rate": np.median(rate)} if rate else {})).items()}
+
+
+def run_facts(
+    series: Series, settings: Mapping[str, Any], command: str | None = None, versions: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the facts of a run as texts by title."""
+    found, measured = describe_settings(settings), measure(series)
+    if command:
+        found["Command"] = hide_secrets(command)
+    if series.steps is not None:
+        planned = total_steps(settings)
+        found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if planned else "")
+    if "wall" in measured:
+        found["Time"] = f"{duration(measured['wall'])} of steps"
+        found["Time"] += f", {duration(measured['cpu'])} of CPU" if "cpu" in measured else ""
+    if "tokens" in measured:
+        found["Tokens"] = f"{measured['tokens']:,.0f} with prompts"
+    if "rate" in measured:
+        found["Sampling"] = f"{measured['rate']:,.0f} tokens/s (median of the last steps)"
+    if versions:
+        found["Versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return found
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that this process has loaded."""
+    found = {"Python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        if name in sys.modules:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:  # a checkout on the path
+                found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text.
+
+    Example:
+        >>> duration(8.34), duration(754), duration(93_784)
+        ('8.3 s', '12 min 34 s', '26 h 3 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def hide_secrets(text: str) -> str:
+    """Replace the values of keys and passwords in a command line.
+
+    Example:
+        >>> hide_secrets("run rloo inference.engine.api_key=abc plan.steps=3")
+        'run rloo inference.engine.api_key=*** plan.steps=3'
+    """
+    return _SETTING.sub(lambda m: f"{m[1]}{m[2]}***" if is_secret(m[1]) else m[0], text)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting of this name is a key or a password.
+
+    Example:
+        >>> [name for name in ("api_key", "token", "max_tokens", "tokenizer") if is_secret(name)]
+        ['api_key', 'token']
+    """
+    return bool(_SECRET_NAME.search(str(name)))
+
+
+def hide_secret_settings(value: Any) -> Any:
+    """Replace the texts of keys and passwords in nested settings.
+
+    Example:
+        >>> hide_secret_settings({"engine": {"api_key": "abc", "max_tokens": 3}})
+        {'engine': {'api_key': '***', 'max_tokens': 3}}
+    """
+    if isinstance(value, Mapping):
+        return {k: "***" if is_secret(k) and isinstance(v, str) else hide_secret_settings(v) for k, v in value.items()}
+    return [hide_secret_settings(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _at(settings: Any, *names: str) -> Any:
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings

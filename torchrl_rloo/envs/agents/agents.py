@@ -1,0 +1,233 @@
+"""Agents: what they are told of the endpoint, and commands as agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import selectors
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
+from torchrl_rloo._threads import PackageThread
+from torchrl_rloo.lookup import import_object
+
+MODEL = "policy"
+_TAIL = 64 * 1024  # bytes of a command's output that are kept
+_SHOWN = 2000  # characters of a failed command's errors in the message
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """Access of one agent to the policy.
+
+    Attributes:
+        base_url: address of the endpoint, with ``/v1``, for clients of OpenAI.
+        api_key: key of the conversation. It is valid until the agent has ended.
+        model: name of the model. The endpoint accepts any.
+
+    Example:
+        >>> AgentContext("http://127.0.0.1:8000/v1", "KEY").environment()["ANTHROPIC_BASE_URL"]
+        'http://127.0.0.1:8000'
+    """
+
+    base_url: str
+    api_key: str
+    model: str = MODEL
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables from which clients and frameworks read address, key and model."""
+        variables = {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_MODEL": self.model,
+        }
+        return variables | {"OPENAI_API_KEY": self.api_key, "ANTHROPIC_API_KEY": self.api_key}
+
+    def openai(self) -> Any:
+        """Return a new ``openai.AsyncOpenAI``, to be used in ``async with``. It has no retries and uses no proxy.
+
+        Raises:
+            ImportError: if ``openai`` is not installed.
+        """
+        try:
+            from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+        except ImportError as error:
+            raise ImportError("AgentContext.openai requires openai; pip install torchrl_rloo[agents]") from error
+        direct = DefaultAsyncHttpxClient(trust_env=False)
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, http_client=direct)
+
+
+Agent = Callable[[AgentContext, dict[str, Any]], Any | Awaitable[Any]]
+
+
+class CommandAgent:
+    """Agent that is a command. It runs in a temporary folder, and is killed with all its children when it ends.
+
+    The command finds the endpoint in its environment (:meth:`AgentContext.environment`), and the dataset's row on its
+    standard input, as JSON. If the last line that it prints is a JSON object, that is its result, such as
+    ``{"reward": 1.0, "metrics": {"steps": 3}}``. The command sees few variables of this process, and none of its keys.
+
+    Args:
+        command: program and its arguments.
+        environment: further environment variables.
+        memory: maximum bytes of private memory of each process of the command; None does not limit it.
+
+    Raises:
+        FileNotFoundError: if there is no such program.
+        ValueError: if the command is empty, or ``memory`` is below 1 MiB.
+
+    Example:
+        >>> CommandAgent(["python3", "-c", "print('no calls')"], memory=2**30).memory
+        1073741824
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, memory: int | None = None
+    ):
+        if isinstance(command, str) or not command:
+            raise ValueError(f"command={command!r} must be a list: a program and its arguments")
+        if memory is not None and memory < 2**20:
+            raise ValueError(f"memory={memory} must be at least 1048576 bytes, or None for no limit")
+        program = shutil.which(command[0], path=(environment or {}).get("PATH"))
+        if program is None:
+            raise FileNotFoundError(f"command={command[0]!r}: there is no such program; install it or give its path")
+        self.command = [os.path.abspath(program), *command[1:]]
+        self.environment, self.memory = dict(environment or {}), memory
+
+    async def __call__(self, context: AgentContext, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Run the command to its end; cancelling it kills the command.
+
+        Raises:
+            RuntimeError: if the command exits with another code than 0.
+        """
+        command = self.command
+        if self.memory is not None:  # the shell limits itself and becomes the command
+            command = ["/bin/sh", "-c", f'ulimit -d {self.memory // 1024} && exec "$@"', "sh", *command]
+        variables = short_environment() | self.environment | context.environment()
+        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
+            with tempfile.TemporaryFile() as text:
+                text.write(json.dumps(row, default=str).encode())
+                text.seek(0)
+                helper = HelperProcess(
+                    reaped_command(command, variables, folder),
+                    variables,
+                    cwd=folder,
+                    stdin=text,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            try:
+                output, errors = await _in_thread(_read_tails, helper.process)
+            finally:
+                helper.end()
+        if (code := helper.process.returncode) != 0:
+            raise RuntimeError(
+                f"{os.path.basename(self.command[0])} exited with code {code}: {errors[-_SHOWN:].strip()}"
+            )
+        return _last_object(output)
+
+
+def _read_tails(process: subprocess.Popen) -> tuple[str, str]:
+    """Return the ends of a process's output and errors, once it has exited."""
+    tails = {process.stdout: b"", process.stderr: b""}
+    with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
+        for pipe in tails:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if chunk := os.read(key.fd, _TAIL):
+                    tails[key.fileobj] = (tails[key.fileobj] + chunk)[-_TAIL:]
+                else:
+                    selector.unregister(key.fileobj)
+    if hasattr(os, "waitid"):  # leave it to its handle, so that no other process gets its id before
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
+    return tuple(tail.decode(errors="replace") for tail in tails.values())
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function that waits on a separate thread, since thousands may wait."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function(*args)
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(deliver, value, error)
+
+    PackageThread(run, name="agent-command").start()
+    return await future
+
+
+def _last_object(output: str) -> dict[str, Any] | None:
+    """Return the JSON object in the last line of an output, or None."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def resolve_agent(agent: Agent | str | Sequence[str]) -> Agent:
+    """Return an agent: a function as it is, the object at a dotted path, or the command of a list.
+
+    Raises:
+        TypeError: if it is nothing of these.
+
+    Example:
+        >>> type(resolve_agent(["python3", "agent.py"])).__name__
+        'CommandAgent'
+    """
+    if isinstance(agent, str):
+        agent = import_object(agent, "agent")
+    elif isinstance(agent, list | tuple):
+        agent = CommandAgent(agent)
+    if not callable(agent):
+        raise TypeError(f"agent={agent!r:.100} must be a function, its dotted path, or a command as a list")
+    return agent
+
+
+def read_result(result: Any) -> tuple[float, dict[str, Any]]:
+    """Return the reward and the metrics of an agent's result.
+
+    Raises:
+        TypeError: if the result is not None, a number, or a dict with ``reward`` and ``metrics``.
+        ValueError: if the reward is not finite.
+
+    Example:
+        >>> read_result({"reward": 1, "metrics": {"steps": 2}}), read_result(None)
+        ((1.0, {'steps': 2}), (0.0, {}))
+    """
+    fields = result if isinstance(result, Mapping) else {"reward": result}
+    reward, metrics = fields.get("reward"), fields.get("metrics") or {}
+    if not (set(fields) <= {"reward", "metrics"} and isinstance(metrics, Mapping)):
+        raise TypeError(f"result={result!r:.200} must have no other entries than 'reward' and 'metrics'")
+    if not isinstance(reward, int | float | None):
+        raise TypeError(f"reward={reward!r:.100} of an agent must be a number, or None for 0")
+    if not math.isfinite(reward or 0.0):
+        raise ValueError(f"reward={reward} of an agent must be finite")
+    return float(reward or 0.0), dict(metrics)

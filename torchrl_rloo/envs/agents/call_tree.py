@@ -1,0 +1,281 @@
+"""CallTree: the calls of one agent's session, joined token by token into the samples of a trajectory.
+
+An agent sends its whole conversation with every call. A call continues an earlier one if its messages begin with those
+of that call and its reply. Its prompt is then the ids of the earlier call, followed by the ids of what is new. Sampled
+text is never encoded again. A call whose past was rewritten (compaction, another agent, removed turns) begins a new
+sample.
+
+Calls form a tree: each path from a root to a leaf is one sample. An action token is trained on in the first sample that
+has it, and is context in the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.feedback_ids import answer_turn
+from torchrl_rloo.data.templates import Messages, encode_prompt
+from torchrl_rloo.envs.tools.parsers import without_thinking
+from torchrl_rloo.functional.sampling import Support
+
+MessageKey = tuple[Any, ...]
+
+
+class Sampled(NamedTuple):
+    """Tokens that a call sampled, or those of a whole sample.
+
+    Attributes:
+        tokens: ``[n]`` int64 ids.
+        mask: ``[n]`` bool, True on action tokens.
+        log_probs: ``[n]`` float32 log-probs (nats), 0 on other tokens.
+        versions: ``[a]`` int64, policy version of each action token; None if unknown.
+        support: ids that the sampler's truncation kept for each action token; None if not recorded.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    log_probs: torch.Tensor
+    versions: torch.Tensor | None = None
+    support: Support | None = None
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Prompt of a call.
+
+    Attributes:
+        conversation: its messages, with the policy's own text in the policy's turns.
+        keys: keys of the messages as the agent sent them.
+        arguments: arguments of the chat template.
+        parent: call that it continues; None if it begins a sample.
+        new: ids after the parent's, or all ids.
+        repeats: number of earlier calls with the same prompt.
+    """
+
+    conversation: Messages
+    keys: tuple[MessageKey, ...]
+    arguments: Mapping[str, Any]
+    parent: Call | None
+    new: list[int]
+    repeats: int = 0
+
+    @property
+    def path(self) -> list[Call]:
+        """Calls before this one, from the first."""
+        return [] if self.parent is None else [*self.parent.prompt.path, self.parent]
+
+    @property
+    def context(self) -> Sampled:
+        """Tokens before the reply."""
+        return join(self.path, self.new)
+
+    def __len__(self) -> int:
+        return len(self.new) + (0 if self.parent is None else len(self.parent))
+
+
+@dataclass(eq=False)
+class Call:
+    """Finished call.
+
+    Attributes:
+        prompt: its prompt.
+        sampled: sampled tokens.
+        text: their text, with everything that the policy wrote.
+        reply: message that the agent received.
+        truncated: True if a limit ended the reply.
+        delivered: False if the agent never received the reply.
+    """
+
+    prompt: Prompt
+    sampled: Sampled
+    text: str
+    reply: Mapping[str, Any]
+    truncated: bool
+    delivered: bool = False
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.sampled.tokens)
+
+    @property
+    def conversation(self) -> Messages:
+        """Messages up to the reply, with the policy's own text."""
+        return [*self.prompt.conversation, {"role": "assistant", "content": self.text}]
+
+
+class CallTree:
+    """Calls of one session.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        end_ids: ids with which the model ends a turn.
+        on_rewrite: what to do if the template would now render the past differently from what the policy saw, see
+            :class:`~torchrl_rloo.envs.ChatEnv`.
+
+    Attributes:
+        calls: finished calls, in the order of their ends.
+        counts: ``"agent/new_samples"``, calls that began a sample; ``"agent/rewritten"``, calls of which the template
+            rewrote the past.
+    """
+
+    def __init__(self, tokenizer: Any, *, end_ids: Collection[int] = (), on_rewrite: Literal["keep", "split"] = "keep"):
+        self.tokenizer, self.end_ids, self.on_rewrite = tokenizer, end_ids, on_rewrite
+        self.calls: list[Call] = []
+        self.counts: Counter[str] = Counter()
+        self._ends: dict[tuple[MessageKey, ...], Call] = {}  # last call by its messages and its reply
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+
+    def prompt(self, messages: Messages, arguments: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a call.
+
+        Args:
+            messages: conversation of the call.
+            arguments: arguments of the chat template, such as ``tools``.
+
+        Raises:
+            ValueError: if the template cannot render the messages.
+        """
+        named = tuple(map(message_key, messages))
+        prompt = self._continued(messages, named, arguments)
+        if prompt is None:
+            prompt = Prompt(messages, named, arguments, None, encode_prompt(self.tokenizer, messages, **arguments))
+        place = (id(prompt.parent) if prompt.parent is not None else None, *prompt.new)
+        prompt.repeats = self._seen[place]
+        self._seen[place] += 1
+        return prompt
+
+    def _continued(
+        self, messages: Messages, named: tuple[MessageKey, ...], arguments: Mapping[str, Any]
+    ) -> Prompt | None:
+        """Return the prompt that continues the call with the most of its messages; None if it continues none."""
+        parent = None
+        for count in range(len(named) - 1, 0, -1):
+            if named[count - 1][0] == "assistant" and (parent := self._ends.get(named[:count])) is not None:
+                break
+        if parent is None:
+            return None
+        conversation, feedback = parent.conversation, messages[count:]
+        try:
+            new, rewritten = answer_turn(
+                self.tokenizer,
+                conversation,
+                feedback,
+                last_token=int(parent.sampled.tokens[-1]),
+                end_ids=self.end_ids,
+                seen_arguments=parent.prompt.arguments,
+                **arguments,
+            )
+        except ValueError:  # the template shows these messages only as a whole
+            return None
+        parent.delivered = True  # the agent has its reply
+        whole = [*conversation, *feedback]
+        self.counts["agent/rewritten"] += rewritten
+        if rewritten and self.on_rewrite == "split":
+            return Prompt(whole, named, arguments, None, encode_prompt(self.tokenizer, whole, **arguments))
+        return Prompt(whole, named, arguments, parent, new)
+
+    def add(self, call: Call) -> Call:
+        """Add a finished call."""
+        self.calls.append(call)
+        self._ends[(*call.prompt.keys, message_key(call.reply))] = call
+        self.counts["agent/new_samples"] += call.prompt.parent is None
+        return call
+
+    def leaves(self) -> list[Call]:
+        """Return the last calls of all samples, without orphans."""
+        delivered = [call for call in self.calls if call.delivered]
+        continued = {id(call.prompt.parent) for call in delivered}
+        return [call for call in delivered if id(call) not in continued]
+
+    def orphans(self) -> int:
+        """Return the number of replies that the agent did not receive."""
+        return sum(not call.delivered for call in self.calls)
+
+    def samples(self) -> list[Sampled]:
+        """Return the samples of the trajectory, in the order of their last calls."""
+        covered: set[int] = set()
+        samples = []
+        for leaf in self.leaves():
+            path = [*leaf.prompt.path, leaf]
+            samples.append(join(path, trained=[id(call) not in covered for call in path]))
+            covered.update(map(id, path))
+        return samples
+
+
+def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] | None = None) -> Sampled:
+    """Join the calls of a path to one sequence of tokens.
+
+    Args:
+        path: calls, each of which continues the one before.
+        new: ids after the last call.
+        trained: for each call, whether its sampled tokens are action tokens. None means all.
+    """
+    trained = [True] * len(path) if trained is None else trained
+    tokens, masks, log_probs = [], [], []
+    for call, is_action in zip(path, trained, strict=True):
+        n = len(call.prompt.new)
+        sampled = call.sampled
+        tokens += [torch.tensor(call.prompt.new, dtype=torch.long), sampled.tokens]
+        masks += [torch.zeros(n, dtype=torch.bool), torch.full((len(sampled.tokens),), is_action)]
+        log_probs += [torch.zeros(n), sampled.log_probs if is_action else torch.zeros(len(sampled.tokens))]
+    tokens.append(torch.tensor(new, dtype=torch.long))
+    masks.append(torch.zeros(len(new), dtype=torch.bool))
+    log_probs.append(torch.zeros(len(new)))
+    kept = [call.sampled for call, is_action in zip(path, trained, strict=True) if is_action]
+    versions = support = None
+    if kept and all(sampled.versions is not None for sampled in kept):
+        versions = torch.cat([sampled.versions for sampled in kept])
+    if kept and all(sampled.support is not None for sampled in kept):
+        support = Support(*(torch.cat(parts) for parts in zip(*(sampled.support for sampled in kept), strict=True)))
+    return Sampled(torch.cat(tokens), torch.cat(masks), torch.cat(log_probs), versions, support)
+
+
+def read_sample(row: TensorDictBase, prompt_length: int) -> Sampled:
+    """Return the tokens that a policy sampled on a row, after a prompt of ``prompt_length`` tokens."""
+    tokens, log_probs = row[keys.TOKENS][prompt_length:], row[keys.LOG_PROBS][prompt_length:]
+    versions, support = row.get(keys.ACTION_VERSIONS, None), row.get(keys.SUPPORT_IDS[0], None)
+    n = len(tokens)
+    if versions is not None:
+        versions = versions[len(versions) - n :]
+    if support is not None:
+        sizes = support["sizes"][len(support["sizes"]) - n :]
+        total = int(sizes.sum())
+        support = Support(support["ids"][len(support["ids"]) - total :], sizes)
+    return Sampled(tokens, torch.ones(n, dtype=torch.bool), log_probs, versions, support)
+
+
+def write_sample(row: TensorDictBase, sample: Sampled) -> TensorDictBase:
+    """Set what a row has of its action tokens other than ids, mask and log-probs, in place."""
+    if sample.versions is not None:
+        row.set(keys.ACTION_VERSIONS, sample.versions)
+    if sample.support is not None:
+        row.set(keys.SUPPORT_IDS[0], TensorDict(dict(zip(("ids", "sizes"), sample.support, strict=True)), []))
+    return row
+
+
+def message_key(message: Mapping[str, Any]) -> MessageKey:
+    """Return what a message says, without what clients change: white space, thinking, ids and spelling of calls."""
+    role, content = message["role"], message.get("content") or ""
+    role = "system" if role == "developer" else role
+    if role == "assistant":
+        content = without_thinking(content)
+    calls = tuple(map(_call_key, message.get("tool_calls") or ()))
+    return role, content.strip(), calls
+
+
+def _call_key(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            return function["name"], arguments
+    return function["name"], json.dumps(arguments, sort_keys=True)

@@ -1,0 +1,324 @@
+"""AgentSession: the policy's side of one agent, which asks for replies until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
+from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.stop_reasons import end_row
+from torchrl_rloo.data.templates import Messages, decode_response
+from torchrl_rloo.envs.agents.call_tree import Call, CallTree, Prompt, Sampled, message_key, read_sample, write_sample
+from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, make_stepped_row
+from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
+from torchrl_rloo.envs.tools.parsers import Parser, without_thinking
+
+_LOGGER = logging.getLogger(__name__)
+
+Sample = Callable[[TensorDictBase], Awaitable[TensorDictBase]]
+
+
+class Ask(NamedTuple):
+    """Call of an agent.
+
+    Attributes:
+        messages: conversation, as the chat template takes it.
+        tools: schemas of tools, as the template takes them; None for none.
+        max_tokens: maximum tokens of the reply; None leaves it to the policy.
+        parse: whether to read tool calls in the reply.
+    """
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] | None = None
+    max_tokens: int | None = None
+    parse: bool = True
+
+
+class Reply(NamedTuple):
+    """Reply to a call.
+
+    Attributes:
+        call: its record. Set ``call.delivered`` once the agent is to receive it.
+        message: assistant message, with ``content``, and if there are any ``reasoning_content`` and ``tool_calls``.
+        finish: ``"stop"``, ``"length"`` or ``"tool_calls"``.
+        prompt_tokens: number of tokens of the prompt.
+    """
+
+    call: Call
+    message: dict[str, Any]
+    finish: str
+    prompt_tokens: int
+
+
+class RefusedCallError(ValueError):
+    """Call that the session refuses.
+
+    Attributes:
+        code: what was wrong, as clients read it.
+    """
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+class AgentSession:
+    """Calls of one conversation, and the row that they make. Its methods run on the loop that makes it.
+
+    Args:
+        env: environment with the tokenizer and the limits of a conversation. ``max_tokens`` holds for each sample, and
+            ``max_turns`` for the number of calls.
+        row: opened row of the conversation.
+        sample: function that samples the policy's turn on a row.
+        parser: parser of tool calls in a reply; None leaves them in the text.
+        max_parallel: maximum number of concurrent calls; others wait.
+
+    Attributes:
+        tree: finished calls.
+        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit, and
+            ``"agent/failed_calls"`` on which the policy failed.
+        limit: stop reason of the first limit that refused a call; None if none did.
+        error: first error of the policy; None if there was none.
+        broken: event that is set with ``error``.
+    """
+
+    def __init__(
+        self,
+        env: ChatEnv,
+        row: TensorDictBase,
+        sample: Sample,
+        *,
+        parser: Parser | None = None,
+        max_parallel: int = 16,
+    ):
+        if env.input_mode != "tokens":
+            raise ValueError(f"input_mode={env.input_mode!r} cannot be combined with agents; use 'tokens'")
+        self.env, self.row, self.parser = env, row, parser
+        self._sample, self._places = sample, asyncio.Semaphore(max_parallel)
+        self.loop = asyncio.get_running_loop()
+        self.tree = CallTree(env.tokenizer, end_ids=env.end_ids, on_rewrite=env.on_rewrite)
+        self.counts: Counter[str] = Counter()
+        self.limit: str | None = None
+        self.error: Exception | None = None
+        self.broken = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+        self._ended = False
+        self._first_prompt = tuple(map(message_key, row[keys.QUERY])) if isinstance(row[keys.QUERY], list) else ()
+        self._begun, self._version = 0, None
+
+    # Calls
+
+    async def reply(self, ask: Ask) -> Reply:
+        """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request.
+
+        Raises:
+            RefusedCallError: if a limit is reached, the session has ended, or the template cannot render the messages.
+            Exception: raised by the policy.
+        """
+        if self._ended:
+            raise _ended_error()
+        self._tasks.add(task := asyncio.current_task())
+        try:
+            return await self._reply(ask)
+        except asyncio.CancelledError:
+            if self._ended:
+                raise _ended_error() from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    def end(self) -> None:
+        """Cancel the calls in flight, and refuse others."""
+        self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _reply(self, ask: Ask) -> Reply:
+        if (reason := self._limit_reached()) is not None:
+            raise self._refuse(reason, f"the conversation reached its limit {_LIMIT_NAMES[reason]}; end it")
+        self._begun += 1
+        async with self._places:
+            arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
+            try:
+                prompt = self.tree.prompt(ask.messages, arguments)
+            except ValueError as error:
+                self.counts["agent/refused_calls"] += 1
+                self._begun -= 1
+                raise RefusedCallError(str(error), "invalid_messages") from error
+            room = self.env.token_limit
+            if room is not None and len(prompt) >= room:
+                self._begun -= 1
+                message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
+                raise self._refuse("total_tokens", message)
+            try:
+                sampled = await self._sample(self._call_row(prompt, ask))
+            except asyncio.CancelledError:
+                self._begun -= 1
+                raise
+            except Exception as error:
+                self.counts["agent/failed_calls"] += 1
+                self.error = self.error or error
+                self.broken.set()
+                raise
+        return self._record(prompt, ask, sampled)
+
+    def _limit_reached(self) -> str | None:
+        if self.env.max_turns is not None and self._begun >= self.env.max_turns:
+            return "turns"
+        return None
+
+    def _refuse(self, reason: str, message: str) -> RefusedCallError:
+        self.counts["agent/refused_calls"] += 1
+        self.limit = self.limit or reason
+        return RefusedCallError(message, "context_length_exceeded" if reason == "total_tokens" else "limit_reached")
+
+    def _call_row(self, prompt: Prompt, ask: Ask) -> TensorDictBase:
+        """Return the row on which the policy samples: the conversation's, with the context of the call."""
+        context = prompt.context
+        row = copy_row(drop_entries(self.row, CONVERSATION_KEYS))
+        row.set(keys.NUM_TURNS, torch.tensor(len(prompt.path)))
+        row.set(keys.QUERY, make_non_tensor(prompt.conversation))
+        row.set(keys.COMPLETION, make_non_tensor([]))
+        if self._version is not None:
+            row.set(keys.POLICY_VERSION, self._version)
+        self.env._set_context(row, context.tokens, context.mask, context.log_probs)
+        write_sample(row, context)
+        if ask.max_tokens is not None:
+            own = row.get(keys.MAX_NEW_TOKENS, None)
+            limit = ask.max_tokens if own is None else min(int(own), ask.max_tokens)
+            row.set(keys.MAX_NEW_TOKENS, torch.tensor(limit))
+        # Calls that differ get different random numbers, whatever the order in which they arrive
+        if (seed := self.row.get(keys.SEED, None)) is not None:
+            root = prompt.path[0].prompt if prompt.path else prompt
+            apart = (() if root.keys == self._first_prompt else root.keys, prompt.repeats)
+            row.set(keys.SEED, seed if apart == ((), 0) else torch.tensor(_hash(int(seed), *apart)))
+        return row
+
+    def _record(self, prompt: Prompt, ask: Ask, row: TensorDictBase) -> Reply:
+        version = row.get(keys.POLICY_VERSION, None)
+        if self._version is None or (version is not None and version < self._version):
+            self._version = version
+        sampled = read_sample(row, len(prompt))
+        text = decode_response(self.env.tokenizer, sampled.tokens.tolist())
+        truncated = bool(row[keys.RESPONSE_TRUNCATED].any())
+        number = len(self.tree.calls)
+        calls = self._parse(sampled, number) if ask.parse and ask.tools else []
+        message = client_message(text, calls)
+        finish = "tool_calls" if calls else "length" if truncated else "stop"
+        self.counts["agent/calls"] += 1
+        call = self.tree.add(Call(prompt, sampled, text, message, truncated))
+        return Reply(call, message, finish, len(prompt))
+
+    def _parse(self, sampled: Sampled, number: int) -> list[dict[str, Any]]:
+        """Return the tool calls of a reply, as clients read them; none if one of them is malformed."""
+        if self.parser is None:
+            return []
+        ids, tokenizer = sampled.tokens.tolist(), self.env.tokenizer
+        if not tokenizer.decode(ids[-1:], skip_special_tokens=True):
+            ids = ids[:-1]
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found: list[ToolCall | MalformedCall] = self.parser(without_thinking(text))
+        if any(isinstance(call, MalformedCall) for call in found):
+            return []
+        return [
+            {
+                "id": call.id or f"call{number:03d}{k:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for k, call in enumerate(found)
+        ]
+
+    # The finished row
+
+    def last_stop_reason(self) -> str:
+        """Return the stop reason of a conversation that the agent has ended, from the end of its last reply."""
+        last, limit = self.tree.leaves()[-1], self.env.token_limit
+        if not last.truncated:
+            return "ended"
+        return "turn_tokens" if limit is None or len(last) < limit else "total_tokens"
+
+    def finish(self, reason: str, reward: float = 0.0) -> TensorDictBase:
+        """Return the conversation's row with its outcome in ``"next"``.
+
+        Args:
+            reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
+            reward: reward that the agent gives, in addition to that of reward functions.
+        """
+        samples, leaves = self.tree.samples(), self.tree.leaves()
+        self.counts += self.tree.counts
+        self.counts["agent/orphans"] += self.tree.orphans()
+        row = copy_row(self.row)
+        after = make_stepped_row(row, "")
+        after.set(keys.NUM_TURNS, torch.tensor(len(self.tree.calls)))
+        after.set(keys.COMPLETION, make_non_tensor(self._completion(leaves[-1]) if leaves else []))
+        after.set("reward", torch.full((1, 1), reward))
+        for i, sample in enumerate(samples or [_unsampled(row)]):
+            if i:
+                stash_segment(after)
+            self.env._set_context(after, sample.tokens, sample.mask, sample.log_probs)
+            write_sample(after, sample)
+        end_row(after, reason)
+        if self._version is not None:
+            row.set(keys.POLICY_VERSION, self._version)
+        return row.set("next", after)
+
+    def _completion(self, leaf: Call) -> Messages:
+        """Return the messages after the conversation's query; of another prompt, all from the first reply on."""
+        messages, named, size = leaf.conversation, leaf.prompt.keys, len(self._first_prompt)
+        if named[:size] != self._first_prompt:
+            size = next((i for i, key in enumerate(named) if key[0] == "assistant"), len(named))
+        return messages[size:]
+
+
+def _ended_error() -> RefusedCallError:
+    return RefusedCallError("the conversation has ended; call no more", "session_ended")
+
+
+_LIMIT_NAMES = {"turns": "max_turns", "total_tokens": "max_tokens"}
+
+
+def client_message(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the assistant message that an agent receives.
+
+    Args:
+        text: text of the reply.
+        calls: its tool calls, which are removed from the content.
+    """
+    content = without_thinking(text)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if content != text:
+        thinking = text.partition("</think>")[0].partition("<think>")
+        message["reasoning_content"] = (thinking[2] or thinking[0]).strip()
+        message["content"] = content.lstrip()
+    if calls:
+        starts = [place for mark in _CALL_MARKS if (place := message["content"].find(mark)) >= 0]
+        message["content"] = message["content"][: min(starts, default=0)].strip()
+        message["tool_calls"] = list(calls)
+    return message
+
+
+# Beginnings of calls in the formats of the parsers
+_CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<tool>", "```", '{"')
+
+
+def _unsampled(row: TensorDictBase) -> Sampled:
+    """Return the prompt of a conversation in which the policy sampled nothing."""
+    tokens = row[keys.PROMPT_TOKENS]
+    return Sampled(tokens, torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens)))
+
+
+def _hash(*values: Any) -> int:
+    """Hash values to a number below ``2**62``."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little") >> 2

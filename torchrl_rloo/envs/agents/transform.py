@@ -1,0 +1,232 @@
+"""AgentTransform: agents that own their loop, as conversations to train on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+from tensordict import NonTensorData, TensorDictBase
+from torchrl.envs import Transform
+
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.envs import event_loop
+from torchrl_rloo.envs.agents.agents import Agent, AgentContext, read_result, resolve_agent
+from torchrl_rloo.envs.agents.server import EndpointServer
+from torchrl_rloo.envs.agents.session import AgentSession, Sample
+from torchrl_rloo.envs.chat_rows import dataset_columns
+from torchrl_rloo.envs.dataset import DatasetChatEnv
+from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser
+from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.rewards.protocol import is_async
+
+_LOGGER = logging.getLogger(__name__)
+_STARTING = Lock()
+
+
+class AgentTransform(TurnTransform):
+    """Transform by which an agent plays each conversation: it calls the policy at an endpoint until it has ended.
+
+    The agent is ``f(context, row) -> result``, sync or async. ``context`` is an :class:`AgentContext`, and ``row`` has
+    the columns of the dataset, ``"query"`` included. The result is None, a reward, or a dict with ``"reward"`` and
+    ``"metrics"``. Reward functions of the environment see the conversation of the last call.
+
+    The row has the ids that the policy sampled (:mod:`torchrl_rloo.envs.agents.call_tree`). A conversation with several
+    contexts is a row of several samples (:mod:`torchrl_rloo.data.segments`).
+
+    Limits are those of :class:`~torchrl_rloo.envs.ChatEnv`. ``max_turns`` limits the calls, ``max_tokens`` each sample,
+    ``max_turn_tokens`` each reply, and ``max_seconds`` the agent, which is then cancelled. The stop reason is that of
+    the first limit that refused a call, ``"time"``, or ``"turn_tokens"`` if the last reply was cut, else ``"ended"``.
+    An agent that raises, or receives no reply, ends as ``"failed"``, unless a limit was reached. Its trajectory
+    abstains.
+
+    Only a collector can run agents; ``env.step`` cannot.
+
+    Args:
+        agent: function, its dotted path, or a command as a list (:class:`CommandAgent`).
+        parser: parser of tool calls in replies to calls with tools, or its name; None leaves them in the text.
+        max_parallel: maximum number of concurrent calls of an agent; others wait.
+
+    Attributes:
+        counts: those of :class:`AgentSession` and :class:`EndpointServer`, and ``"agent/failed"`` and
+            ``"agent/timed_out"`` conversations.
+
+    Raises:
+        TypeError: if the agent is no function.
+        ValueError: if ``max_parallel`` is below 1, or the parser is unknown.
+
+    Example:
+        >>> async def agent(context, row):
+        ...     async with context.openai() as client:
+        ...         reply = await client.chat.completions.create(model=context.model, messages=row["query"])
+        ...     return float(row["answer"] in reply.choices[0].message.content)
+        >>> AgentTransform(agent).counts["agent/failed"]
+        0
+    """
+
+    def __init__(
+        self, agent: Agent | str | Sequence[str], parser: str | Parser | None = None, *, max_parallel: int = 16
+    ):
+        super().__init__()
+        if max_parallel < 1:
+            raise ValueError(f"max_parallel={max_parallel} must be at least 1")
+        self.agent, self.max_parallel = resolve_agent(agent), max_parallel
+        self.parser = None if parser is None else resolve_parser(parser)
+        self._server: EndpointServer | None = None
+        self._owner = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process starts another server
+        return super().__getstate__() | {"_server": None}
+
+    def server(self) -> EndpointServer:
+        """Return the endpoint of this process, started."""
+        with _STARTING:
+            if self._server is None or self._owner != os.getpid():
+                self._server, self._owner = EndpointServer(counts=self.counts).start(), os.getpid()
+            return self._server
+
+    async def play(self, row: TensorDictBase, sample: Sample) -> TensorDictBase:
+        """Run the agent to its end.
+
+        Args:
+            row: opened row of the conversation.
+            sample: function that samples the policy's turn on a row.
+
+        Returns:
+            The row, with ``"next"`` set as after its last turn.
+
+        Raises:
+            Exception: raised by the policy on a call.
+        """
+        server = await event_loop.call(self.server)
+        session = AgentSession(self.chat_env, row, sample, parser=self.parser, max_parallel=self.max_parallel)
+        key = server.add(session)
+        context = AgentContext(f"{server.url}/v1", key)
+        calling = event_loop.call(
+            _catching(self.agent), context, dataset_columns(row), timeout=self.chat_env.max_seconds
+        )
+        agent, broken = asyncio.ensure_future(calling), asyncio.ensure_future(session.broken.wait())
+        try:
+            # The policy's errors end the agent, which might wait for them to pass
+            await asyncio.wait({agent, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if session.error is not None:
+                raise session.error
+            return self._finish(session, agent)
+        finally:
+            server.remove(key)
+            session.end()
+            self.counts.update(session.counts)
+            for task in (agent, broken):
+                task.cancel()
+            await asyncio.gather(agent, broken, return_exceptions=True)
+
+    def _finish(self, session: AgentSession, agent: asyncio.Future[tuple[Any, Exception | None]]) -> TensorDictBase:
+        """Return the session's row, with the outcome of an agent that has ended."""
+        (reward, metrics), reason = (0.0, {}), session.limit
+        try:
+            result, error = agent.result()
+            if error is not None:
+                raise error
+            reward, metrics = read_result(result)
+        except Exception as error:
+            if isinstance(agent.exception(), TimeoutError):  # its own errors are part of its result
+                self.counts["agent/timed_out"] += 1
+                reason = "time"
+            elif reason is None:
+                _LOGGER.warning("an agent failed; its conversation abstains", exc_info=error)
+                reason = "failed"
+        leaves = session.tree.leaves()
+        if reason is None:
+            reason = session.last_stop_reason() if leaves else "failed"
+            if not leaves:
+                _LOGGER.warning("an agent ended without a reply of the policy; its conversation abstains")
+        self.counts["agent/failed"] += reason == "failed"
+        row = session.finish(reason, reward)
+        row["next"].set("log_extra", NonTensorData(metrics))
+        return row
+
+    async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
+        """Refuse a step, since an agent owns its loop.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("AgentTransform cannot be stepped, since an agent owns its loop; use LLMCollector")
+
+    def close(self) -> None:
+        """Stop the endpoint of this process."""
+        server, self._server = self._server, None
+        if server is not None and self._owner == os.getpid():
+            server.close()
+
+
+def _catching(agent: Agent) -> Callable[..., Any]:
+    """Return a function that returns an agent's result and its error, one of which is None."""
+
+    async def run_async(*args: Any) -> tuple[Any, Exception | None]:
+        try:
+            return await agent(*args), None
+        except Exception as error:
+            return None, error
+
+    def run(*args: Any) -> tuple[Any, Exception | None]:
+        try:
+            return agent(*args), None
+        except Exception as error:
+            return None, error
+
+    return run_async if is_async(agent) else run
+
+
+def agent_env(
+    agent: Agent | str | Sequence[str],
+    tokenizer: Any,
+    *,
+    dataset: PromptDataset,
+    prompts_per_batch: int,
+    num_generations: int = 1,
+    parser: str | Parser | None = None,
+    max_parallel: int = 16,
+    max_turns: int | None = 64,
+    max_seconds: float | None = 600.0,
+    transforms: Sequence[Transform] = (),
+    **kwargs: Any,
+) -> DatasetChatEnv:
+    """Build an environment for a collector from an agent.
+
+    Args:
+        agent: see :class:`AgentTransform`.
+        tokenizer: the policy's tokenizer.
+        dataset: rows that the agent receives.
+        prompts_per_batch: rows per reset.
+        num_generations: conversations per row.
+        parser: see :class:`AgentTransform`.
+        max_parallel: see :class:`AgentTransform`.
+        max_turns: maximum number of calls of an agent; None disables it.
+        max_seconds: time limit of an agent, in seconds; None disables it.
+        transforms: transforms of the rows' columns at a reset.
+        **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`, such as ``rewards``, ``max_tokens``.
+
+    Example:
+        >>> from torchrl_rloo.data import load_prompts
+        >>> from torchrl_rloo.embedded import build_tokenizer
+        >>> rows = load_prompts([{"query": [{"role": "user", "content": "What is 2+3?"}], "answer": "5"}])
+        >>> env = agent_env(["python3", "agent.py"], build_tokenizer(), dataset=rows, prompts_per_batch=1)
+        >>> env.max_turns
+        64
+    """
+    played = AgentTransform(agent, parser, max_parallel=max_parallel)
+    return DatasetChatEnv(
+        dataset,
+        tokenizer,
+        prompts_per_batch=prompts_per_batch,
+        num_generations=num_generations,
+        transforms=[*transforms, played],
+        max_turns=max_turns,
+        max_seconds=max_seconds,
+        **kwargs,
+    )

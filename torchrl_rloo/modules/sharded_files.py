@@ -1,0 +1,246 @@
+"""Sharded models in Hugging Face files: saved tensor by tensor, loaded shard by shard.
+
+No rank ever has the whole model. Both are collective calls: all ranks make them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from torchrl_rloo.engines.root import replica_of
+from torchrl_rloo.files import atomic_write, write_text
+from torchrl_rloo.ranks import RankError
+from torchrl_rloo.weight_update.shards import gather, is_sender, is_sharded, reshard
+
+MAX_FILE_SIZE = "50GB"  # as Transformers has it
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def is_collective(model: nn.Module) -> bool:
+    """Return whether saving a model needs all ranks: it is sharded, or equal on all of them."""
+    return is_sharded(model) or replica_of(model) is not None
+
+
+def save_on_all(model: nn.Module, folder: Path, save_rest: Callable[[], Any], *, max_size: str = MAX_FILE_SIZE) -> None:
+    """Save a model from all ranks, as ``model.save_pretrained`` of one process would; rank 0 writes.
+
+    A sharded model is gathered and written tensor by tensor. An adapter is gathered whole, because it is small.
+
+    Args:
+        model: Transformers model or its LoRA adapter, on all ranks.
+        folder: existing folder.
+        save_rest: function that saves everything else, called on rank 0 first.
+        max_size: largest size of one file.
+
+    Raises:
+        OSError: if rank 0 cannot write.
+        RankError: on the other ranks, in that case.
+    """
+    if is_sharded(model):
+        reshard(model)
+    state = {} if not is_sharded(model) else model.state_dict()
+    if hasattr(model, "peft_config"):
+        state = {name: tensor for name, tensor in state.items() if "lora_" in name or "modules_to_save" in name}
+    files = _plan_files(model, state, max_size) if state and not hasattr(model, "peft_config") else None
+    whole = _gathered(state, files)
+    error = None
+    if is_sender():
+        try:
+            save_rest()
+            if files is not None:
+                model.save_pretrained(folder, state_dict={})  # only configurations
+                _write_files(model, folder, state, files, whole)
+            elif state:
+                model.save_pretrained(folder, state_dict=dict(whole), max_shard_size=max_size)
+            else:
+                model.save_pretrained(folder, max_shard_size=max_size)
+        except Exception as raised:  # reported on all ranks
+            error = raised
+    for _ in whole:  # each gather needs all ranks, even if rank 0 has failed
+        pass
+    message = [None if error is None else f"{type(error).__name__}: {error}"]
+    distributed.broadcast_object_list(message, src=0)
+    if error is not None:
+        raise error
+    if message[0] is not None:
+        raise RankError(f"rank 0 failed: {message[0]}")
+
+
+def load_shards(
+    model: nn.Module, name: str | os.PathLike, *, device: str | torch.device = "cpu", **kwargs: Any
+) -> None:
+    """Load the weights of a model on the meta device, of which each rank reads only its shards.
+
+    Args:
+        model: model of ``load_model(..., meta=True)`` or its LoRA adapter, usually sharded since. Its weights and
+            buffers become equal to those of :func:`~torchrl_rloo.modules.load_model`.
+        name: hub id or local directory of safetensors files.
+        device: device of the weights.
+        **kwargs: arguments that locate a model on the hub (``revision=``, ...).
+
+    Raises:
+        ValueError: if a weight is missing in the files, has another shape there, or a buffer cannot be computed.
+
+    Example::
+
+        model, tokenizer = load_model(name, meta=True)
+        shard_model(model, ranks, "fsdp")
+        load_shards(model, name, device=ranks.device)
+    """
+    from torch.distributed import checkpoint as dcp
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    _compute_buffers(base, device)
+    # One new tensor for each on the meta device; tied ones stay tied
+    reader = dcp.HuggingFaceStorageReader(str(_folder(name, **kwargs)))
+    saved = reader.read_metadata().state_dict_metadata
+    new: dict[int, torch.Tensor] = {}
+    filled, assigned = {}, {}
+    for key, tensor in base.state_dict(keep_vars=True).items():
+        if tensor.is_meta:
+            if id(tensor) not in new:
+                local = torch.empty_like(tensor, device=device, requires_grad=False)
+                trained = isinstance(tensor, nn.Parameter)
+                new[id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad) if trained else local
+            assigned[key] = new[id(tensor)]
+            if (file_key := key.replace(".base_layer.", ".")) in saved:
+                filled[file_key] = new[id(tensor)].detach()
+    _check_complete(base, filled, saved, set(map(id, new.values())), assigned)
+    dcp.load(filled, storage_reader=reader, no_dist=True)
+    base.load_state_dict(assigned, strict=False, assign=True)
+
+
+def _plan_files(model: nn.Module, state: dict[str, torch.Tensor], max_size: str) -> dict[str, list[str]] | None:
+    """Return the tensors of each file, without aliases; None if the files need other tensors than the model has."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = model._keys_to_ignore_on_save or ()
+    meta = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in state.items()
+        if name not in ignored
+    }
+    meta = remove_tied_weights_from_state_dict(meta, model)
+    if revert_weight_conversion(model, dict(meta)).keys() != meta.keys():
+        return None
+    split = split_torch_state_dict_into_shards(
+        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_size
+    )
+    return {
+        file: sorted(names, key=lambda n: (-meta[n].itemsize, n)) for file, names in split.filename_to_tensors.items()
+    }
+
+
+def _gathered(
+    state: Mapping[str, torch.Tensor], files: dict[str, list[str]] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each whole tensor in the order of the files; every step is a collective call."""
+    for name in [name for names in files.values() for name in names] if files is not None else state:
+        whole = gather([state[name].detach()])  # empty on the other ranks
+        yield name, whole[0].cpu() if is_sender() else torch.empty(0)
+
+
+def _write_files(
+    model: nn.Module,
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    files: dict[str, list[str]],
+    whole: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """Write safetensors files from a stream of tensors, and their index if there are several."""
+    for file_name, names in files.items():
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        for name in names:
+            end = offset + state[name].numel() * state[name].itemsize
+            dtype, shape = _DTYPES[state[name].dtype], list(state[name].shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        with atomic_write(folder / file_name) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                found, tensor = next(whole)
+                assert found == name
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if len(files) > 1:
+        total = sum(state[name].numel() * state[name].itemsize for names in files.values() for name in names)
+        weight_map = {name: file_name for file_name, names in files.items() for name in names}
+        metadata = {"total_parameters": model.num_parameters(), "total_size": total}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _folder(name: str | os.PathLike, **kwargs: Any) -> Path:
+    """Return the local folder of a model's safetensors files, from the hub if necessary."""
+    folder = Path(name).expanduser() / kwargs.get("subfolder", "")
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        located = {key: value for key, value in kwargs.items() if key in ("revision", "cache_dir", "token")}
+        folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors"], **located))
+        folder /= kwargs.get("subfolder", "")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{name} has no *.safetensors files to read shards from; load the model whole (meta=False)")
+    return folder
+
+
+def _compute_buffers(model: nn.Module, device: str | torch.device) -> None:
+    """Compute the buffers that files do not contain, such as rotary frequencies, as ``from_pretrained`` does."""
+    for name, module in model.named_modules():
+        keys = [key for key in module._non_persistent_buffers_set if module._buffers[key] is not None]
+        if not any(module._buffers[key].is_meta for key in keys):
+            continue
+        for key in keys:
+            buffer = module._buffers[key]
+            unset = torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+            module._buffers[key] = torch.full_like(buffer, unset, device=device)
+        if not any(True for _ in module.parameters(recurse=False)):
+            model._init_weights(module)
+        for key in keys:
+            buffer = module._buffers[key]
+            if (buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min).any():
+                raise ValueError(
+                    f"{type(module).__name__} cannot compute its buffer {name}.{key} on the meta device; load the "
+                    "model whole (meta=False)"
+                )
+
+
+def _check_complete(
+    model: nn.Module,
+    filled: Mapping[str, torch.Tensor],
+    saved: Mapping[str, Any],
+    new: set[int],
+    assigned: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise unless the files have each tensor in its shape, and so every new tensor is filled."""
+    found = {id(tensor) for key, tensor in assigned.items() if key.replace(".base_layer.", ".") in filled}
+    missing = [key for key, tensor in assigned.items() if id(tensor) not in found]
+    wrong = [key for key, tensor in filled.items() if saved[key].size != tensor.shape]
+    if missing or wrong:
+        raise ValueError(
+            f"the files of {type(model).__name__} have no tensors {missing[:3]} and other shapes of {wrong[:3]}: they "
+            "may belong to another model, or need a conversion; load the model whole (meta=False)"
+        )
