@@ -213,7 +213,8 @@ class RemoteRunner(WorkerFleet):
             stream = actor.run.options(num_returns="streaming").remote(leases, self.seed, self.version())
             for _ in orders:
                 result: GroupDone = await result_of(await anext(stream))
-                rows = await anext(stream)
+                # Awaiting the stream would copy the rows to this node
+                rows = await asyncio.to_thread(next, stream, None)
                 self._take(worker, result, rows)
         except self._ray.exceptions.RayError as error:  # the actor died, or could not answer
             if worker.actor is actor:
