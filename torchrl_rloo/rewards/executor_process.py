@@ -6,7 +6,6 @@ a process with torch's threads. It does not kill the children of a worker. A kil
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -16,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from torchrl_rloo.rewards.executor_connection import Message, Worker, wait_for
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, reward_name
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction
+from torchrl_rloo.rewards.sent_functions import SentFunctions
 
 LOAD_SECONDS = 120.0  # limit for loading a function and its imports in a worker
 _MIN_MEMORY = 64 << 20
@@ -78,9 +78,7 @@ class ProcessExecutor:
         self._owner, self._lock, self._closes = os.getpid(), threading.Lock(), 0
         self._runner: int | None = None  # thread of the last run
         self._idle: list[Worker] = []
-        # By id, which is unique because the functions are kept alive here
-        self._functions: dict[int, tuple[RewardFunction, int, bytes]] = {}
-        self._keys = itertools.count()
+        self._functions = SentFunctions(_cloudpickle().dumps, "a worker process")
 
     def prepare(self, function: RewardFunction) -> None:
         """Serialize a function for the workers.
@@ -88,16 +86,7 @@ class ProcessExecutor:
         Raises:
             TypeError: if the function cannot be pickled.
         """
-        if id(function) in self._functions:
-            return
-        try:
-            data = _cloudpickle().dumps(function)
-        except Exception as error:
-            raise TypeError(
-                f"reward {reward_name(function)} cannot be sent to a worker process ({type(error).__name__}: {error}); "
-                "create locks, connections and open files on first use instead of in __init__, or use a ThreadExecutor"
-            ) from error
-        self._functions[id(function)] = (function, next(self._keys), data)
+        self._functions.add(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order.
@@ -112,8 +101,7 @@ class ProcessExecutor:
         closes = self._closes
         with self._lock:
             self._runner = threading.get_ident()
-            self.prepare(function)
-            _, key, data = self._functions[id(function)]
+            key, data = self._functions.add(function)
             load = Message("load", key, data, LOAD_SECONDS)
             results: list[Any] = [None] * len(batches)
             waiting, busy = deque(range(len(batches))), {}

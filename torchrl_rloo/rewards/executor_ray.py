@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import deque
@@ -18,8 +17,8 @@ from torchrl_rloo.rewards.protocol import (
     RewardFailure,
     RewardFunction,
     attempt_reward,
-    reward_name,
 )
+from torchrl_rloo.rewards.sent_functions import SentFunctions
 
 _POLL_S = 1.0  # longest wait between two looks at whether the executor was closed
 _ATTEMPTS = 2  # actors that a call may lose until its samples fail
@@ -69,9 +68,7 @@ class RayExecutor:
         self.remote_config, self.start_timeout = dict(remote_config or {}), start_timeout
         self._lock, self._closes = threading.Lock(), 0
         self._idle: list[_Actor] = []
-        # By id, which is unique because the functions are kept alive here
-        self._functions: dict[int, tuple[RewardFunction, int, bytes]] = {}
-        self._keys = itertools.count()
+        self._functions = SentFunctions(_ray().cloudpickle.dumps, "an actor")
 
     def prepare(self, function: RewardFunction) -> None:
         """Serialize a function for the actors.
@@ -79,16 +76,7 @@ class RayExecutor:
         Raises:
             TypeError: if the function cannot be pickled.
         """
-        if id(function) in self._functions:
-            return
-        try:
-            data = _ray().cloudpickle.dumps(function)
-        except Exception as error:
-            raise TypeError(
-                f"reward {reward_name(function)} cannot be sent to an actor ({type(error).__name__}: {error}); create "
-                "locks, connections and open files on first use instead of in __init__"
-            ) from error
-        self._functions[id(function)] = (function, next(self._keys), data)
+        self._functions.add(function)
 
     def run(self, function: RewardFunction, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
         """Call a function once per batch and return the results in order.
@@ -133,7 +121,7 @@ class RayExecutor:
 
     def _begin(self, function: RewardFunction, batch: RewardBatch, index: int, attempt: int) -> tuple[Any, _Work]:
         """Send a batch to a free actor, after the function if the actor lacks it."""
-        _, key, data = self._functions[id(function)]
+        key, data = self._functions.add(function)
         actor = self._idle.pop() if self._idle else _Actor(self.remote_config)
         limit = math.inf if self.timeout is None else self.timeout * len(batch)
 
