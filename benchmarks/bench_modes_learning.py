@@ -33,6 +33,7 @@ COMMON = [
     "log.loggers=[]",
     "log.samples=0",
 ]
+GRAY = "#7a8694"
 MAX_AGE = 3  # largest staleness of a token in the table
 
 
@@ -78,12 +79,14 @@ def summarize(mode: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def draw(folders: dict[tuple[str, int], Path], file: Path) -> None:
-    """Draw the accuracy of sampled completions against steps and against time."""
+    """Draw the greedy accuracy against steps and against time; it reads on white and on black."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    parts = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    pyplot.rcParams.update(dict.fromkeys(parts, GRAY) | {"svg.hashsalt": "modes", "svg.fonttype": "none"})
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     for number, mode in enumerate(MODES):
         for (name, seed), folder in folders.items():
@@ -101,7 +104,7 @@ def draw(folders: dict[tuple[str, int], Path], file: Path) -> None:
         axis.set_ylim(0, 1)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, transparent=True, metadata={"Date": None})
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from torchrl_rloo.engines import (
     start_together,
 )
 from torchrl_rloo.weight_update import Direct, ObjectStore, SharedMemory, WeightPublisher
+from torchrl_rloo.weight_update.transport import Link
 
 PROMPT, TURN = 256, 64  # tokens
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -111,6 +112,13 @@ def transformers_engine(mb: int) -> TransformersEngine:
     return TransformersEngine(model)
 
 
+class Elsewhere(ObjectStore):
+    """Transport that takes every engine for one on another node, so that buckets pass the object store."""
+
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> Link:
+        return super().connect(workers, timeout, "another node")
+
+
 def bench_weights(mb: int) -> list[dict[str, Any]]:
     """Compare pushes to an engine in an actor and in this process with a plain copy of all tensors."""
     source = model_of(mb)
@@ -125,7 +133,8 @@ def bench_weights(mb: int) -> list[dict[str, Any]]:
     for name, engine, transport in (
         ("direct, in process", local, Direct()),
         ("shared memory, actor", remote, SharedMemory()),
-        ("object store, actor", remote, ObjectStore()),
+        ("object store, actor on this node", remote, ObjectStore()),
+        ("object store, actor elsewhere", remote, Elsewhere()),
     ):
         ways[name] = WeightPublisher(source, engine, transport=transport).push_weights
         ways[f"{name}, no checksums"] = WeightPublisher(

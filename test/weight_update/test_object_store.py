@@ -18,6 +18,7 @@ from support.ray_cluster import RAY_GROUP, RecordingEngine, transformers_engine
 from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, EnginePool, RayEngine, Request, Supervisor, TransformersEngine
+from torchrl_rloo.engines.ray_client import RayEngineClient
 from torchrl_rloo.weight_update import Direct, ObjectStore, WeightPublisher, WeightSyncError
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.object_store import ObjectStoreReceiver, ObjectStoreRelay
@@ -48,7 +49,10 @@ def infos_of(tensors: list[torch.Tensor]) -> list[TensorInfo]:
     return [TensorInfo.of(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
 
 
-def test_buckets_stay_while_their_storage_lives(ray_cluster: str) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_buckets_stay_while_their_storage_lives(ray_cluster: str, elsewhere: bool) -> None:
+    import ray
+
     transport, buckets, before = ObjectStore(), make_buckets(), references()
     storage = transport.store(1, [packed_size(infos_of(tensors)) for tensors in buckets], keep=True)
     for number, tensors in enumerate(buckets):
@@ -57,13 +61,19 @@ def test_buckets_stay_while_their_storage_lives(ray_cluster: str) -> None:
     for tensors in buckets:
         tensors[0].zero_()  # training continues
     receiver = ObjectStoreReceiver({}, CPU, 0)
-    for number, tensors in enumerate(buckets):
-        received = receiver.receive(infos_of(tensors), transport.connect(1, PATIENCE).send(storage.get(number)))
+    node = "another node" if elsewhere else ray.get_runtime_context().get_node_id()
+    for number, tensors in [*enumerate(buckets)] * 2:  # two engines
+        payload = transport.connect(1, PATIENCE, node).send(storage.get(number))
+        received = receiver.receive(infos_of(tensors), payload)
         assert infos_of(received) == infos_of(tensors) and xxh3(received) == expected[number]
-    assert len(references() - before) == len(buckets)
-    del received
-    transport.close()
+    # Once for all engines elsewhere, and not at all without one
+    assert len(references() - before) == len(buckets) * elsewhere
+    del received, payload
+    transport.release(storage, reusable=True)
     wait_until(lambda: references() <= before)
+    assert transport.store(2, storage.sizes, keep=True) is storage
+    transport.close()
+    assert not Path(storage.path).exists()
 
 
 class Relayed(TransformersEngine):
@@ -134,7 +144,10 @@ def recorder(ray_cluster: str) -> Iterator[RayEngine]:
         yield engine
 
 
-def test_killed_actors_are_refilled_and_new_ones_filled_before_they_sample(make_pool, tokenizer, change) -> None:
+def test_killed_actors_are_refilled_and_new_ones_filled_before_they_sample(
+    make_pool, tokenizer, change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayEngineClient, "node_id", property(lambda self: "another node", lambda self, node: None))
     requests = [Request([5 + seed, 7], 6, seed) for seed in range(4)]
     model = build_model(tokenizer, seed=1).eval()
     engine = RayEngine(transformers_engine, name="first")

@@ -28,7 +28,7 @@ from torchrl_rloo.weight_update.object_store import ObjectStoreRelay
 
 GATHER_S = 0.001  # time after the first answer in which others join its message
 PERIOD_S = 0.01  # shortest time between two messages to a client
-BEAT_S = 0.5  # time between two reports without answers
+BEAT_S = 2.0  # time between two reports without answers
 STREAM_S = 30.0  # time after which a client opens a new stream
 _CLIENT_TIMEOUT_S = 20.0  # time without a stream after which a client counts as dead
 _THREADS = 32  # threads for calls that block, such as a pause
@@ -100,6 +100,7 @@ class EngineActor:
         """
         mailbox, end, idle = self._client(client), monotonic() + STREAM_S, False
         mailbox.streams += 1
+        mailbox.wake.set()  # the client learns the state at once
         try:
             while monotonic() < end and not idle:
                 answers = await mailbox.take()

@@ -112,7 +112,7 @@ class Collective(Transport):
     def release(self, storage: PackedStorage, reusable: bool) -> None:
         self._spare = storage if reusable else None
 
-    def connect(self, workers: int, timeout: float) -> CollectiveLink:
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> CollectiveLink:
         group, world_size, device = Rendezvous.open_group(self.host, self.port, timeout), 1 + workers, self._device()
 
         def join() -> dist.ProcessGroup:

@@ -1,90 +1,111 @@
-"""Object store transport: each bucket once in Ray's object store, for engines in actors on any node of a cluster."""
+"""Object store transport: shared memory on the trainer's node, Ray's object store for engines on other nodes."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 
-from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, read_manifest
-from torchrl_rloo.weight_update.shared_memory import SharedMemory, SharedMemoryStorage
+from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, read_manifest, unpack
+from torchrl_rloo.weight_update.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemoryStorage
 from torchrl_rloo.weight_update.target import EngineError, WeightStep, WeightTarget
-from torchrl_rloo.weight_update.transport import Receiver, Storage, Transport
+from torchrl_rloo.weight_update.transport import Link
 
 
-class ObjectStoreReceiver(Receiver):
-    """Receiver in a process of the cluster, whose tensors are views of the object store and must not be written."""
+class ObjectStoreReceiver(SharedMemoryReceiver):
+    """Receiver in a process of the cluster, whose tensors are views of shared memory and must not be written."""
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
+        if "reference" not in payload:
+            return super().receive(infos, payload)
         import ray
 
-        arrays = ray.get(payload["reference"])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            tensors = [torch.from_numpy(array) for array in arrays]
-        return [t.view(info.torch_dtype).view(info.shape) for t, info in zip(tensors, infos, strict=True)]
+            return unpack(torch.from_numpy(ray.get(payload["reference"])), infos)
 
 
-class ObjectStoreStorage(Storage):
-    """References to the buckets of a version. The object store drops a bucket without references.
+class StoredBucket(NamedTuple):
+    """Bucket of a version, for engines on any node."""
 
-    Args:
-        sizes: packed size of each bucket in bytes.
-    """
+    storage: ObjectStoreStorage
+    number: int
 
-    def __init__(self, sizes: Sequence[int]):
-        self._sizes = list(sizes)
-        self._payloads: dict[int, dict[str, Any]] = {}
 
-    def put(self, bucket: int, infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
+class ObjectStoreStorage(SharedMemoryStorage):
+    """Version in one mapped file. A bucket gets into the object store once an engine elsewhere needs it."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._lock, self._references = Lock(), {}
+
+    def get(self, bucket: int) -> StoredBucket:
+        return StoredBucket(self, bucket)
+
+    def local_payload(self, bucket: int) -> dict[str, Any]:
+        """Return the payload for engines on this node."""
+        return super().get(bucket)
+
+    def remote_payload(self, bucket: int) -> dict[str, Any]:
+        """Return the payload for engines on other nodes."""
         import ray
 
-        # Arrays, since Ray would copy tensors once more; of bytes, since numpy has no bfloat16
-        arrays = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors]
-        self._payloads[bucket] = {"reference": ray.put(arrays), "sizes": self._sizes}
+        with self._lock:  # engines of several sessions
+            if bucket not in self._references:
+                self._references[bucket] = ray.put(self.view(bucket).numpy())
+            return {"reference": self._references[bucket], "sizes": self.sizes}
 
-    def get(self, bucket: int) -> dict[str, Any]:
-        return self._payloads[bucket]
-
-    def clear(self) -> None:
-        """Drop all buckets."""
-        self._payloads.clear()
+    def drop_references(self) -> None:
+        """Let the object store drop all buckets."""
+        self._references.clear()  # an engine that is late has its own reference
 
 
-class ObjectStore(Transport):
-    """Transport that puts each bucket once into Ray's object store, from which each node of an engine copies it once.
+class _NodeLink(Link):
+    def __init__(self, is_local: bool):
+        super().__init__()
+        self._is_local = is_local
 
-    Engines must be ``RayEngine``, each on one node. An engine in the process of its actor reads the object store
-    directly. For one with child processes, such as vLLM, the actor copies each bucket to shared memory.
+    def send(self, stored: StoredBucket) -> dict[str, Any]:
+        storage, number = stored
+        return storage.local_payload(number) if self._is_local else storage.remote_payload(number)
 
-    The object store of the trainer's node must have room for the model, and for a second version during a push.
+
+class ObjectStore(SharedMemory):
+    """Transport to engines in Ray actors, on any node of the cluster.
+
+    Engines on the trainer's node map one file, as with :class:`SharedMemory`. If there are engines on other nodes, each
+    bucket is put into Ray's object store once, and each of these nodes copies it once. An engine in the process of its
+    actor reads it there. For one with child processes, such as vLLM, the actor copies each bucket to shared memory.
+
+    Engines must be ``RayEngine``, each on one node. With engines on other nodes, the object store of the trainer's node
+    must have room for the model, and for a second version during a push.
     """
 
-    name, receiver = "object_store", ObjectStoreReceiver
+    name, receiver, storage_class = "object_store", ObjectStoreReceiver, ObjectStoreStorage
 
-    def __init__(self) -> None:
-        self._stored: list[ObjectStoreStorage] = []
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> Link:
+        import ray
 
-    def store(self, version: int, sizes: Sequence[int], keep: bool) -> ObjectStoreStorage:
-        self._stored.append(ObjectStoreStorage(sizes))
-        return self._stored[-1]
+        return _NodeLink(node_id == ray.get_runtime_context().get_node_id())
 
     def release(self, storage: ObjectStoreStorage, reusable: bool) -> None:
-        storage.clear()  # an engine that is late has its own reference
-        self._stored = [other for other in self._stored if other is not storage]
+        storage.drop_references()
+        super().release(storage, reusable)
 
     def close(self) -> None:
-        for storage in list(self._stored):
-            self.release(storage, reusable=False)
+        for storage in list(self._files):
+            storage.drop_references()
+        super().close()
 
 
 class ObjectStoreRelay:
     """Hands updates from the object store on to an engine, in the engine's actor.
 
     An engine in this process reads the object store. Child processes of an engine are not in the cluster, so the relay
-    copies each bucket to shared memory. A later version uses the file again.
+    copies each bucket of the object store to shared memory. A later version uses the file again.
     """
 
     def __init__(self) -> None:
@@ -102,7 +123,7 @@ class ObjectStoreRelay:
             if info.get("transport") == ObjectStore.name and not engine.in_process:
                 self._files, self._manifest = SharedMemory(), read_manifest(info)
                 info = {**info, "transport": SharedMemory.name}
-        elif step == "bucket" and self._files is not None:
+        elif step == "bucket" and self._files is not None and "reference" in info["payload"]:
             info = {**info, "payload": self._copy(info)}
         try:
             reports = engine.update_weights(step, info, timeout=timeout)

@@ -90,7 +90,7 @@ class SharedMemory(Transport):
             ``/dev/shm`` has no room.
     """
 
-    name, receiver = "shared_memory", SharedMemoryReceiver
+    name, receiver, storage_class = "shared_memory", SharedMemoryReceiver, SharedMemoryStorage
 
     def __init__(self, directory: str | PathLike | None = None):
         self.directory = directory
@@ -124,7 +124,7 @@ class SharedMemory(Transport):
         for directory in candidates:
             _remove_orphans(directory)
             try:
-                return SharedMemoryStorage(directory, sizes)
+                return self.storage_class(directory, sizes)
             except OSError as error:
                 cause = error
         raise OSError(

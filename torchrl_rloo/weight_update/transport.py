@@ -108,12 +108,13 @@ class Transport(ABC):
     def release(self, storage: Storage, reusable: bool) -> None:  # noqa: B027
         """Free a storage, or reuse it for a later version if no worker can still read it."""
 
-    def connect(self, workers: int, timeout: float) -> Link:
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> Link:
         """Prepare for the workers of one engine to connect.
 
         Args:
             workers: number of workers of the engine.
             timeout: seconds that any later operation may take.
+            node_id: Ray's id of the engine's node; None if it is in no actor.
         """
         return Link()
 

@@ -92,7 +92,7 @@ class VLLMIPC(Transport):
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> ByteStorage:
         return ByteStorage(sizes, keep, self.device)
 
-    def connect(self, workers: int, timeout: float) -> VLLMIPCLink:
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> VLLMIPCLink:
         return VLLMIPCLink(workers, self.device)
 
 

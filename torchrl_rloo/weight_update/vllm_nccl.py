@@ -92,7 +92,7 @@ class VLLMNCCL(Transport):
     def store(self, version: int, sizes: Sequence[int], keep: bool) -> ByteStorage:
         return ByteStorage(sizes, keep, self.device)
 
-    def connect(self, workers: int, timeout: float) -> VLLMNCCLLink:
+    def connect(self, workers: int, timeout: float, node_id: str | None = None) -> VLLMNCCLLink:
         options = {
             "rank_offset": 1,  # the trainer is rank 0
             "world_size": 1 + workers,

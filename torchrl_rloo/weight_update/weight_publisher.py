@@ -64,9 +64,9 @@ class WeightPublisher(Publisher):
     while they sample. Then each engine pauses, loads what it has staged, confirms every bucket, drops its caches, and
     resumes. The snapshot stays until the next version is in use, so that :meth:`fill` can give it to one engine.
 
-    All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory` and
-    :class:`Files`, every rank writes its share of the snapshot; with other transports, the others send theirs to rank 0
-    bucket by bucket. Only rank 0 needs engines.
+    All ranks of a sharded model make one updater each and the same calls. Rank 0 sends. With :class:`SharedMemory`,
+    :class:`ObjectStore` and :class:`Files`, every rank on its machine writes its share of the snapshot; with other
+    transports, the others send theirs to rank 0 bucket by bucket. Only rank 0 needs engines.
 
     Args:
         source: training model, or its :class:`~torchrl_rloo.weight_update.source.WeightSource`.
@@ -257,7 +257,7 @@ class WeightPublisher(Publisher):
                 return
             peer.disconnect()
             workers = len(engine.update_weights("abort", timeout=self.timeout))
-            link = transport.connect(workers, self.timeout)
+            link = transport.connect(workers, self.timeout, engine.node_id)
             try:
                 info = {
                     "transport": transport.name,
