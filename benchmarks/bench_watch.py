@@ -21,6 +21,7 @@ from torchrl_rloo.diagnostics.watch import LiveServer
 from torchrl_rloo.diagnostics.watch_page import LivePage
 
 ROOT = Path(__file__).resolve().parents[1]
+DRAWN = "document.querySelector('.chart canvas')"
 DONE = "document.getElementById('status').textContent === 'live' && document.querySelector('.chart canvas')"
 
 
@@ -45,8 +46,8 @@ def time_server(folder: Path) -> tuple[float, float, int]:
             return time.perf_counter() - wall, time.process_time() - cpu, largest
 
 
-def time_page(folder: Path) -> float | None:
-    """Return wall seconds from the request for the page to its last curve; None without a browser."""
+def time_page(folder: Path, ready: str) -> float | None:
+    """Return wall seconds from the request for the page until a condition holds in it; None without a browser."""
     spec = importlib.util.spec_from_file_location("browser", ROOT / "test/diagnostics/conftest.py")
     tools = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tools)
@@ -58,7 +59,7 @@ def time_page(folder: Path) -> float | None:
         browser = tools.Browser(program, Path(profile))
         try:
             start = time.perf_counter()
-            browser.open(server.url, ready=DONE)
+            browser.open(server.url, ready=ready)
             return time.perf_counter() - start
         finally:
             browser.close()
@@ -76,8 +77,9 @@ def main() -> None:
         wall, cpu, largest = time_server(Path(folder))
         print(f"{options.steps:,} steps, {options.metrics} metrics, {size:.0f} MB", flush=True)
         print(f"server: all read in {wall:.2f} s ({cpu:.2f} CPU s); largest answer {largest / 1e6:.2f} MB", flush=True)
-        seconds = time_page(Path(folder))
-        print("browser: none found" if seconds is None else f"browser: all curves after {seconds:.2f} s")
+        for what, ready in (("the curves, of a sample of all steps", DRAWN), ("every step", DONE)):
+            seconds = time_page(Path(folder), ready)
+            print("browser: none found" if seconds is None else f"browser: {what}, after {seconds:.2f} s")
 
 
 if __name__ == "__main__":

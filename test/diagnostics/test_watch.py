@@ -132,6 +132,23 @@ def test_a_resumed_run_is_read_again(tmp_path: Path):
     assert run.series.steps == (0, 3) and run.series.generation > generation
 
 
+def test_a_long_run_is_shown_whole_before_it_is_read(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(lines(range(20_000), a=float) + '{"step": 20000, "a": 1')
+    page = LivePage([tmp_path])
+    first = page.update(limit=1 << 14)
+    steps = unpacked(first["runs"][0]["bins"]["xs"][0], np.float64)
+    assert first["pending"] > 0 and first["runs"][0]["facts"]["step"] == 19_999
+    width = 20_000 / BINS
+    assert steps[0] < 2 * width and max(np.diff(steps)) < 3 * width  # evenly, to the last whole line
+    known = {**first["runs"][0], "width": first["runs"][0]["bins"]["width"]}
+    while (answer := page.update({"runs": [known]}, limit=1 << 20))["pending"]:
+        assert answer["runs"][0]["facts"]["step"] == 19_999  # the same sample until all is read
+    state = answer["runs"][0]
+    assert state["generation"] != first["runs"][0]["generation"] and state["bins"]["start"] is None
+    exact = page.runs[0].series.column("a")[0]
+    assert exact.tolist() == list(range(20_000)) and page.runs[0].shown is page.runs[0].series
+
+
 def test_nothing_new_costs_nothing(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(lines(range(100_000), a=float))
     page = LivePage([tmp_path])

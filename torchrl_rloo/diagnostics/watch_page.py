@@ -68,7 +68,7 @@ class LivePage:
     def detail(self, low: int, high: int) -> dict[str, Any]:
         """Return the curves between two steps, as fine as a chart can show."""
         with self._lock:
-            return {"runs": [{"bins": run.series.bins(low=low, high=high)} for run in self.runs]}
+            return {"runs": [{"bins": run.shown.bins(low=low, high=high)} for run in self.runs]}
 
     def read_all(self) -> None:
         """Read the files of all runs to their ends."""
@@ -80,21 +80,21 @@ class LivePage:
     def whole(self) -> dict[str, Any]:
         """Return all data for a page that cannot request more."""
         with self._lock:
-            states = [{"facts": run.facts(), "bins": run.series.bins(limit=_FILE_BINS)} for run in self.runs]
+            states = [{"facts": run.facts(), "bins": run.shown.bins(limit=_FILE_BINS)} for run in self.runs]
             return {"runs": states, "stamp": "", "pending": 0, "sections": self._sections()}
 
     def _sections(self) -> dict[str, Any]:
-        return {"runs": [run.sections() for run in self.runs]} | chart_sections([run.series for run in self.runs])
+        return {"runs": [run.sections() for run in self.runs]} | chart_sections([run.shown for run in self.runs])
 
 
 def _run_state(run: WatchedRun, known: Any) -> dict[str, Any]:
     """Return facts and bins of a run; only the bins from the page's last complete step on, if it has the others."""
     width = since = None
-    if isinstance(known, Mapping) and known.get("generation") == run.series.generation:
+    if isinstance(known, Mapping) and known.get("generation") == run.shown.generation:
         width, since = known.get("width"), known.get("next")
     same = type(width) is int and type(since) is int and abs(since) <= LARGEST_STEP
-    bins = run.series.bins(width=width if same else None, since=since if same else None)
-    position = {"generation": run.series.generation, "next": run.series.complete_until()}
+    bins = run.shown.bins(width=width if same else None, since=since if same else None)
+    position = {"generation": run.shown.generation, "next": run.shown.complete_until()}
     return {"facts": run.facts(), "bins": bins, **position}
 
 

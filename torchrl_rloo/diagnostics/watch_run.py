@@ -18,8 +18,14 @@ from torchrl_rloo.diagnostics.report_facts import (
 from torchrl_rloo.diagnostics.report_health import HEALTH_FILE, read_events
 from torchrl_rloo.diagnostics.report_verdict import evaluation_changes, verdict
 from torchrl_rloo.diagnostics.waiting import join_entries, limiting_sentence, summarize_waits, waiting_rows
-from torchrl_rloo.diagnostics.watch_files import Document, LineFile, parse_objects, read_last_lines
-from torchrl_rloo.diagnostics.watch_series import Series
+from torchrl_rloo.diagnostics.watch_files import (
+    Document,
+    LineFile,
+    parse_objects,
+    read_last_lines,
+    sample_lines,
+)
+from torchrl_rloo.diagnostics.watch_series import BINS, Series
 
 TRANSCRIPT = re.compile(r"[\w.-]{1,100}\.html")  # names of the pages that are linked
 TRANSCRIPT_LINK = re.compile(r"transcripts/[\w.-]{1,100}\.html#row=\d{1,9}")
@@ -42,11 +48,13 @@ class WatchedRun:
         name: name of the run on the page.
 
     Attributes:
-        series: metrics and timings.
+        series: metrics and timings that were read so far.
+        shown: the same, or those of a sample of all steps until the files of a long run are read.
     """
 
     def __init__(self, directory: Path, name: str):
         self.directory, self.name, self.series = directory, name, Series()
+        self.shown = self.series
         self._curves = {kind: LineFile(directory / f"{kind}.jsonl") for kind in _CURVES}
         self._health_file = LineFile(directory / HEALTH_FILE)
         self._health: list[Mapping[str, Any]] = []
@@ -54,7 +62,15 @@ class WatchedRun:
         self._documents = {name: Document(directory / f"{name}.json") for name in _DOCUMENTS}
 
     def update(self, limit: int = 1 << 24) -> int:
-        """Read what is new, about ``limit`` bytes of each file, and return how many bytes are left."""
+        """Read what is new, about ``limit`` bytes of each file, and return how many bytes are left.
+
+        The first update of a long run reads a sample of its steps only.
+        """
+        if self.shown is self.series and not self.series.names:
+            size = sum(file.size() for file in self._curves.values())
+            if size > limit:
+                self.shown = self._preview()
+                return size
         blocks = {kind: file.read(limit) for kind, file in self._curves.items()}
         restarts = tuple(file.restarts for file in self._curves.values())
         if restarts != self._restarts:  # a resumed run dropped its last steps: read everything again
@@ -66,12 +82,22 @@ class WatchedRun:
             blocks = {kind: file.read(limit) for kind, file in self._curves.items()}
         for kind, block in blocks.items():
             self.series.add_lines(block, kind)
+        pending = sum(file.pending for file in self._curves.values())
+        if not pending:
+            self.shown = self.series
         before = self._health_file.restarts
         block = self._health_file.read(limit)
         if self._health_file.restarts != before:
             self._health = []
         self._health += parse_objects(block.split(b"\n"))[0]
-        return sum(file.pending for file in self._curves.values())
+        return pending
+
+    def _preview(self) -> Series:
+        """Return the metrics and timings of some steps from first to last, so that a page need not wait for all."""
+        preview = Series(generation=-1)  # the page replaces its curves when all is read
+        for kind, file in self._curves.items():
+            preview.add(sample_lines(file.path, BINS), kind)
+        return preview
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -81,7 +107,7 @@ class WatchedRun:
 
     def facts(self) -> dict[str, Any]:
         """Return what changes with the steps, and with the clock."""
-        steps, total, measured = self.series.steps, total_steps(self.settings), measure(self.series)
+        steps, total, measured = self.shown.steps, total_steps(self.settings), measure(self.shown)
         step = None if steps is None else steps[1]
         seconds = measured.pop("step", None)
         return {
@@ -91,14 +117,14 @@ class WatchedRun:
             **measured,
             "left": None if None in (total, step, seconds) else max(0, total - step) * seconds,
             "age": self._age(),
-            "reward": (self.series.last("reward") or [None])[0],
+            "reward": (self.shown.last("reward") or [None])[0],
         }
 
     def sections(self) -> dict[str, Any]:
         """Return what changes rarely: settings, health, evaluations, samples, links, faults."""
         settings, events = self.settings, read_events(self._health)
         waits = self._waits()
-        sentences = verdict(self.series, events, waits["sentence"] if waits else "") if self.series.names else ()
+        sentences = verdict(self.shown, events, waits["sentence"] if waits else "") if self.shown.names else ()
         shown = {**describe_settings(settings)}
         if command := self._documents["summary"].read().get("command"):
             shown["Command"] = hide_secrets(str(command))
@@ -126,7 +152,7 @@ class WatchedRun:
         return [
             {"name": c.name, "steps": c.steps, "first": _finite(c.first), "last": _finite(c.last)}
             | {"difference": _finite(c.difference)}
-            for c in evaluation_changes(self.series)
+            for c in evaluation_changes(self.shown)
         ]
 
     def _evaluation(self) -> list[dict[str, Any]]:

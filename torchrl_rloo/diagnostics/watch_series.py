@@ -24,13 +24,16 @@ _FAST = 1 << 18  # bytes from which a block is worth the faster parser
 class Series:
     """Values of each metric by step, in columns of 16 bytes a value.
 
+    Args:
+        generation: first :attr:`generation`.
+
     Attributes:
         generation: number that changes whenever values that were read before may have changed.
         damaged: number of lines that were no record of a step.
     """
 
-    def __init__(self) -> None:
-        self.generation, self.damaged = 0, 0
+    def __init__(self, generation: int = 0):
+        self.generation, self.damaged = generation, 0
         self._steps: dict[str, array] = {}
         self._values: dict[str, array] = {}
         self._ranges: dict[str, tuple[float, float]] = {}  # lowest and highest value
