@@ -119,16 +119,9 @@ class FollowerPool(PoolRequests):
 
     def close(self) -> None:
         """Fail all requests of this process. The engines run on."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-        self.supervisor.stop()
-        error = self._refusal(ready=False)
-        self._fail_waiting(error)
-        for member in self.members:
-            self._lose(member, error, "closed")
-            member.engine.close()
+        if self._end():
+            for member in self.members:
+                member.engine.close()
 
     def check_health(self, timeout: float = 10.0) -> None:
         """Raise an error if all members are dead for good.

@@ -232,16 +232,8 @@ class EnginePool(PoolRequests):
 
     def close(self) -> None:
         """End the supervisor, close all members, and fail all requests."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-        self.supervisor.stop()
-        error = self._refusal(ready=False)
-        self._fail_waiting(error)
-        for member in self.members:
-            self._lose(member, error, "closed")
-        _call_each([member.engine for member in self.members], lambda engine: engine.close())
+        if self._end():
+            _call_each([member.engine for member in self.members], lambda engine: engine.close())
 
     def _refusals(self, failures: Sequence[tuple[Member, Exception]]) -> list[Exception]:
         """Return the errors of members that live. Dead ones, also if restarted since, follow the pool later."""

@@ -264,6 +264,19 @@ class PoolRequests(PoolMembers):
         for ticket in late:
             _fail(ticket, error)
 
+    def _end(self) -> bool:
+        """End the supervisor and fail all requests; return False if the pool ended before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+        self.supervisor.stop()
+        error = self._refusal(ready=False)
+        self._fail_waiting(error)
+        for member in self.members:
+            self._lose(member, error, "closed")
+        return True
+
     def _check_waiting(self, now: float) -> float:
         """Log waiting requests and fail impatient ones. Return the seconds until the next check."""
         with self._lock:

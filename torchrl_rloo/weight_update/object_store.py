@@ -80,8 +80,8 @@ class ObjectStore(SharedMemory):
     bucket is put into Ray's object store once, and each of these nodes copies it once. An engine in the process of its
     actor reads it there. For one with child processes, such as vLLM, the actor copies each bucket to shared memory.
 
-    Engines must be ``RayEngine``, each on one node. If some are on other nodes, the trainer's object store must have room
-    for the model, and for a second version during a push.
+    Engines must be ``RayEngine``, each on one node. If some are on other nodes, the trainer's object store must have
+    room for the model, and for a second version during a push.
     """
 
     name, receiver, storage_class = "object_store", ObjectStoreReceiver, ObjectStoreStorage
