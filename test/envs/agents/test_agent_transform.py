@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import pickle
-import random
 import re
 import sys
 import threading
@@ -17,11 +16,9 @@ import openai  # noqa: F401  a slow import, which must not count as time of an a
 import pytest
 import torch
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.data.segments import split_segments
+from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import CALCULATOR, build_model, build_tokenizer, calculator_prompts
 from torchrl_rloo.engines.base import EngineError, Request
@@ -155,92 +152,6 @@ def test_the_calculator_as_tool_as_agent_and_as_command(warm_model) -> None:
                 torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0 if agent is solve else 1e-5)
     assert compared[True] >= compared[False] > 0, compared
     assert found[0]["next", "log_extra"]["calls"] >= 2
-
-
-# Ids trained on are ids sampled
-
-
-def wander(seed: int, calls: int = 5) -> Callable:
-    """Return an agent that continues, compacts, forks, retries and asks for two choices, at random."""
-
-    async def agent(context: AgentContext, row: dict[str, Any]) -> float:
-        rng, messages = random.Random(f"{seed} {row['place']}"), list(row["query"])
-        async with context.openai() as client:
-
-            async def ask(messages: list[dict[str, str]], **kwargs: Any) -> list[dict[str, str]]:
-                reply = await client.chat.completions.create(model="m", messages=messages, **kwargs)
-                return [{"role": "assistant", "content": choice.message.content or ""} for choice in reply.choices]
-
-            for i in range(calls):
-                match rng.choice(["go on", "go on", "compact", "fork", "choices", "retry"]):
-                    case "go on":
-                        (said,) = await ask(messages)
-                    case "compact":
-                        messages = [{"role": "user", "content": f"Summary {i}."}]
-                        (said,) = await ask(messages)
-                    case "fork":
-                        side = [*messages, {"role": "user", "content": "aside"}] if i else messages[:1]
-                        side[-1] = side[-1] | {"content": side[-1]["content"] + "?"}
-                        (_,), (said,) = await asyncio.gather(ask(side), ask(messages))
-                    case "choices":
-                        said = rng.choice(await ask(messages, n=2))
-                    case "retry":
-                        lost = asyncio.ensure_future(ask(messages))
-                        await asyncio.sleep(0)
-                        lost.cancel()
-                        await asyncio.gather(lost, return_exceptions=True)
-                        (said,) = await ask(messages)
-                messages = [*messages, said, {"role": "user", "content": rng.choice(["more", "abc bca", "c?"])}]
-        return rng.random()
-
-    return agent
-
-
-def check_samples(rows: TensorDictBase, sampled: list[tuple[list[int], list[int]]]) -> int:
-    """Check that each run of action tokens is what a request returned for exactly its prefix; return their number."""
-    known, seen = {(tuple(prompt), tuple(ids)) for prompt, ids in sampled}, []
-    for row in split_segments(rows).unbind(0):
-        ids, mask = row[keys.TOKENS].tolist(), row[keys.ACTION_MASK].int()
-        edges = torch.diff(mask, prepend=torch.zeros(1, dtype=mask.dtype), append=torch.zeros(1, dtype=mask.dtype))
-        starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-        for start, end in zip(starts, ends, strict=True):
-            call = (tuple(ids[:start]), tuple(ids[start:end]))
-            assert call in known
-            seen.append(call)
-    return len(seen)
-
-
-@pytest.mark.parametrize("template", ["chatml", "strips_thinking"])
-def test_ids_trained_on_are_ids_sampled(template: str, make_tokenizer: Callable) -> None:
-    tokenizer: PreTrainedTokenizerFast = make_tokenizer(template)
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]  # not the merges that encoding gives
-
-    def script(request: Request, index: int) -> ScriptedTurn:
-        rng = random.Random(f"{request.seed} {request.prompt}")
-        thought = tokenizer("<think>ab</think>", add_special_tokens=False)["input_ids"] if rng.random() < 0.5 else []
-        ids = [*thought, *rng.choices(letters, k=rng.randint(1, 5)), tokenizer.eos_token_id]
-        return ScriptedTurn(ids, [-0.5] * len(ids))
-
-    world = World(tokenizer, wander(0), script, num_generations=6)
-    rows = world.collect()
-    assert set(map(stop_reason, rows.unbind(0))) == {"ended"} and len(rows) == 24
-    trained, counts = check_samples(rows, world.sampled), world.counts
-    assert trained == counts["agent/calls"] - counts.get("agent/orphans", 0) > 100
-    assert counts["agent/new_samples"] > len(rows)
-    assert ("agent/rewritten" in counts) == (template == "strips_thinking")
-
-
-def test_the_ratio_is_one(make_tokenizer: Callable, make_model: Callable) -> None:
-    tokenizer = make_tokenizer("strips_thinking")
-    model: PreTrainedModel = make_model(tokenizer, end_bias=7.0)
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 0})
-    env = agent_env(wander(1), tokenizer, dataset=load_prompts(ROWS), prompts_per_batch=4, shuffle=False)
-    rows = tensor_rows(split_segments(LLMCollector(env, policy).collect()))
-    env.close()
-    assert len(rows) > 4
-    scored = policy.get_new_version(generate=False).score(rows)
-    behavior = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in rows.unbind(0)])
-    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behavior, rtol=0, atol=1e-5)
 
 
 # Failures and limits

@@ -86,8 +86,10 @@ class AgentSession:
 
     Attributes:
         tree: finished calls.
-        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit, and
-            ``"agent/failed_calls"`` on which the policy failed.
+        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit,
+            ``"agent/failed_calls"`` on which the policy failed, and ``"agent/cancelled_calls"``, of which the agent did
+            not await the reply. :meth:`finish` adds ``"agent/orphans"``, sampled replies that the agent did not
+            receive and that are not trained on.
         limit: stop reason of the first limit that refused a call; None if none did.
         error: first error of the policy; None if there was none.
         broken: event that is set with ``error``.
@@ -148,30 +150,39 @@ class AgentSession:
         if (reason := self._limit_reached()) is not None:
             raise self._refuse(reason, f"the conversation reached its limit {_LIMIT_NAMES[reason]}; end it")
         self._begun += 1
-        async with self._places:
-            arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
-            try:
-                prompt = self.tree.prompt(ask.messages, arguments)
-            except ValueError as error:
-                self.counts["agent/refused_calls"] += 1
-                self._begun -= 1
-                raise RefusedCallError(str(error), "invalid_messages") from error
-            room = self.env.token_limit
-            if room is not None and len(prompt) >= room:
-                self._begun -= 1
-                message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
-                raise self._refuse("total_tokens", message)
-            try:
-                sampled = await self._sample(self._call_row(prompt, ask))
-            except asyncio.CancelledError:
-                self._begun -= 1
-                raise
-            except Exception as error:
-                self.counts["agent/failed_calls"] += 1
-                self.error = self.error or error
-                self.broken.set()
-                raise
+        try:
+            async with self._places:
+                prompt = self._prompt(ask)
+                try:
+                    sampled = await self._sample(self._call_row(prompt, ask))
+                except BaseException:
+                    self.tree.release(prompt)
+                    raise
+        except (asyncio.CancelledError, RefusedCallError) as error:
+            self._begun -= 1
+            self.counts["agent/cancelled_calls"] += isinstance(error, asyncio.CancelledError)
+            raise
+        except Exception as error:
+            self.counts["agent/failed_calls"] += 1
+            self.error = self.error or error
+            self.broken.set()
+            raise
         return self._record(prompt, ask, sampled)
+
+    def _prompt(self, ask: Ask) -> Prompt:
+        """Return the prompt of a call, or refuse the call."""
+        arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
+        try:
+            prompt = self.tree.prompt(ask.messages, arguments)
+        except (ValueError, TypeError, RecursionError) as error:  # templates raise any of them
+            self.counts["agent/refused_calls"] += 1
+            raise RefusedCallError(str(error), "invalid_messages") from error
+        room = self.env.token_limit
+        if room is not None and len(prompt) >= room:
+            self.tree.release(prompt)
+            message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
+            raise self._refuse("total_tokens", message)
+        return prompt
 
     def _limit_reached(self) -> str | None:
         if self.env.max_turns is not None and self._begun >= self.env.max_turns:
