@@ -58,8 +58,7 @@ def run_crowd(
         agents: number of agents.
         calls: number of calls of each healthy agent.
         fault_share: share of agents that have a fault.
-        faults: names in :data:`FAULTS`. A crash follows the second call, a disconnection is during it, and a hang, which
-            ``max_seconds`` ends, after it.
+        faults: names in :data:`FAULTS`. Agents crash or hang after the second call, or disconnect during it.
         latency: mean time of a turn of the engine, in seconds.
         max_seconds: time limit of an agent.
 
@@ -100,9 +99,8 @@ def run_crowd(
             raise RuntimeError("this agent crashes")
 
     prompts = [{"query": [{"role": "user", "content": f"{i}"}], "kind": kind, "i": i} for i, kind in enumerate(kinds)]
-    env = agent_env(
-        agent, tokenizer, dataset=load_prompts(prompts), prompts_per_batch=agents, shuffle=False, max_seconds=max_seconds
-    )  # fmt: skip
+    limits = {"prompts_per_batch": agents, "max_seconds": max_seconds}
+    env = agent_env(agent, tokenizer, dataset=load_prompts(prompts), shuffle=False, **limits)
     (transform,) = (t for t in env.transform.transforms if isinstance(t, AgentTransform))
     server, before = transform.server(), len(os.listdir("/proc/self/fd"))
     memory, cpu, began = _resident_mb(), time.process_time(), time.monotonic()

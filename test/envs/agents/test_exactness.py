@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.agent_crowd import run_crowd
 from support.agent_sessions import CUTS, TEMPLATES, run_sessions
 
 
@@ -18,3 +19,8 @@ def test_trained_ids_are_sampled_ids(template: str) -> None:
     assert counts["endpoint/retried"] >= cuts["retried"] + cuts["repeated"] > 10 and counts["endpoint/unread_replies"]
     assert counts["agent/rewritten"]
     assert found["ratio_error"] <= 1e-5
+
+
+def test_a_crowd_with_crashes_and_disconnections_leaves_nothing_behind() -> None:
+    found = run_crowd(40, calls=3, fault_share=0.2, faults=("crash", "disconnect"), latency=0.01, max_seconds=None)
+    assert found["failed"] == 4 and 4 <= found["calls"] - 3 * 32 - 2 * 4 <= 8
