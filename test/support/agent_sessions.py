@@ -332,7 +332,9 @@ def check_trained(rows: TensorDictBase, engine: RecordingEngine, journal: Journa
         AssertionError: if a trained reply was not sampled, is trained on twice, or if one that was read is not trained.
     """
     sampled = Counter((prompt, ids) for prompt, ids, _ in engine.sampled)
-    log_probs = {(prompt, ids): values for prompt, ids, values in engine.sampled}
+    log_probs: dict[tuple, list[torch.Tensor]] = {}  # equal replies differ in the rounding of their batches
+    for prompt, ids, values in engine.sampled:
+        log_probs.setdefault((prompt, ids), []).append(torch.tensor(values))
     trained: Counter[tuple] = Counter()
     found = Counter(rows=len(rows), sampled=len(engine.sampled))
     for row in rows.unbind(0):
@@ -343,7 +345,7 @@ def check_trained(rows: TensorDictBase, engine: RecordingEngine, journal: Journa
             for call, values in _runs(sample):
                 trained[call] += 1
                 assert call in sampled, "trained ids that were not sampled"
-                torch.testing.assert_close(values, torch.tensor(log_probs[call]), rtol=0, atol=0)
+                assert any(torch.equal(values, others) for others in log_probs[call]), "log-probs of another reply"
                 seen[_reading_of(call, tokenizer, read)] += 1
                 found["trained_tokens"] += len(call[1])
         assert not read - seen, f"{row['name']}: read, but not trained on: {read - seen}"

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
+from support.waiting import wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
@@ -25,9 +27,10 @@ from torchrl_rloo.engines.base import EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.agents import AgentContext, AgentTransform, CommandAgent, agent_env
+from torchrl_rloo.envs.agents.agents import read_call_rewards
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.tool import ToolError
-from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.envs.transforms import FeedbackTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy
 
@@ -249,6 +252,39 @@ def test_a_command_ends_with_its_children_and_its_limits(bpe, tmp_path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
+GRACE = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def note(name):
+    open(os.path.join(folder, name), "w").close()
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (note("child"), os._exit(0)))
+    note("ready child")
+else:
+    signal.signal(signal.SIGTERM, lambda *_: note("parent"))
+    note("ready parent")
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_at_its_time_limit_a_command_gets_sigterm_and_then_sigkill(bpe, tmp_path) -> None:
+    command = CommandAgent([sys.executable, "-c", GRACE, str(tmp_path)], grace=0.3)
+
+    async def run() -> None:
+        agent = asyncio.ensure_future(command(AgentContext("http://127.0.0.1:1/v1", "k"), {}))
+        await asyncio.to_thread(wait_until, lambda: len(list(tmp_path.iterdir())) == 2)
+        agent.cancel()
+        began = time.monotonic()
+        await asyncio.gather(agent, return_exceptions=True)
+        assert agent.cancelled() and time.monotonic() - began >= 0.3  # the parent ignores SIGTERM
+
+    asyncio.run(run())
+    assert {path.name for path in tmp_path.iterdir()} == {"ready child", "ready parent", "child", "parent"}
+    with pytest.raises(ValueError, match="grace=-1"):
+        CommandAgent(["true"], grace=-1)
+
+
 def test_what_is_refused(bpe) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         CommandAgent(["no-such-program"])
@@ -276,3 +312,42 @@ def test_a_transform_pickles_without_its_server(bpe) -> None:
     assert other.server().url != url and other.agent is answer
     other.close()
     transform.close()
+
+
+# Rewards of calls and of sessions
+
+
+async def reward_calls(context: AgentContext, row: dict[str, Any]) -> dict[str, Any]:
+    """Reward the first of two calls, of which the second continues it unless ``place`` is 1."""
+    rewards, messages = {}, list(row["query"])
+    async with context.openai() as client:
+        for value in (0.25, None):
+            reply = await client.chat.completions.create(model=context.model, messages=messages)
+            if value is not None:
+                rewards[reply.id] = value
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
+            messages += [{"role": "user", "content": "more"}]
+    if row["place"] == 2:
+        rewards["chatcmpl-unknown"] = 1.0
+    return {"reward": 1.0, "call_rewards": rewards}
+
+
+def test_rewards_of_calls_of_sessions_and_at_the_end(bpe) -> None:
+    def score(calls: list[dict[str, Any]], row: dict[str, Any]) -> float:
+        if row["place"] == 1:
+            raise ValueError("no score")
+        return 10.0 * len(calls) + sum(call["tokens"] for call in calls)
+
+    world = World(bpe, reward_calls, rows=ROWS[:3], score=score, after_rewards=[TurnRewardTransform()])
+    first, second, third = world.collect().unbind(0)
+    assert float(first[keys.REWARD]) == 1.25 + 20 + 4
+    # The reward of the call is at its last token, and all others at the end
+    earned = first[keys.TOKEN_REWARDS][first[keys.ACTION_MASK]]
+    assert earned.tolist() == [0.0, 0.25, 0.0, 25.0] and first[keys.TOKEN_REWARDS].sum() == 25.25
+    # A score that raises, and a reward of an unknown call
+    assert second[keys.REWARD].isnan().all() and third[keys.REWARD].isnan().all()
+    assert world.counts["agent/failed_rewards"] == world.counts["agent/failed"] == 2
+    with pytest.raises(TypeError, match="call_rewards"):
+        read_call_rewards({"call_rewards": [1.0]})
+    with pytest.raises(ValueError, match="finite"):
+        read_call_rewards({"call_rewards": {"a": float("nan")}})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -93,6 +93,7 @@ class Call:
         truncated: True if a limit ended the reply.
         delivered: False if the agent never received the reply.
         continued: True if the agent sent the reply back, so that it must have received it.
+        names: ids of the responses with this reply, without their prefix.
     """
 
     prompt: Prompt
@@ -102,6 +103,7 @@ class Call:
     truncated: bool
     delivered: bool = False
     continued: bool = False
+    names: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled.tokens)

@@ -257,7 +257,7 @@ class EndpointServer:
         found = replies(partial(_sample, session, ask, choices))
         if not body.get("stream"):
             found = await found
-            return await _deliver(request, found, chat_format.response(found, **named))
+            return await _deliver(request, found, named["number"], chat_format.response(found, **named))
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
 
@@ -266,7 +266,7 @@ class EndpointServer:
                 yield f"data: {json.dumps(chunk)}\n\n"
             yield "data: [DONE]\n\n"
 
-        return await _stream(request, found, events)
+        return await _stream(request, found, named["number"], events)
 
     async def _responses(
         self, request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling
@@ -313,21 +313,24 @@ async def _answer_one(
     found = replies(partial(_sample, session, form.read_request(body)))
     if not body.get("stream"):
         found = await found
-        return await _deliver(request, found, form.response(found[0], **named))
-    return await _stream(request, found, lambda found: form.events(found[0], **named))
+        return await _deliver(request, found, named["number"], form.response(found[0], **named))
+    return await _stream(request, found, named["number"], lambda found: form.events(found[0], **named))
 
 
-async def _deliver(request: web.Request, replies: list[Reply], value: Any) -> web.Response:
+async def _deliver(request: web.Request, replies: list[Reply], number: str, value: Any) -> web.Response:
     """Send a response, and note whether the agent received it."""
     response = web.json_response(value)
-    with _noting_delivery(request, replies):
+    with _noting_delivery(request, replies, number):
         await response.prepare(request)
         await response.write_eof()
     return response
 
 
 async def _stream(
-    request: web.Request, sampling: Awaitable[list[Reply]], events: Callable[[list[Reply]], Iterable[str]]
+    request: web.Request,
+    sampling: Awaitable[list[Reply]],
+    number: str,
+    events: Callable[[list[Reply]], Iterable[str]],
 ) -> web.StreamResponse:
     """Send a stream of events once the replies are there, and comments before."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -349,7 +352,7 @@ async def _stream(
         await response.write(f"event: error\ndata: {body}\n\n".encode())
         await response.write_eof()
         return response
-    with _noting_delivery(request, found):
+    with _noting_delivery(request, found, number):
         # In one piece: a client that closes after the last event has then read everything
         await response.write_eof("".join(events(found)).encode())
     return response
@@ -358,8 +361,10 @@ async def _stream(
 class _noting_delivery:  # noqa: N801  a context manager
     """Mark replies as delivered, unless sending them fails. An agent may end before the sender runs again."""
 
-    def __init__(self, request: web.Request, replies: list[Reply]):
+    def __init__(self, request: web.Request, replies: list[Reply], number: str):
         self._request, self._replies = request, replies
+        for i, reply in enumerate(replies):
+            reply.call.names.add(number if len(replies) == 1 else f"{number}:{i}")
 
     def __enter__(self) -> None:
         for reply in self._replies:
