@@ -4,9 +4,10 @@
     python benchmarks/bench_agents.py --parts exact --sessions 1000
     python benchmarks/bench_agents.py --parts crowd --agents 500
 
-``exact`` runs agents that compact their context, call in parallel, start sub-agents, call tools and lose connections,
-in three API formats and over two chat templates. An engine around a real model records what it samples. The exit code
-is 1 if an id that is trained on was not sampled, if one is trained on twice, or if one that an agent has read is not.
+``exact`` runs agents that compact their context, call in parallel, start sub-agents, call tools and lose connections.
+They use three API formats and two chat templates. An engine around a real model records what it samples. The program
+fails if an id is trained on that was not sampled, or is trained on twice. It also fails if a reply that was read is
+missing.
 ``crowd`` runs agents at the same time over a scripted engine. A tenth of them crash, hang or disconnect.
 """
 

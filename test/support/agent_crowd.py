@@ -167,7 +167,7 @@ def _settled(server: Any, engine: ScriptedEngine, files: int) -> dict[str, int]:
         time.sleep(0.01)
 
 
-_LOOPS = 12  # files of event loops that started meanwhile
+_LOOPS = 12  # files of event loops that start on first use
 
 
 def _resident_mb() -> float:

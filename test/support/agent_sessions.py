@@ -249,7 +249,7 @@ class Client:
         elif cut == "unread":
             await self._lose_unread(path, data, headers)
         elif cut == "retried":  # a client's own retry after a time-out
-            await self._lose_sent(path, data, headers)
+            await self._lose_sent(path, data, headers | {"Connection": "close"})
             headers["X-Stainless-Retry-Count"] = "1"
         elif cut == "repeated":
             headers["Idempotency-Key"] = f"key {self.numbers}"
@@ -346,7 +346,7 @@ def check_trained(rows: TensorDictBase, engine: RecordingEngine, journal: Journa
                 trained[call] += 1
                 assert call in sampled, "trained ids that were not sampled"
                 assert any(torch.equal(values, others) for others in log_probs[call]), "log-probs of another reply"
-                seen[_reading_of(call, tokenizer, read)] += 1
+                seen[_reading_of(call, tokenizer, read - seen)] += 1
                 found["trained_tokens"] += len(call[1])
         assert not read - seen, f"{row['name']}: read, but not trained on: {read - seen}"
         found["unread_but_trained"] += (seen - read).total()
@@ -367,7 +367,7 @@ def _runs(sample: TensorDictBase) -> list[tuple[tuple, torch.Tensor]]:
     ]
 
 
-def _reading_of(call: tuple[tuple, tuple], tokenizer: Any, read: Counter[Reading]) -> Reading:
+def _reading_of(call: tuple[tuple, tuple], tokenizer: Any, unseen: Counter[Reading]) -> Reading:
     """Return what an agent would read of a trained reply: with or without tools, alone or as one of two choices."""
     (prompt, ids), text = call, decode_response(tokenizer, call[1])
     shown = [_call("", c.name, json.dumps(c.arguments)) for c in parse_calls(without_thinking(text))]
@@ -375,7 +375,7 @@ def _reading_of(call: tuple[tuple, tuple], tokenizer: Any, read: Counter[Reading
     for calls in ([], shown):
         message = client_message(text, calls)
         ways += [reading(len(prompt), n, message["content"], calls) for n in (len(ids), 0)]
-    return next((way for way in ways if read[way] > 0), ways[0])
+    return next((way for way in ways if unseen[way] > 0), ways[0])
 
 
 def largest_difference(rows: TensorDictBase, scorer: TransformersWrapper, batch: int = 64) -> float:

@@ -91,7 +91,7 @@ class Call:
         text: their text, with everything that the policy wrote.
         reply: message that the agent received.
         truncated: True if a limit ended the reply.
-        delivered: False if the agent never received the reply.
+        deliveries: number of connections over which the agent received the reply.
         continued: True if the agent sent the reply back, so that it must have received it.
         names: ids of the responses with this reply, without their prefix.
     """
@@ -101,12 +101,17 @@ class Call:
     text: str
     reply: Mapping[str, Any]
     truncated: bool
-    delivered: bool = False
+    deliveries: int = 0
     continued: bool = False
     names: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled.tokens)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the agent received the reply."""
+        return self.continued or self.deliveries > 0
 
     @property
     def conversation(self) -> Messages:
@@ -184,7 +189,7 @@ class CallTree:
             )
         except ValueError:  # the template shows these messages only as a whole
             return None
-        parent.delivered = parent.continued = True  # the agent has its reply
+        parent.continued = True
         whole = [*conversation, *feedback]
         self.counts["agent/rewritten"] += rewritten
         if rewritten and self.on_rewrite == "split":

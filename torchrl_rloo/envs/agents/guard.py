@@ -96,8 +96,8 @@ class Connection(web.RequestHandler):
             self._admitted = False
         if isinstance(exc, ConnectionResetError | BrokenPipeError):
             for reply in self._sent:
-                if not reply.call.continued:
-                    reply.call.delivered = False
+                reply.call.deliveries -= 1
+                if not reply.call.delivered:
                     self._gate.counts["endpoint/unread_replies"] += 1
         self._sent = []
         super().connection_lost(exc)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrl_rloo.envs.agents.chat_format import FormatError
 from torchrl_rloo.envs.agents.session import Reply
 
 _MAX_KEY = 256  # characters of an idempotency key
+_CLOSING_S = 0.1  # time for the connection of an earlier attempt to close
 
 
 @dataclass(eq=False)
@@ -21,12 +23,14 @@ class Exchange:
         digest: hash of path and body.
         replies: task that samples them.
         waiters: number of connections that wait for them.
+        connections: connections of the request and its repetitions.
         repetitions: number of later requests that shared them.
     """
 
     digest: bytes
     replies: asyncio.Future[list[Reply]]
     waiters: int = 0
+    connections: list[asyncio.BaseTransport] = field(default_factory=list)
     repetitions: int = 0
 
     def is_sampled(self) -> bool:
@@ -45,16 +49,17 @@ class Exchange:
 class Exchanges:
     """Requests of one session. A repeated request gets the replies of the first, if they have been sampled.
 
-    A request is repeated if it has the ``Idempotency-Key`` of an earlier one. Without a key, it must be identical, and
-    either have an ``X-Stainless-Retry-Count`` above 0, as clients of OpenAI and Anthropic send it, or follow replies
-    that could not be sent. Sampling stops once no connection waits for it, so a later repetition samples again.
+    A request is repeated if it has the ``Idempotency-Key`` of an earlier one. Without a key, it must be identical to
+    one whose connections are closed. Either it has an ``X-Stainless-Retry-Count`` above 0, as clients of OpenAI and
+    Anthropic send it, or the earlier replies were not sent or not read. Sampling stops once no connection waits for it,
+    so a later repetition samples again.
     """
 
     def __init__(self) -> None:
         self._keyed: dict[str, Exchange] = {}
         self._equal: dict[bytes, list[Exchange]] = {}
 
-    def find(self, path: str, body: bytes, key: str | None, retries: str | None) -> tuple[bytes, Exchange | None]:
+    async def find(self, path: str, body: bytes, key: str | None, retries: str | None) -> tuple[bytes, Exchange | None]:
         """Return the digest of a request, and the exchange that it repeats; None if it is new.
 
         Raises:
@@ -69,22 +74,32 @@ class Exchanges:
                 raise FormatError("Idempotency-Key belongs to another request; use a new key")
         else:
             attempt = int(retries[:9]) if retries is not None and retries.isdecimal() else 0
-            # Each of several equal requests is repeated once by its first retry
-            equal = (
-                exchange
-                for exchange in self._equal.get(digest, ())
-                if exchange.is_lost() or (exchange.repetitions < attempt and not exchange.is_answered())
-            )
-            found = next(equal, None)
+            found = await self._find_equal(digest, attempt)
         if found is not None:
             found.repetitions += 1
         return digest, found
+
+    async def _find_equal(self, digest: bytes, attempt: int) -> Exchange | None:
+        """Return the request that an attempt repeats, if its connections close soon."""
+        deadline = time.monotonic() + _CLOSING_S
+        while True:
+            # Each of several equal requests is repeated once by its first retry
+            equal = [
+                exchange
+                for exchange in self._equal.get(digest, ())
+                if exchange.is_lost() or (exchange.repetitions < attempt and not exchange.is_answered())
+            ]
+            closed = (e for e in equal if all(connection.is_closing() for connection in e.connections))
+            if (found := next(closed, None)) is not None or not equal or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(_CLOSING_S / 20)
 
     async def replies(
         self,
         digest: bytes,
         repeated: Exchange | None,
         key: str | None,
+        connection: asyncio.BaseTransport,
         sample: Callable[[], Awaitable[list[Reply]]],
     ) -> list[Reply]:
         """Return the replies of a request; cancelling the last one that waits stops sampling."""
@@ -94,6 +109,7 @@ class Exchanges:
             self._equal.setdefault(digest, []).append(exchange)
             if key is not None:
                 self._keyed[key] = exchange
+        exchange.connections.append(connection)
         exchange.waiters += 1
         try:
             return await asyncio.shield(exchange.replies)

@@ -60,8 +60,8 @@ class EndpointServer:
         counts: ``"endpoint/requests"``; ``"endpoint/retried"``, repeated requests that share the earlier reply;
             ``"endpoint/disconnected"``, before the reply; ``"endpoint/unread_replies"``, sent to a client that closed
             without reading them; ``"endpoint/ignored_sampling"``, whose sampling parameters are not the policy's; and
-            ``"endpoint/refused/<reason>"``, where the reason is ``key`` (unknown, or of an ended session), ``request``
-            (not of the format), ``size``, ``busy``, ``host``, ``path``, ``http`` (malformed), ``slow``, or
+            ``"endpoint/refused/<reason>"``. The reasons are ``key`` (unknown, or of an ended session), ``request``
+            (not of the format), ``size``, ``busy``, ``host``, ``path``, ``http`` (malformed), ``slow``, and
             ``connections``.
 
     Raises:
@@ -185,7 +185,7 @@ class EndpointServer:
             except asyncio.CancelledError:
                 self.counts["endpoint/disconnected"] += 1
                 raise
-            except ConnectionError:  # during the body; nobody reads this answer
+            except ConnectionError:  # during the body; the answer is not sent
                 self.counts["endpoint/disconnected"] += 1
                 return _error(request, 400, "the connection was lost", "disconnected")
             except web.HTTPException:
@@ -218,8 +218,10 @@ class EndpointServer:
                 if request.method != "POST":
                     return await answer(request)
                 body, repeated = await self._read(request)
-                digest, exchange = exchanges.find(request.path, body, *repeated)
-                replies = partial(exchanges.replies, digest, exchange, repeated[0])
+                digest, exchange = await exchanges.find(request.path, body, *repeated)
+                if request.transport is None:
+                    raise ConnectionResetError
+                replies = partial(exchanges.replies, digest, exchange, repeated[0], request.transport)
                 self.counts["endpoint/retried"] += exchange is not None
                 return await answer(request, session, self._parse(body), replies)
             finally:
@@ -368,14 +370,14 @@ class _noting_delivery:  # noqa: N801  a context manager
 
     def __enter__(self) -> None:
         for reply in self._replies:
-            reply.call.delivered = True
+            reply.call.deliveries += 1
 
     def __exit__(self, error_type: type | None, *_: Any) -> None:
         if error_type is None:
             self._request.protocol.sent(self._replies)
             return
         for reply in self._replies:
-            reply.call.delivered = reply.call.continued
+            reply.call.deliveries -= 1
 
 
 def _error(request: web.Request, status: int, message: str, code: str) -> web.Response:

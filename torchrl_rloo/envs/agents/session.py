@@ -50,7 +50,7 @@ class Reply(NamedTuple):
     """Reply to a call.
 
     Attributes:
-        call: its record. Set ``call.delivered`` once the agent is to receive it.
+        call: its record. Raise ``call.deliveries`` once the agent is to receive it.
         message: assistant message, with ``content``, and if there are any ``reasoning_content`` and ``tool_calls``.
         finish: ``"stop"``, ``"length"`` or ``"tool_calls"``.
         prompt_tokens: number of tokens of the prompt.

@@ -33,10 +33,10 @@ class AgentTransform(TurnTransform):
 
     The agent is ``f(context, row) -> result``, sync or async. ``context`` is an :class:`AgentContext`, and ``row`` has
     the columns of the dataset, ``"query"`` included. The result is None, a reward, or a dict with ``"reward"``,
-    ``"metrics"`` and ``"call_rewards"``, rewards by the ids of the responses that they are for (``"<id>:<i>"`` for one
-    of several choices). All of them add up to the conversation's reward. If the conversation has one sample, a
-    :class:`TurnRewardTransform` keeps those of calls apart. Reward functions of the environment see the conversation of
-    the last call.
+    ``"metrics"`` and ``"call_rewards"``. The last has rewards by the ids of the responses that they are for
+    (``"<id>:<i>"`` for one of several choices). All of them add up to the conversation's reward. If the conversation
+    has one sample, a :class:`TurnRewardTransform` keeps those of calls apart. Reward functions of the environment see
+    the conversation of the last call.
 
     The row has the ids that the policy sampled (:mod:`torchrl_rloo.envs.agents.call_tree`). A conversation with several
     contexts is a row of several samples (:mod:`torchrl_rloo.data.segments`).
@@ -57,9 +57,9 @@ class AgentTransform(TurnTransform):
             agent's. See :meth:`AgentSession.transcript` for ``calls``. None adds nothing.
 
     Attributes:
-        counts: those of :class:`AgentSession` and :class:`EndpointServer`, and ``"agent/failed"``,
-            ``"agent/timed_out"`` and ``"agent/failed_rewards"`` conversations, the last of which had a ``score`` that
-            raised, or rewards of unknown calls.
+        counts: those of :class:`AgentSession` and :class:`EndpointServer`, and ``"agent/failed"`` and
+            ``"agent/timed_out"`` conversations. ``"agent/failed_rewards"`` are those whose ``score`` raised, or that
+            had rewards of unknown calls.
 
     Raises:
         TypeError: if the agent is no function.
