@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -210,6 +211,17 @@ def test_calls_beyond_the_limits_wait_or_are_refused_and_cancelled_ones_stop_sam
     # The call after them takes the first one's random numbers
     assert world.counts["agent/cancelled_calls"] == 4
     assert world.engine.requests[-1].seed == world.engine.requests[0].seed != world.engine.requests[1].seed
+
+
+def test_a_closed_endpoint_cancels_its_calls(world: World) -> None:
+    world.latency = 1e9
+    with world.connect() as connection:
+        connection.sendall(world.post(BODY))
+        wait_until(lambda: world.engine.load().running == 1)
+        began = time.monotonic()
+        world.endpoint.close()
+        assert read_response(connection)[0] != 200 and time.monotonic() - began < 30
+    wait_until(lambda: world.engine.load().running == 0)
 
 
 def test_repeated_requests_get_the_first_reply(world: World) -> None:

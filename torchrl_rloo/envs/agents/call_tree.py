@@ -110,7 +110,7 @@ class Call:
 
     @property
     def delivered(self) -> bool:
-        """Whether the agent received the reply."""
+        """True if the agent received the reply."""
         return self.continued or self.deliveries > 0
 
     @property

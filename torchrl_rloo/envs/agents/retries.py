@@ -25,6 +25,7 @@ class Exchange:
         waiters: number of connections that wait for them.
         connections: connections of the request and its repetitions.
         repetitions: number of later requests that shared them.
+        sending: number of these that are not answered yet.
     """
 
     digest: bytes
@@ -32,14 +33,17 @@ class Exchange:
     waiters: int = 0
     connections: list[asyncio.BaseTransport] = field(default_factory=list)
     repetitions: int = 0
+    sending: int = 0
 
     def is_sampled(self) -> bool:
         """Return whether the replies are there."""
         return self.replies.done() and not self.replies.cancelled() and self.replies.exception() is None
 
     def is_lost(self) -> bool:
-        """Return whether a reply was sampled, but not sent or not read."""
-        return self.is_sampled() and not all(reply.call.delivered for reply in self.replies.result())
+        """Return whether a reply was sampled, but not sent or not read, and is not being sent again."""
+        return (
+            self.is_sampled() and not self.sending and not all(reply.call.delivered for reply in self.replies.result())
+        )
 
     def is_answered(self) -> bool:
         """Return whether the agent has continued one of the replies, which it must have read."""
@@ -77,6 +81,7 @@ class Exchanges:
             found = await self._find_equal(digest, attempt)
         if found is not None:
             found.repetitions += 1
+            found.sending += 1  # until the caller has answered
         return digest, found
 
     async def _find_equal(self, digest: bytes, attempt: int) -> Exchange | None:
@@ -106,8 +111,9 @@ class Exchanges:
         exchange = repeated
         if exchange is None:
             exchange = Exchange(digest, asyncio.ensure_future(sample()))
-            self._equal.setdefault(digest, []).append(exchange)
-            if key is not None:
+            if key is None:
+                self._equal.setdefault(digest, []).append(exchange)
+            else:
                 self._keyed[key] = exchange
         exchange.connections.append(connection)
         exchange.waiters += 1
@@ -125,6 +131,7 @@ class Exchanges:
     def _forget(self, exchange: Exchange, key: str | None) -> None:
         if exchange.is_sampled():
             return  # sampled in the moment of the cut; the next attempt gets it
-        self._equal[exchange.digest].remove(exchange)
-        if key is not None and self._keyed.get(key) is exchange:
+        if key is None:
+            self._equal[exchange.digest].remove(exchange)
+        elif self._keyed.get(key) is exchange:
             del self._keyed[key]

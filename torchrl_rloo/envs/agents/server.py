@@ -214,6 +214,7 @@ class EndpointServer:
             if self._calls[key] >= self.max_waiting:
                 return self._refuse(request, "busy", 429, f"{self.max_waiting} calls of this session are in flight")
             self._calls[key] += 1
+            exchange = None
             try:
                 if request.method != "POST":
                     return await answer(request)
@@ -225,6 +226,8 @@ class EndpointServer:
                 self.counts["endpoint/retried"] += exchange is not None
                 return await answer(request, session, self._parse(body), replies)
             finally:
+                if exchange is not None:
+                    exchange.sending -= 1
                 self._calls[key] -= 1
                 if self._calls[key] <= 0:
                     del self._calls[key]
