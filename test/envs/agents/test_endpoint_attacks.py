@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import ClientSession
@@ -20,6 +21,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import ChatEnv
+from torchrl_rloo.envs.agents.chat_format import FormatError
+from torchrl_rloo.envs.agents.retries import Exchanges
 from torchrl_rloo.modules import vLLMWrapper
 
 PATIENCE = 60  # seconds; only a test that hangs takes as long
@@ -246,3 +249,35 @@ def test_repeated_requests_get_the_first_reply(world: World) -> None:
     assert world.counts["endpoint/retried"] == 3 and len(world.engine.requests) == 5
     row = world.conversation.finish()
     assert int(row[keys.NUM_TURNS]) == 5
+
+
+class _Closed:
+    @staticmethod
+    def is_closing() -> bool:
+        return True
+
+
+def test_equal_requests_whose_replies_were_lost_get_one_reply_each() -> None:
+    """Two connections break at the same time; so do those of a request with a key."""
+
+    async def main() -> None:
+        exchanges, lost = Exchanges(), []
+        for key in (None, None, "key"):
+            digest, found = await exchanges.find("/path", b"body", key, None)
+            assert found is None
+            reply = SimpleNamespace(call=SimpleNamespace(delivered=False, continued=False))
+
+            async def sample(reply: SimpleNamespace = reply) -> list:
+                return [reply]
+
+            lost.append(await exchanges.replies(digest, None, key, _Closed(), sample))
+            lost[-1][0].call.delivered = True
+        for (reply,) in lost:  # the resets arrive
+            reply.call.delivered = False
+        repeated = [(await exchanges.find("/path", b"body", None, "1"))[1] for _ in range(3)]
+        assert [e and e.replies.result() for e in repeated] == [lost[0], lost[1], None]
+        assert (await exchanges.find("/path", b"body", "key", None))[1].replies.result() == lost[2]
+        with pytest.raises(FormatError, match="another request"):
+            await exchanges.find("/path", b"other", "key", None)
+
+    asyncio.run(main())
