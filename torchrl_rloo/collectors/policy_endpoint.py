@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -35,7 +35,9 @@ class OpenConversation:
         self.context = AgentContext(f"{endpoint.server.url}/v1", key)
         self.session, self._endpoint, self._version = session, endpoint, version
 
-    def finish(self, reward: float = 0.0, reason: str | None = None) -> TensorDictBase:
+    def finish(
+        self, reward: float = 0.0, reason: str | None = None, *, call_rewards: Mapping[str, float] | None = None
+    ) -> TensorDictBase:
         """End the conversation; its key is refused from now on.
 
         Args:
@@ -43,22 +45,27 @@ class OpenConversation:
             reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. None is the limit that refused a call,
                 that of the last reply, or ``"failed"`` if there was no reply.
 
+            call_rewards: further rewards, by the ids of the responses that they are for.
+
         Returns:
             Finished row of the schema.
 
         Raises:
             RuntimeError: if the policy failed on a call.
+            ValueError: if ``call_rewards`` has an id of no response.
         """
         self._endpoint.server.remove(self.context.api_key)
-        return self._endpoint.loop.run(self._finish(reward, reason))
+        return self._endpoint.loop.run(self._finish(reward, reason, call_rewards))
 
-    async def _finish(self, reward: float, reason: str | None) -> TensorDictBase:
+    async def _finish(
+        self, reward: float, reason: str | None, call_rewards: Mapping[str, float] | None
+    ) -> TensorDictBase:
         session = self.session
         session.end()
         if session.error is not None:
             raise RuntimeError(f"the policy failed on a call: {session.error}") from session.error
         default = session.last_stop_reason() if session.tree.leaves() else "failed"
-        row = session.finish(reason or session.limit or default, reward)
+        row = session.finish(reason or session.limit or default, reward, call_rewards)
         self._endpoint.counts.update(session.counts)
         return finish_row(row, row[keys.REWARD], self._version)
 

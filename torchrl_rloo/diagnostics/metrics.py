@@ -154,6 +154,17 @@ DEFINITIONS = {
     "exceeded a limit",
     "count/text_env/<failed_opens|failed_closes>": "sessions of a text environment so far that failed to open, which "
     "ends the conversation as failed, or to close",
+    "count/agent/<calls|refused_calls|failed_calls|cancelled_calls>": "calls of agents so far that were sampled, that "
+    "exceeded a limit, on which the policy failed, and whose client left before the reply",
+    "count/agent/<orphans|new_samples|rewritten>": "sampled replies so far that the agent did not receive, which are "
+    "not trained on; calls that began a sample; calls before which the chat template rewrote earlier tokens",
+    "count/agent/<failed|timed_out|failed_rewards>": "agents so far that failed, that reached max_seconds, and whose "
+    "score raised; the first and the last abstain",
+    "count/endpoint/<requests|retried|disconnected|unread_replies|ignored_sampling>": "requests so far; those that got "
+    "the reply of an earlier one, or whose client left before it; replies that were sent and not read; requests whose "
+    "sampling parameters the policy does not have",
+    "count/endpoint/refused/<key|request|size|busy|host|path|http|slow|connections>": "requests or connections so far "
+    "that were refused for this reason",
     "count/collector/<failed_turns|timed_out|replaced>": "turns so far on which the policy failed, conversations that "
     "the time limit ended while they waited, and failed conversations that others replaced",
     "count/collector/<cancelled_rows|cancelled_groups>": "conversations so far that were cut so that their group could "

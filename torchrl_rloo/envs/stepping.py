@@ -144,11 +144,17 @@ class RowStepper:
         self.env, self.base = env, env
         while isinstance(self.base, TransformedEnv):
             self.base = self.base.base_env
-        first = next((i for i, t in enumerate(transforms) if getattr(t, "scores_outcomes", False)), len(transforms))
+        # Transforms after a player act once it has ended
+        ends = [
+            getattr(t, "scores_outcomes", False) or (i > 0 and hasattr(transforms[i - 1], "play"))
+            for i, t in enumerate(transforms)
+        ]
+        first = ends.index(True) if True in ends else len(transforms)
         self.turn_transforms = [t for t in transforms[:first] if _has_step(t)]
         self.outcome_transforms = [t for t in transforms[first:] if _has_step(t)]
         self._each_turn_transforms = [t for t in self.outcome_transforms if not getattr(t, "scores_outcomes", False)]
-        self.player = _select_player(self.turn_transforms, self.base)
+        later = [t for t in self.outcome_transforms if isinstance(t, TurnTransform)]
+        self.player = _select_player([*self.turn_transforms, *later], self.base)
         self._stateful = _select_stateful(transforms)
         self._batched = [transform for transform in transforms if hasattr(transform, "end_batch")]
         for transform in self._batched:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import pickle
-import random
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +17,20 @@ import openai  # noqa: F401  a slow import, which must not count as time of an a
 import pytest
 import torch
 from tensordict import TensorDictBase
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from support.waiting import wait_until
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.data.segments import split_segments
+from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import CALCULATOR, build_model, build_tokenizer, calculator_prompts
 from torchrl_rloo.engines.base import EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.agents import AgentContext, AgentTransform, CommandAgent, agent_env
+from torchrl_rloo.envs.agents.agents import read_call_rewards
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.tool import ToolError
-from torchrl_rloo.envs.transforms import FeedbackTransform
+from torchrl_rloo.envs.transforms import FeedbackTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy
 
@@ -157,92 +157,6 @@ def test_the_calculator_as_tool_as_agent_and_as_command(warm_model) -> None:
     assert found[0]["next", "log_extra"]["calls"] >= 2
 
 
-# Ids trained on are ids sampled
-
-
-def wander(seed: int, calls: int = 5) -> Callable:
-    """Return an agent that continues, compacts, forks, retries and asks for two choices, at random."""
-
-    async def agent(context: AgentContext, row: dict[str, Any]) -> float:
-        rng, messages = random.Random(f"{seed} {row['place']}"), list(row["query"])
-        async with context.openai() as client:
-
-            async def ask(messages: list[dict[str, str]], **kwargs: Any) -> list[dict[str, str]]:
-                reply = await client.chat.completions.create(model="m", messages=messages, **kwargs)
-                return [{"role": "assistant", "content": choice.message.content or ""} for choice in reply.choices]
-
-            for i in range(calls):
-                match rng.choice(["go on", "go on", "compact", "fork", "choices", "retry"]):
-                    case "go on":
-                        (said,) = await ask(messages)
-                    case "compact":
-                        messages = [{"role": "user", "content": f"Summary {i}."}]
-                        (said,) = await ask(messages)
-                    case "fork":
-                        side = [*messages, {"role": "user", "content": "aside"}] if i else messages[:1]
-                        side[-1] = side[-1] | {"content": side[-1]["content"] + "?"}
-                        (_,), (said,) = await asyncio.gather(ask(side), ask(messages))
-                    case "choices":
-                        said = rng.choice(await ask(messages, n=2))
-                    case "retry":
-                        lost = asyncio.ensure_future(ask(messages))
-                        await asyncio.sleep(0)
-                        lost.cancel()
-                        await asyncio.gather(lost, return_exceptions=True)
-                        (said,) = await ask(messages)
-                messages = [*messages, said, {"role": "user", "content": rng.choice(["more", "abc bca", "c?"])}]
-        return rng.random()
-
-    return agent
-
-
-def check_samples(rows: TensorDictBase, sampled: list[tuple[list[int], list[int]]]) -> int:
-    """Check that each run of action tokens is what a request returned for exactly its prefix; return their number."""
-    known, seen = {(tuple(prompt), tuple(ids)) for prompt, ids in sampled}, []
-    for row in split_segments(rows).unbind(0):
-        ids, mask = row[keys.TOKENS].tolist(), row[keys.ACTION_MASK].int()
-        edges = torch.diff(mask, prepend=torch.zeros(1, dtype=mask.dtype), append=torch.zeros(1, dtype=mask.dtype))
-        starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
-        for start, end in zip(starts, ends, strict=True):
-            call = (tuple(ids[:start]), tuple(ids[start:end]))
-            assert call in known
-            seen.append(call)
-    return len(seen)
-
-
-@pytest.mark.parametrize("template", ["chatml", "strips_thinking"])
-def test_ids_trained_on_are_ids_sampled(template: str, make_tokenizer: Callable) -> None:
-    tokenizer: PreTrainedTokenizerFast = make_tokenizer(template)
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abc"]  # not the merges that encoding gives
-
-    def script(request: Request, index: int) -> ScriptedTurn:
-        rng = random.Random(f"{request.seed} {request.prompt}")
-        thought = tokenizer("<think>ab</think>", add_special_tokens=False)["input_ids"] if rng.random() < 0.5 else []
-        ids = [*thought, *rng.choices(letters, k=rng.randint(1, 5)), tokenizer.eos_token_id]
-        return ScriptedTurn(ids, [-0.5] * len(ids))
-
-    world = World(tokenizer, wander(0), script, num_generations=6)
-    rows = world.collect()
-    assert set(map(stop_reason, rows.unbind(0))) == {"ended"} and len(rows) == 24
-    trained, counts = check_samples(rows, world.sampled), world.counts
-    assert trained == counts["agent/calls"] - counts.get("agent/orphans", 0) > 100
-    assert counts["agent/new_samples"] > len(rows)
-    assert ("agent/rewritten" in counts) == (template == "strips_thinking")
-
-
-def test_the_ratio_is_one(make_tokenizer: Callable, make_model: Callable) -> None:
-    tokenizer = make_tokenizer("strips_thinking")
-    model: PreTrainedModel = make_model(tokenizer, end_bias=7.0)
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 12, "seed": 0})
-    env = agent_env(wander(1), tokenizer, dataset=load_prompts(ROWS), prompts_per_batch=4, shuffle=False)
-    rows = tensor_rows(split_segments(LLMCollector(env, policy).collect()))
-    env.close()
-    assert len(rows) > 4
-    scored = policy.get_new_version(generate=False).score(rows)
-    behavior = torch.cat([row[keys.LOG_PROBS][row[keys.ACTION_MASK]] for row in rows.unbind(0)])
-    torch.testing.assert_close(scored.log_probs[scored.actions.mask], behavior, rtol=0, atol=1e-5)
-
-
 # Failures and limits
 
 
@@ -338,6 +252,39 @@ def test_a_command_ends_with_its_children_and_its_limits(bpe, tmp_path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
+GRACE = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def note(name):
+    open(os.path.join(folder, name), "w").close()
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (note("child"), os._exit(0)))
+    note("ready child")
+else:
+    signal.signal(signal.SIGTERM, lambda *_: note("parent"))
+    note("ready parent")
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_at_its_time_limit_a_command_gets_sigterm_and_then_sigkill(bpe, tmp_path) -> None:
+    command = CommandAgent([sys.executable, "-c", GRACE, str(tmp_path)], grace=0.3)
+
+    async def run() -> None:
+        agent = asyncio.ensure_future(command(AgentContext("http://127.0.0.1:1/v1", "k"), {}))
+        await asyncio.to_thread(wait_until, lambda: len(list(tmp_path.iterdir())) == 2)
+        agent.cancel()
+        began = time.monotonic()
+        await asyncio.gather(agent, return_exceptions=True)
+        assert agent.cancelled() and time.monotonic() - began >= 0.3  # the parent ignores SIGTERM
+
+    asyncio.run(run())
+    assert {path.name for path in tmp_path.iterdir()} == {"ready child", "ready parent", "child", "parent"}
+    with pytest.raises(ValueError, match="grace=-1"):
+        CommandAgent(["true"], grace=-1)
+
+
 def test_what_is_refused(bpe) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         CommandAgent(["no-such-program"])
@@ -365,3 +312,42 @@ def test_a_transform_pickles_without_its_server(bpe) -> None:
     assert other.server().url != url and other.agent is answer
     other.close()
     transform.close()
+
+
+# Rewards of calls and of sessions
+
+
+async def reward_calls(context: AgentContext, row: dict[str, Any]) -> dict[str, Any]:
+    """Reward the first of two calls, of which the second continues it unless ``place`` is 1."""
+    rewards, messages = {}, list(row["query"])
+    async with context.openai() as client:
+        for value in (0.25, None):
+            reply = await client.chat.completions.create(model=context.model, messages=messages)
+            if value is not None:
+                rewards[reply.id] = value
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
+            messages += [{"role": "user", "content": "more"}]
+    if row["place"] == 2:
+        rewards["chatcmpl-unknown"] = 1.0
+    return {"reward": 1.0, "call_rewards": rewards}
+
+
+def test_rewards_of_calls_of_sessions_and_at_the_end(bpe) -> None:
+    def score(calls: list[dict[str, Any]], row: dict[str, Any]) -> float:
+        if row["place"] == 1:
+            raise ValueError("no score")
+        return 10.0 * len(calls) + sum(call["tokens"] for call in calls)
+
+    world = World(bpe, reward_calls, rows=ROWS[:3], score=score, after_rewards=[TurnRewardTransform()])
+    first, second, third = world.collect().unbind(0)
+    assert float(first[keys.REWARD]) == 1.25 + 20 + 4
+    # The reward of the call is at its last token, and all others at the end
+    earned = first[keys.TOKEN_REWARDS][first[keys.ACTION_MASK]]
+    assert earned.tolist() == [0.0, 0.25, 0.0, 25.0] and first[keys.TOKEN_REWARDS].sum() == 25.25
+    # A score that raises, and a reward of an unknown call
+    assert second[keys.REWARD].isnan().all() and third[keys.REWARD].isnan().all()
+    assert world.counts["agent/failed_rewards"] == world.counts["agent/failed"] == 2
+    with pytest.raises(TypeError, match="call_rewards"):
+        read_call_rewards({"call_rewards": [1.0]})
+    with pytest.raises(ValueError, match="finite"):
+        read_call_rewards({"call_rewards": {"a": float("nan")}})

@@ -187,7 +187,8 @@ def test_foreign_keys_and_bad_requests_are_refused_and_counted(world, tokenizer)
     assert here.send(good | {"tools": 4}, "/messages")[0] == 400
     assert here.send(b" " * (16 * 2**20 + 1))[0] == 413
     counts = here.endpoint.counts
-    assert counts["endpoint/foreign_keys"] == 5 and counts["endpoint/bad_requests"] == len(bad) + 5
+    assert counts["endpoint/refused/key"] == 5 and counts["endpoint/refused/request"] == len(bad) + 4
+    assert counts["endpoint/refused/size"] == 1
     assert here.send(good | {"temperature": 0.2})[0] == 200 and counts["endpoint/ignored_sampling"] == 1
     # The calls of one conversation are in no other, and a finished one takes none
     row = here.conversation.finish()

@@ -8,19 +8,23 @@ import math
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
+from torchrl_rloo._reaper import descendants
 from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.lookup import import_object
 
 MODEL = "policy"
 _TAIL = 64 * 1024  # bytes of a command's output that are kept
+_POLL_S = 0.02  # time between looks at a command that has received SIGTERM
 _SHOWN = 2000  # characters of a failed command's errors in the message
 
 
@@ -77,14 +81,18 @@ class CommandAgent:
     standard input, as JSON. If the last line that it prints is a JSON object, that is its result, such as
     ``{"reward": 1.0, "metrics": {"steps": 3}}``. The command sees few variables of this process, and none of its keys.
 
+    At its time limit, the command and all its children receive SIGTERM, and ``grace`` seconds later SIGKILL. In
+    between, the endpoint refuses their calls. Children that outlive the command are killed.
+
     Args:
         command: program and its arguments.
         environment: further environment variables.
         memory: maximum bytes of private memory of each process of the command; None does not limit it.
+        grace: seconds between SIGTERM and SIGKILL.
 
     Raises:
         FileNotFoundError: if there is no such program.
-        ValueError: if the command is empty, or ``memory`` is below 1 MiB.
+        ValueError: if the command is empty, ``memory`` is below 1 MiB, or ``grace`` is negative.
 
     Example:
         >>> CommandAgent(["python3", "-c", "print('no calls')"], memory=2**30).memory
@@ -92,20 +100,27 @@ class CommandAgent:
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, memory: int | None = None
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        memory: int | None = None,
+        grace: float = 1.0,
     ):
         if isinstance(command, str) or not command:
             raise ValueError(f"command={command!r} must be a list: a program and its arguments")
         if memory is not None and memory < 2**20:
             raise ValueError(f"memory={memory} must be at least 1048576 bytes, or None for no limit")
+        if not grace >= 0:
+            raise ValueError(f"grace={grace} must be at least 0 seconds")
         program = shutil.which(command[0], path=(environment or {}).get("PATH"))
         if program is None:
             raise FileNotFoundError(f"command={command[0]!r}: there is no such program; install it or give its path")
         self.command = [os.path.abspath(program), *command[1:]]
-        self.environment, self.memory = dict(environment or {}), memory
+        self.environment, self.memory, self.grace = dict(environment or {}), memory, grace
 
     async def __call__(self, context: AgentContext, row: dict[str, Any]) -> dict[str, Any] | None:
-        """Run the command to its end; cancelling it kills the command.
+        """Run the command to its end; cancelling it ends the command and its children.
 
         Raises:
             RuntimeError: if the command exits with another code than 0.
@@ -128,6 +143,9 @@ class CommandAgent:
                 )
             try:
                 output, errors = await _in_thread(_read_tails, helper.process)
+            except asyncio.CancelledError:
+                await _terminate(helper, self.grace)
+                raise
             finally:
                 helper.end()
         if (code := helper.process.returncode) != 0:
@@ -135,6 +153,16 @@ class CommandAgent:
                 f"{os.path.basename(self.command[0])} exited with code {code}: {errors[-_SHOWN:].strip()}"
             )
         return _last_object(output)
+
+
+async def _terminate(helper: HelperProcess, grace: float) -> None:
+    """Send SIGTERM to all processes of a command, and wait for their end, at most ``grace`` seconds."""
+    deadline = time.monotonic() + grace
+    for pid in descendants(helper.process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    while time.monotonic() < deadline and not helper.has_exited():
+        await asyncio.sleep(min(_POLL_S, grace))
 
 
 def _read_tails(process: subprocess.Popen) -> tuple[str, str]:
@@ -215,7 +243,7 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     """Return the reward and the metrics of an agent's result.
 
     Raises:
-        TypeError: if the result is not None, a number, or a dict with ``reward`` and ``metrics``.
+        TypeError: if the result is not None, a number, or a dict with ``reward``, ``call_rewards`` and ``metrics``.
         ValueError: if the reward is not finite.
 
     Example:
@@ -224,10 +252,31 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     """
     fields = result if isinstance(result, Mapping) else {"reward": result}
     reward, metrics = fields.get("reward"), fields.get("metrics") or {}
-    if not (set(fields) <= {"reward", "metrics"} and isinstance(metrics, Mapping)):
-        raise TypeError(f"result={result!r:.200} must have no other entries than 'reward' and 'metrics'")
+    if not (set(fields) <= {"reward", "call_rewards", "metrics"} and isinstance(metrics, Mapping)):
+        raise TypeError(
+            f"result={result!r:.200} must have no other entries than 'reward', 'call_rewards' and 'metrics'"
+        )
     if not isinstance(reward, int | float | None):
         raise TypeError(f"reward={reward!r:.100} of an agent must be a number, or None for 0")
     if not math.isfinite(reward or 0.0):
         raise ValueError(f"reward={reward} of an agent must be finite")
     return float(reward or 0.0), dict(metrics)
+
+
+def read_call_rewards(result: Any) -> dict[str, float]:
+    """Return the rewards of single calls in an agent's result, by the ids of their responses.
+
+    Raises:
+        TypeError: if ``call_rewards`` does not map ids to numbers.
+        ValueError: if a reward is not finite.
+
+    Example:
+        >>> read_call_rewards({"reward": 1, "call_rewards": {"chatcmpl-7f": 1}})
+        {'chatcmpl-7f': 1.0}
+    """
+    rewards = (result.get("call_rewards") if isinstance(result, Mapping) else None) or {}
+    if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
+        raise TypeError(f"call_rewards={rewards!r:.200} must map ids of responses to numbers")
+    if not all(map(math.isfinite, rewards.values())):
+        raise ValueError(f"call_rewards={rewards!r:.200} must be finite")
+    return {str(name): float(value) for name, value in rewards.items()}

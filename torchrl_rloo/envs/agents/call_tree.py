@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,7 +91,9 @@ class Call:
         text: their text, with everything that the policy wrote.
         reply: message that the agent received.
         truncated: True if a limit ended the reply.
-        delivered: False if the agent never received the reply.
+        deliveries: number of connections over which the agent received the reply.
+        continued: True if the agent sent the reply back, so that it must have received it.
+        names: ids of the responses with this reply, without their prefix.
     """
 
     prompt: Prompt
@@ -99,10 +101,17 @@ class Call:
     text: str
     reply: Mapping[str, Any]
     truncated: bool
-    delivered: bool = False
+    deliveries: int = 0
+    continued: bool = False
+    names: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled.tokens)
+
+    @property
+    def delivered(self) -> bool:
+        """True if the agent received the reply."""
+        return self.continued or self.deliveries > 0
 
     @property
     def conversation(self) -> Messages:
@@ -129,8 +138,8 @@ class CallTree:
         self.tokenizer, self.end_ids, self.on_rewrite = tokenizer, end_ids, on_rewrite
         self.calls: list[Call] = []
         self.counts: Counter[str] = Counter()
-        self._ends: dict[tuple[MessageKey, ...], Call] = {}  # last call by its messages and its reply
-        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._ends: dict[tuple[MessageKey, ...], list[Call]] = {}  # calls by their messages and their reply
+        self._seen: dict[tuple[Any, ...], set[int]] = {}  # numbers of the calls with a prompt
 
     def prompt(self, messages: Messages, arguments: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a call.
@@ -146,10 +155,14 @@ class CallTree:
         prompt = self._continued(messages, named, arguments)
         if prompt is None:
             prompt = Prompt(messages, named, arguments, None, encode_prompt(self.tokenizer, messages, **arguments))
-        place = (id(prompt.parent) if prompt.parent is not None else None, *prompt.new)
-        prompt.repeats = self._seen[place]
-        self._seen[place] += 1
+        taken = self._seen.setdefault(_place(prompt), set())
+        prompt.repeats = next(i for i in range(len(taken) + 1) if i not in taken)
+        taken.add(prompt.repeats)
         return prompt
+
+    def release(self, prompt: Prompt) -> None:
+        """Forget the prompt of a call without a reply; a repetition then gets its random numbers."""
+        self._seen[_place(prompt)].discard(prompt.repeats)
 
     def _continued(
         self, messages: Messages, named: tuple[MessageKey, ...], arguments: Mapping[str, Any]
@@ -157,7 +170,9 @@ class CallTree:
         """Return the prompt that continues the call with the most of its messages; None if it continues none."""
         parent = None
         for count in range(len(named) - 1, 0, -1):
-            if named[count - 1][0] == "assistant" and (parent := self._ends.get(named[:count])) is not None:
+            if named[count - 1][0] == "assistant" and (ended := self._ends.get(named[:count])):
+                # Equal replies: the agent continues one that it received
+                parent = next((call for call in reversed(ended) if call.delivered), ended[-1])
                 break
         if parent is None:
             return None
@@ -174,7 +189,7 @@ class CallTree:
             )
         except ValueError:  # the template shows these messages only as a whole
             return None
-        parent.delivered = True  # the agent has its reply
+        parent.continued = True
         whole = [*conversation, *feedback]
         self.counts["agent/rewritten"] += rewritten
         if rewritten and self.on_rewrite == "split":
@@ -184,7 +199,7 @@ class CallTree:
     def add(self, call: Call) -> Call:
         """Add a finished call."""
         self.calls.append(call)
-        self._ends[(*call.prompt.keys, message_key(call.reply))] = call
+        self._ends.setdefault((*call.prompt.keys, message_key(call.reply)), []).append(call)
         self.counts["agent/new_samples"] += call.prompt.parent is None
         return call
 
@@ -207,6 +222,10 @@ class CallTree:
             samples.append(join(path, trained=[id(call) not in covered for call in path]))
             covered.update(map(id, path))
         return samples
+
+
+def _place(prompt: Prompt) -> tuple[Any, ...]:
+    return (id(prompt.parent) if prompt.parent is not None else None, *prompt.new)
 
 
 def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] | None = None) -> Sampled:

@@ -78,7 +78,7 @@ def _read_call(call: Any, what: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         raise FormatError(f"{what} has arguments that are not JSON: {arguments!r:.100}") from None
     if not isinstance(arguments, dict):
         raise FormatError(f"{what} has arguments that are not a JSON object: {arguments!r:.100}")

@@ -7,7 +7,9 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
@@ -17,12 +19,23 @@ from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs.agents import chat_format, messages_format, responses_format
 from torchrl_rloo.envs.agents.agents import MODEL
 from torchrl_rloo.envs.agents.chat_format import FormatError
+from torchrl_rloo.envs.agents.guard import Gate, default_max_connections, error_body, foreign_host
+from torchrl_rloo.envs.agents.retries import Exchanges
 from torchrl_rloo.envs.agents.session import AgentSession, Ask, RefusedCallError, Reply
 from torchrl_rloo.envs.event_loop import EventLoop
 
 _LOGGER = logging.getLogger(__name__)
+Sampling = Callable[[Callable[[], Awaitable[list[Reply]]]], Awaitable[list[Reply]]]
 _START_TIMEOUT_S = 30.0
 _ALIVE_PERIOD_S = 15.0  # time between two comments of a stream that waits for its reply
+_CLOSE_TIMEOUT_S = 0.2  # time for the calls in flight when the server closes; then they are cancelled
+
+
+_CODES = {"key": "invalid_api_key", "request": "invalid_request", "size": "too_large"}  # others are the reason
+
+
+class RequestTimeoutError(Exception):
+    """Body of a request that does not arrive in time."""
 
 
 class EndpointServer:
@@ -35,17 +48,25 @@ class EndpointServer:
     Args:
         host: address to listen on. Others than those of this machine let other machines call.
         port: port to listen on; 0 takes a free one.
+        hosts: names in ``Host`` that are accepted, in addition to ``localhost`` and addresses.
         max_body: maximum bytes of a request.
         max_waiting: maximum number of calls of a session at a time; others are answered with status 429.
+        max_connections: maximum number of connections; others are answered with status 503. None takes half of the
+            number of files that the process may open, but at most 4096.
+        read_timeout: seconds within which the head of a request must arrive, and then its body.
         counts: counter to use; None makes one.
 
     Attributes:
-        counts: ``"endpoint/requests"``; of these, ``"endpoint/foreign_keys"``, ``"endpoint/bad_requests"``,
-            ``"endpoint/busy"``, ``"endpoint/disconnected"`` before the reply, and
-            ``"endpoint/ignored_sampling"``, whose sampling parameters are not the policy's.
+        counts: ``"endpoint/requests"``; ``"endpoint/retried"``, repeated requests that share the earlier reply;
+            ``"endpoint/disconnected"``, before the reply; ``"endpoint/unread_replies"``, sent to a client that closed
+            without reading them; ``"endpoint/ignored_sampling"``, whose sampling parameters are not the policy's; and
+            ``"endpoint/refused/<reason>"``. The reasons are ``key`` (unknown, or of an ended session), ``request``
+            (not of the format), ``size``, ``busy``, ``host``, ``path``, ``http`` (malformed), ``slow``, and
+            ``connections``.
 
     Raises:
         OSError: at :meth:`start`, if the address cannot be used.
+        ValueError: if a limit is not above 0.
     """
 
     def __init__(
@@ -53,18 +74,25 @@ class EndpointServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        hosts: Collection[str] = (),
         max_body: int = 16 * 2**20,
         max_waiting: int = 64,
+        max_connections: int | None = None,
+        read_timeout: float = 30.0,
         counts: Counter[str] | None = None,
     ):
-        if max_body < 1 or max_waiting < 1:
-            raise ValueError(f"max_body={max_body} and max_waiting={max_waiting} must be at least 1")
+        max_connections = default_max_connections() if max_connections is None else max_connections
+        if min(max_body, max_waiting, max_connections, read_timeout) <= 0:
+            raise ValueError(f"{max_body=}, {max_waiting=}, {max_connections=} and {read_timeout=} must be above 0")
         self.host, self.port, self.max_body, self.max_waiting = host, port, max_body, max_waiting
+        self.hosts = frozenset(name.lower() for name in hosts)
         self.counts: Counter[str] = Counter() if counts is None else counts
-        self._sessions: dict[str, AgentSession] = {}
+        self.gate = Gate(self.counts, max_connections, read_timeout)
+        self._sessions: dict[str, tuple[AgentSession, Exchanges]] = {}
         self._calls: Counter[str] = Counter()
         self._loop: EventLoop | None = None
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     @property
     def url(self) -> str:
@@ -84,26 +112,26 @@ class EndpointServer:
         return self
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=self.max_body)
+        app = web.Application(client_max_size=self.max_body, middlewares=[self._guard()])
         for path, answer in {
             "/v1/chat/completions": self._chat,
             "/v1/responses": self._responses,
             "/v1/messages": self._messages,
         }.items():
             for prefix in ("", "/k/{key}"):
-                app.router.add_post(prefix + path, self._guarded(answer))
+                app.router.add_post(prefix + path, self._with_session(answer))
         for prefix in ("", "/k/{key}"):
-            app.router.add_get(prefix + "/v1/models", self._guarded(self._models))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            app.router.add_get(prefix + "/v1/models", self._with_session(self._models))
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_TIMEOUT_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        loop, factory = asyncio.get_running_loop(), self.gate.connections(self._runner.server)
+        self._listener = await loop.create_server(factory, self.host, self.port, backlog=1024)
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     def add(self, session: AgentSession) -> str:
         """Add a session, and return its key."""
         key = secrets.token_urlsafe(32)
-        self._sessions[key] = session
+        self._sessions[key] = session, Exchanges()
         return key
 
     def remove(self, key: str) -> None:
@@ -117,36 +145,39 @@ class EndpointServer:
         if loop is None:
             return
         try:
-            if self._runner is not None:
-                loop.run(self._runner.cleanup())
+            loop.run(self._end())
         finally:
             loop.close()
 
+    async def _end(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
     # Requests
 
-    def _guarded(self, answer: Callable[..., Awaitable[web.StreamResponse]]) -> Callable[..., Any]:
-        """Return a handler that finds the session of a request, and answers errors in the client's format."""
+    def _guard(self) -> Any:
+        """Return a middleware that refuses foreign hosts and unknown paths, and answers errors in one line."""
 
-        async def handle(request: web.Request) -> web.StreamResponse:
+        @web.middleware
+        async def guard(request: web.Request, handler: Callable[..., Awaitable[Any]]) -> web.StreamResponse:
+            request.protocol.begin()
             self.counts["endpoint/requests"] += 1
-            key = _key(request)
-            session = self._sessions.get(key)
-            if session is None:
-                self.counts["endpoint/foreign_keys"] += 1
-                return _error(request, 401, "the key is unknown; use the key of a session that runs", "invalid_api_key")
-            if self._calls[key] >= self.max_waiting:
-                self.counts["endpoint/busy"] += 1
-                return _error(request, 429, f"{self.max_waiting} calls of this session are in flight", "busy")
-            self._calls[key] += 1
             try:
-                body = await self._read(request) if request.method == "POST" else {}
-                return await answer(request, session, body)
-            except (FormatError, ReplyError) as error:
-                self.counts["endpoint/bad_requests"] += 1
-                return _error(request, 400, str(error), "invalid_request")
+                if (reason := foreign_host(request, self.hosts)) is not None:
+                    return self._refuse(request, "host", 403, reason)
+                return await handler(request)
+            except (FormatError, ReplyError, UnicodeError) as error:
+                return self._refuse(request, "request", 400, str(error))
             except web.HTTPRequestEntityTooLarge:
-                self.counts["endpoint/bad_requests"] += 1
-                return _error(request, 413, f"a request must have at most {self.max_body} bytes", "too_large")
+                return self._refuse(request, "size", 413, f"a request must have at most {self.max_body} bytes")
+            except RequestTimeoutError:
+                return self._refuse(request, "slow", 408, f"no body within {self.gate.read_timeout:g} s")
+            except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+                return self._refuse(
+                    request, "path", error.status, f"{request.method} {request.path[:100]}: no such path"
+                )
             except RefusedCallError as error:
                 return _error(request, 400, str(error), error.code)
             except EngineDeadError as error:
@@ -154,34 +185,84 @@ class EndpointServer:
             except asyncio.CancelledError:
                 self.counts["endpoint/disconnected"] += 1
                 raise
+            except ConnectionError:  # during the body; the answer is not sent
+                self.counts["endpoint/disconnected"] += 1
+                return _error(request, 400, "the connection was lost", "disconnected")
             except web.HTTPException:
                 raise
             except Exception as error:
                 _LOGGER.warning("a call of an agent failed", exc_info=error)
                 return _error(request, 500, f"{type(error).__name__}: {error}"[:1000], "policy_failed")
             finally:
+                request.protocol.end()
+
+        return guard
+
+    def _refuse(self, request: web.Request, reason: str, status: int, message: str) -> web.Response:
+        self.counts[f"endpoint/refused/{reason}"] += 1
+        return _error(request, status, " ".join(message.split()), _CODES.get(reason, reason))
+
+    def _with_session(self, answer: Callable[..., Awaitable[web.StreamResponse]]) -> Callable[..., Any]:
+        """Return a handler that finds the session of a request, and limits its calls."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            key = _key(request)
+            session, exchanges = self._sessions.get(key, (None, None))
+            if session is None:
+                message = "the key is unknown, or its session has ended; use the key of a session that runs"
+                return self._refuse(request, "key", 401, message)
+            if self._calls[key] >= self.max_waiting:
+                return self._refuse(request, "busy", 429, f"{self.max_waiting} calls of this session are in flight")
+            self._calls[key] += 1
+            exchange = None
+            try:
+                if request.method != "POST":
+                    return await answer(request)
+                body, repeated = await self._read(request)
+                digest, exchange = await exchanges.find(request.path, body, *repeated)
+                if request.transport is None:
+                    raise ConnectionResetError
+                replies = partial(exchanges.replies, digest, exchange, repeated[0], request.transport)
+                self.counts["endpoint/retried"] += exchange is not None
+                return await answer(request, session, self._parse(body), replies)
+            finally:
+                if exchange is not None:
+                    exchange.sending -= 1
                 self._calls[key] -= 1
                 if self._calls[key] <= 0:
                     del self._calls[key]
 
         return handle
 
-    async def _read(self, request: web.Request) -> dict[str, Any]:
-        body = strict_json(await request.read())
+    async def _read(self, request: web.Request) -> tuple[bytes, tuple[str | None, str | None]]:
+        """Return the body of a request, and what it says of being repeated."""
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise FormatError(f"Content-Encoding={encoding[:50]!r} must be identity; send the body uncompressed")
+        try:
+            body = await asyncio.wait_for(request.read(), self.gate.read_timeout)
+        except TimeoutError:
+            raise RequestTimeoutError from None
+        headers = request.headers
+        return body, (headers.get("Idempotency-Key"), headers.get("X-Stainless-Retry-Count"))
+
+    def _parse(self, data: bytes) -> dict[str, Any]:
+        body = strict_json(data)
         if not isinstance(body, dict):
             raise FormatError(f"the request must be a JSON object, got {type(body).__name__}")
         if any(body.get(name) is not None for name in chat_format.SAMPLING):
             self.counts["endpoint/ignored_sampling"] += 1
         return body
 
-    async def _chat(self, request: web.Request, session: AgentSession, body: dict[str, Any]) -> web.StreamResponse:
+    async def _chat(
+        self, request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling
+    ) -> web.StreamResponse:
         ask, choices = chat_format.read_request(body)
         named = {"model": _model(body), "number": secrets.token_hex(12), "tokenizer": session.env.tokenizer}
         named["log_probs"] = bool(body.get("logprobs"))
-        replies = asyncio.gather(*(_sample(session, ask) for _ in range(choices)))
+        found = replies(partial(_sample, session, ask, choices))
         if not body.get("stream"):
-            replies = await replies
-            return await _deliver(replies, _json(request, chat_format.response(replies, **named)))
+            found = await found
+            return await _deliver(request, found, named["number"], chat_format.response(found, **named))
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
 
@@ -190,27 +271,19 @@ class EndpointServer:
                 yield f"data: {json.dumps(chunk)}\n\n"
             yield "data: [DONE]\n\n"
 
-        return await _stream(request, replies, events)
+        return await _stream(request, found, named["number"], events)
 
-    async def _responses(self, request: web.Request, session: AgentSession, body: dict[str, Any]) -> web.StreamResponse:
-        ask = responses_format.read_request(body)
-        named = {"model": _model(body), "number": secrets.token_hex(12)}
-        replies = asyncio.gather(_sample(session, ask))
-        if not body.get("stream"):
-            replies = await replies
-            return await _deliver(replies, _json(request, responses_format.response(replies[0], **named)))
-        return await _stream(request, replies, lambda found: responses_format.events(found[0], **named))
+    async def _responses(
+        self, request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling
+    ) -> web.StreamResponse:
+        return await _answer_one(request, session, body, replies, responses_format)
 
-    async def _messages(self, request: web.Request, session: AgentSession, body: dict[str, Any]) -> web.StreamResponse:
-        ask = messages_format.read_request(body)
-        named = {"model": _model(body), "number": secrets.token_hex(12)}
-        replies = asyncio.gather(_sample(session, ask))
-        if not body.get("stream"):
-            replies = await replies
-            return await _deliver(replies, _json(request, messages_format.response(replies[0], **named)))
-        return await _stream(request, replies, lambda found: messages_format.events(found[0], **named))
+    async def _messages(
+        self, request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling
+    ) -> web.StreamResponse:
+        return await _answer_one(request, session, body, replies, messages_format)
 
-    async def _models(self, request: web.Request, session: AgentSession, body: dict[str, Any]) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_rloo"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -225,29 +298,48 @@ def _model(body: dict[str, Any]) -> str:
     return body["model"] if isinstance(body.get("model"), str) else MODEL
 
 
-async def _sample(session: AgentSession, ask: Ask) -> Reply:
-    """Return a session's reply, sampled on the session's loop. Cancelling it cancels the request."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.reply(ask), session.loop))
+async def _sample(session: AgentSession, ask: Ask, choices: int = 1) -> list[Reply]:
+    """Return a session's replies, sampled on the session's loop. Cancelling it cancels the requests."""
+    calls = [
+        asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.reply(ask), session.loop)) for _ in range(choices)
+    ]
+    try:
+        return list(await asyncio.gather(*calls))
+    finally:
+        for call in calls:  # the other choices of one that failed
+            call.cancel()
 
 
-def _json(request: web.Request, value: Any) -> tuple[web.Request, web.Response]:
-    return request, web.json_response(value)
+async def _answer_one(
+    request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling, form: ModuleType
+) -> web.StreamResponse:
+    """Answer a request of a format with one reply."""
+    named = {"model": _model(body), "number": secrets.token_hex(12)}
+    found = replies(partial(_sample, session, form.read_request(body)))
+    if not body.get("stream"):
+        found = await found
+        return await _deliver(request, found, named["number"], form.response(found[0], **named))
+    return await _stream(request, found, named["number"], lambda found: form.events(found[0], **named))
 
 
-async def _deliver(replies: list[Reply], answer: tuple[web.Request, web.Response]) -> web.Response:
+async def _deliver(request: web.Request, replies: list[Reply], number: str, value: Any) -> web.Response:
     """Send a response, and note whether the agent received it."""
-    request, response = answer
-    with _noting_delivery(replies):
+    response = web.json_response(value)
+    with _noting_delivery(request, replies, number):
         await response.prepare(request)
         await response.write_eof()
     return response
 
 
 async def _stream(
-    request: web.Request, replies: asyncio.Future[list[Reply]], events: Callable[[list[Reply]], Iterable[str]]
+    request: web.Request,
+    sampling: Awaitable[list[Reply]],
+    number: str,
+    events: Callable[[list[Reply]], Iterable[str]],
 ) -> web.StreamResponse:
     """Send a stream of events once the replies are there, and comments before."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    replies = asyncio.ensure_future(sampling)
     try:
         done, _ = await asyncio.wait({replies}, timeout=_ALIVE_PERIOD_S)
         if done:
@@ -261,41 +353,36 @@ async def _stream(
     try:
         found = replies.result()
     except Exception as error:
-        await response.write(
-            f"event: error\ndata: {json.dumps(_error_body(request, str(error), 'failed'))}\n\n".encode()
-        )
+        body = json.dumps(error_body(request.path, str(error), "failed"))
+        await response.write(f"event: error\ndata: {body}\n\n".encode())
         await response.write_eof()
         return response
-    with _noting_delivery(found):
-        await response.write("".join(events(found)).encode())
-        await response.write_eof()
+    with _noting_delivery(request, found, number):
+        # In one piece: a client that closes after the last event has then read everything
+        await response.write_eof("".join(events(found)).encode())
     return response
 
 
 class _noting_delivery:  # noqa: N801  a context manager
     """Mark replies as delivered, unless sending them fails. An agent may end before the sender runs again."""
 
-    def __init__(self, replies: list[Reply]):
-        self._replies = replies
+    def __init__(self, request: web.Request, replies: list[Reply], number: str):
+        self._request, self._replies = request, replies
+        for i, reply in enumerate(replies):
+            reply.call.names.add(number if len(replies) == 1 else f"{number}:{i}")
 
     def __enter__(self) -> None:
-        self._mark(True)
+        for reply in self._replies:
+            reply.call.deliveries += 1
 
     def __exit__(self, error_type: type | None, *_: Any) -> None:
-        if error_type is not None:
-            self._mark(False)
-
-    def _mark(self, delivered: bool) -> None:
+        if error_type is None:
+            self._request.protocol.sent(self._replies)
+            return
         for reply in self._replies:
-            reply.call.delivered = delivered
+            reply.call.deliveries -= 1
 
 
 def _error(request: web.Request, status: int, message: str, code: str) -> web.Response:
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    return web.json_response(_error_body(request, message, code), status=status, headers=headers)
-
-
-def _error_body(request: web.Request, message: str, code: str) -> dict[str, Any]:
-    if request.path.endswith("/messages"):
-        return {"type": "error", "error": {"type": code, "message": message}}
-    return {"error": {"message": message, "type": code, "code": code, "param": None}}
+    return web.json_response(error_body(request.path, message, code), status=status, headers=headers)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Reply(NamedTuple):
     """Reply to a call.
 
     Attributes:
-        call: its record. Set ``call.delivered`` once the agent is to receive it.
+        call: its record. Raise ``call.deliveries`` once the agent is to receive it.
         message: assistant message, with ``content``, and if there are any ``reasoning_content`` and ``tool_calls``.
         finish: ``"stop"``, ``"length"`` or ``"tool_calls"``.
         prompt_tokens: number of tokens of the prompt.
@@ -86,8 +87,10 @@ class AgentSession:
 
     Attributes:
         tree: finished calls.
-        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit, and
-            ``"agent/failed_calls"`` on which the policy failed.
+        counts: counters of the session: ``"agent/calls"``, ``"agent/refused_calls"`` beyond a limit,
+            ``"agent/failed_calls"`` on which the policy failed, and ``"agent/cancelled_calls"``, of which the agent did
+            not await the reply. :meth:`finish` adds ``"agent/orphans"``, sampled replies that the agent did not
+            receive and that are not trained on.
         limit: stop reason of the first limit that refused a call; None if none did.
         error: first error of the policy; None if there was none.
         broken: event that is set with ``error``.
@@ -148,30 +151,39 @@ class AgentSession:
         if (reason := self._limit_reached()) is not None:
             raise self._refuse(reason, f"the conversation reached its limit {_LIMIT_NAMES[reason]}; end it")
         self._begun += 1
-        async with self._places:
-            arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
-            try:
-                prompt = self.tree.prompt(ask.messages, arguments)
-            except ValueError as error:
-                self.counts["agent/refused_calls"] += 1
-                self._begun -= 1
-                raise RefusedCallError(str(error), "invalid_messages") from error
-            room = self.env.token_limit
-            if room is not None and len(prompt) >= room:
-                self._begun -= 1
-                message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
-                raise self._refuse("total_tokens", message)
-            try:
-                sampled = await self._sample(self._call_row(prompt, ask))
-            except asyncio.CancelledError:
-                self._begun -= 1
-                raise
-            except Exception as error:
-                self.counts["agent/failed_calls"] += 1
-                self.error = self.error or error
-                self.broken.set()
-                raise
+        try:
+            async with self._places:
+                prompt = self._prompt(ask)
+                try:
+                    sampled = await self._sample(self._call_row(prompt, ask))
+                except BaseException:
+                    self.tree.release(prompt)
+                    raise
+        except (asyncio.CancelledError, RefusedCallError) as error:
+            self._begun -= 1
+            self.counts["agent/cancelled_calls"] += isinstance(error, asyncio.CancelledError)
+            raise
+        except Exception as error:
+            self.counts["agent/failed_calls"] += 1
+            self.error = self.error or error
+            self.broken.set()
+            raise
         return self._record(prompt, ask, sampled)
+
+    def _prompt(self, ask: Ask) -> Prompt:
+        """Return the prompt of a call, or refuse the call."""
+        arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
+        try:
+            prompt = self.tree.prompt(ask.messages, arguments)
+        except (ValueError, TypeError, RecursionError) as error:  # templates raise any of them
+            self.counts["agent/refused_calls"] += 1
+            raise RefusedCallError(str(error), "invalid_messages") from error
+        room = self.env.token_limit
+        if room is not None and len(prompt) >= room:
+            self.tree.release(prompt)
+            message = f"a prompt of {len(prompt)} tokens leaves none of {room}; shorten the conversation"
+            raise self._refuse("total_tokens", message)
+        return prompt
 
     def _limit_reached(self) -> str | None:
         if self.env.max_turns is not None and self._begun >= self.env.max_turns:
@@ -249,13 +261,38 @@ class AgentSession:
             return "ended"
         return "turn_tokens" if limit is None or len(last) < limit else "total_tokens"
 
-    def finish(self, reason: str, reward: float = 0.0) -> TensorDictBase:
+    def transcript(self) -> list[dict[str, Any]]:
+        """Return the calls whose replies the agent received, in the order of their ends.
+
+        Each has ``"messages"``, ``"reply"`` (the assistant message that the agent received), ``"text"`` (all that the
+        policy wrote), ``"tokens"`` (number of sampled tokens) and ``"truncated"``.
+        """
+        return [
+            {
+                "messages": list(call.prompt.conversation),
+                "reply": dict(call.reply),
+                "text": call.text,
+                "tokens": len(call.sampled.tokens),
+                "truncated": call.truncated,
+            }
+            for call in self.tree.calls
+            if call.delivered
+        ]
+
+    def finish(
+        self, reason: str, reward: float = 0.0, call_rewards: Mapping[str, float] | None = None
+    ) -> TensorDictBase:
         """Return the conversation's row with its outcome in ``"next"``.
 
         Args:
             reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`.
             reward: reward that the agent gives, in addition to that of reward functions.
+            call_rewards: further rewards, by the ids of the responses that they are for.
+
+        Raises:
+            ValueError: if ``call_rewards`` has an id of no response.
         """
+        rewarded = self._rewarded(call_rewards or {})
         samples, leaves = self.tree.samples(), self.tree.leaves()
         self.counts += self.tree.counts
         self.counts["agent/orphans"] += self.tree.orphans()
@@ -263,16 +300,30 @@ class AgentSession:
         after = make_stepped_row(row, "")
         after.set(keys.NUM_TURNS, torch.tensor(len(self.tree.calls)))
         after.set(keys.COMPLETION, make_non_tensor(self._completion(leaves[-1]) if leaves else []))
-        after.set("reward", torch.full((1, 1), reward))
+        after.set("reward", torch.full((1, 1), reward + sum(value for _, value in rewarded)))
         for i, sample in enumerate(samples or [_unsampled(row)]):
             if i:
                 stash_segment(after)
             self.env._set_context(after, sample.tokens, sample.mask, sample.log_probs)
             write_sample(after, sample)
+        if rewarded and len(samples) == 1:
+            after.set("call_rewards", _token_rewards([*leaves[0].prompt.path, leaves[0]], rewarded))
         end_row(after, reason)
         if self._version is not None:
             row.set(keys.POLICY_VERSION, self._version)
         return row.set("next", after)
+
+    def _rewarded(self, rewards: Mapping[str, float]) -> list[tuple[Call, float]]:
+        """Return the calls that have a reward, with it."""
+        named = {name: call for call in self.tree.calls for name in call.names}
+        found = []
+        for name, value in rewards.items():
+            if (call := named.get(re.split("[-_]", name, maxsplit=1)[-1])) is None:
+                raise ValueError(
+                    f"call_rewards has {name[:100]!r}, which is the id of no response of this conversation"
+                )
+            found.append((call, value))
+        return found
 
     def _completion(self, leaf: Call) -> Messages:
         """Return the messages after the conversation's query; of another prompt, all from the first reply on."""
@@ -311,6 +362,14 @@ def client_message(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 # Beginnings of calls in the formats of the parsers
 _CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "<tool>", "```", '{"')
+
+
+def _token_rewards(path: Sequence[Call], rewarded: Sequence[tuple[Call, float]]) -> torch.Tensor:
+    """Return ``[T]``, the reward of each call of a path at its last token."""
+    rewards = torch.zeros(len(path[-1]))
+    for call, value in rewarded:
+        rewards[len(call) - 1] += value
+    return rewards
 
 
 def _unsampled(row: TensorDictBase) -> Sampled:

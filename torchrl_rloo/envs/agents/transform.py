@@ -14,7 +14,7 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.envs import event_loop
-from torchrl_rloo.envs.agents.agents import Agent, AgentContext, read_result, resolve_agent
+from torchrl_rloo.envs.agents.agents import Agent, AgentContext, read_call_rewards, read_result, resolve_agent
 from torchrl_rloo.envs.agents.server import EndpointServer
 from torchrl_rloo.envs.agents.session import AgentSession, Sample
 from torchrl_rloo.envs.chat_rows import dataset_columns
@@ -25,14 +25,18 @@ from torchrl_rloo.rewards.protocol import is_async
 
 _LOGGER = logging.getLogger(__name__)
 _STARTING = Lock()
+Score = Callable[[list[dict[str, Any]], dict[str, Any]], Any]
 
 
 class AgentTransform(TurnTransform):
     """Transform by which an agent plays each conversation: it calls the policy at an endpoint until it has ended.
 
     The agent is ``f(context, row) -> result``, sync or async. ``context`` is an :class:`AgentContext`, and ``row`` has
-    the columns of the dataset, ``"query"`` included. The result is None, a reward, or a dict with ``"reward"`` and
-    ``"metrics"``. Reward functions of the environment see the conversation of the last call.
+    the columns of the dataset, ``"query"`` included. The result is None, a reward, or a dict with ``"reward"``,
+    ``"metrics"`` and ``"call_rewards"``. The last has rewards by the ids of the responses that they are for
+    (``"<id>:<i>"`` for one of several choices). All of them add up to the conversation's reward. If the conversation
+    has one sample, a :class:`TurnRewardTransform` keeps those of calls apart. Reward functions of the environment see
+    the conversation of the last call.
 
     The row has the ids that the policy sampled (:mod:`torchrl_rloo.envs.agents.call_tree`). A conversation with several
     contexts is a row of several samples (:mod:`torchrl_rloo.data.segments`).
@@ -49,10 +53,13 @@ class AgentTransform(TurnTransform):
         agent: function, its dotted path, or a command as a list (:class:`CommandAgent`).
         parser: parser of tool calls in replies to calls with tools, or its name; None leaves them in the text.
         max_parallel: maximum number of concurrent calls of an agent; others wait.
+        score: function ``f(calls, row) -> float`` of the whole session, sync or async, whose reward is added to the
+            agent's. See :meth:`AgentSession.transcript` for ``calls``. None adds nothing.
 
     Attributes:
         counts: those of :class:`AgentSession` and :class:`EndpointServer`, and ``"agent/failed"`` and
-            ``"agent/timed_out"`` conversations.
+            ``"agent/timed_out"`` conversations. ``"agent/failed_rewards"`` are those whose ``score`` raised, or that
+            had rewards of unknown calls.
 
     Raises:
         TypeError: if the agent is no function.
@@ -68,9 +75,15 @@ class AgentTransform(TurnTransform):
     """
 
     def __init__(
-        self, agent: Agent | str | Sequence[str], parser: str | Parser | None = None, *, max_parallel: int = 16
+        self,
+        agent: Agent | str | Sequence[str],
+        parser: str | Parser | None = None,
+        *,
+        max_parallel: int = 16,
+        score: Score | None = None,
     ):
         super().__init__()
+        self.score = score
         if max_parallel < 1:
             raise ValueError(f"max_parallel={max_parallel} must be at least 1")
         self.agent, self.max_parallel = resolve_agent(agent), max_parallel
@@ -115,7 +128,7 @@ class AgentTransform(TurnTransform):
             await asyncio.wait({agent, broken}, return_when=asyncio.FIRST_COMPLETED)
             if session.error is not None:
                 raise session.error
-            return self._finish(session, agent)
+            return await self._finish(session, agent, dataset_columns(row))
         finally:
             server.remove(key)
             session.end()
@@ -124,14 +137,16 @@ class AgentTransform(TurnTransform):
                 task.cancel()
             await asyncio.gather(agent, broken, return_exceptions=True)
 
-    def _finish(self, session: AgentSession, agent: asyncio.Future[tuple[Any, Exception | None]]) -> TensorDictBase:
+    async def _finish(
+        self, session: AgentSession, agent: asyncio.Future[tuple[Any, Exception | None]], columns: dict[str, Any]
+    ) -> TensorDictBase:
         """Return the session's row, with the outcome of an agent that has ended."""
-        (reward, metrics), reason = (0.0, {}), session.limit
+        (reward, metrics), call_rewards, reason = (0.0, {}), {}, session.limit
         try:
             result, error = agent.result()
             if error is not None:
                 raise error
-            reward, metrics = read_result(result)
+            (reward, metrics), call_rewards = read_result(result), read_call_rewards(result)
         except Exception as error:
             if isinstance(agent.exception(), TimeoutError):  # its own errors are part of its result
                 self.counts["agent/timed_out"] += 1
@@ -144,8 +159,15 @@ class AgentTransform(TurnTransform):
             reason = session.last_stop_reason() if leaves else "failed"
             if not leaves:
                 _LOGGER.warning("an agent ended without a reply of the policy; its conversation abstains")
+        try:
+            if self.score is not None and reason != "failed":
+                reward += float(await event_loop.call(self.score, session.transcript(), columns))
+            row = session.finish(reason, reward, call_rewards)
+        except Exception as error:
+            _LOGGER.warning("the rewards of an agent failed; its conversation abstains", exc_info=error)
+            self.counts["agent/failed_rewards"] += 1
+            reason, row = "failed", session.finish("failed")
         self.counts["agent/failed"] += reason == "failed"
-        row = session.finish(reason, reward)
         row["next"].set("log_extra", NonTensorData(metrics))
         return row
 
@@ -191,6 +213,7 @@ def agent_env(
     num_generations: int = 1,
     parser: str | Parser | None = None,
     max_parallel: int = 16,
+    score: Score | None = None,
     max_turns: int | None = 64,
     max_seconds: float | None = 600.0,
     transforms: Sequence[Transform] = (),
@@ -206,6 +229,7 @@ def agent_env(
         num_generations: conversations per row.
         parser: see :class:`AgentTransform`.
         max_parallel: see :class:`AgentTransform`.
+        score: see :class:`AgentTransform`.
         max_turns: maximum number of calls of an agent; None disables it.
         max_seconds: time limit of an agent, in seconds; None disables it.
         transforms: transforms of the rows' columns at a reset.
@@ -219,7 +243,7 @@ def agent_env(
         >>> env.max_turns
         64
     """
-    played = AgentTransform(agent, parser, max_parallel=max_parallel)
+    played = AgentTransform(agent, parser, max_parallel=max_parallel, score=score)
     return DatasetChatEnv(
         dataset,
         tokenizer,

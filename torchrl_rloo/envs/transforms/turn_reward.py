@@ -26,8 +26,9 @@ class TurnRewardTransform(Transform):
 
     The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
     that abstains have NaN, and the function is not called for its last turn. That reward is the environment's, plus
-    the function's, plus for the last turn the :class:`RewardTransform`'s. ``("next", "reward")`` ``[1, 1]`` of a step
-    is the reward of that turn only. Collectors sum it over turns. ``MCAdvantage`` compares the sums by default, and
+    the function's, plus for the last turn the :class:`RewardTransform`'s. An agent's ``call_rewards`` are at the ends
+    of their calls, and the rest of its reward is at the last. ``("next", "reward")`` ``[1, 1]`` of a step is the reward
+    of that turn only. Collectors sum it over turns. ``MCAdvantage`` compares the sums by default, and
     the turns with ``credit="turn"``.
 
     Put it after feedback transforms and the :class:`RewardTransform`, and before a :class:`KLRewardTransform`.
@@ -79,7 +80,10 @@ class TurnRewardTransform(Transform):
             if abstains:
                 rewards[mask] = torch.nan
             elif mask.any():
-                rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(())
+                given = next_row.get("call_rewards", None)  # of an agent
+                earlier = torch.zeros(len(mask)) if given is None else given
+                rewards += earlier
+                rewards[mask.nonzero()[-1]] += next_row["reward"].reshape(()) - earlier.sum()
             self._set(next_row, rewards)
         return next_tensordict
 
