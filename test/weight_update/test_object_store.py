@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.ray_cluster import RAY_GROUP, RecordingEngine, transformers_engine
 from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import AsyncVLLMEngine, EnginePool, RayEngine, Request, Supervisor, TransformersEngine
-from torchrl_rloo.weight_update import Direct, ObjectStore, WeightPublisher, WeightSyncError
+from torchrl_rloo.weight_update import Direct, ObjectStore, SharedMemory, WeightPublisher, WeightSyncError
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.object_store import ObjectStoreReceiver, ObjectStoreRelay
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size
@@ -90,8 +91,7 @@ class Relayed(TransformersEngine):
 def test_an_engine_with_its_own_processes_gets_all_versions_in_one_file(ray_cluster, tokenizer, change) -> None:
     engine = Relayed(build_model(tokenizer, seed=0).eval())
     model = build_model(tokenizer, seed=1)
-    publisher = WeightPublisher(model, engine, bucket_bytes=BUCKET)
-    assert isinstance(publisher.transport, ObjectStore)
+    publisher = WeightPublisher(model, engine, bucket_bytes=BUCKET, transport=ObjectStore())
     for version in (1, 2):
         change(model, version)
         assert publisher.push_weights() == version and publisher.last_push.buckets > 2
@@ -103,6 +103,35 @@ def test_an_engine_with_its_own_processes_gets_all_versions_in_one_file(ray_clus
     publisher.close()
 
 
+class Reader:
+    """Actor with an event loop, in which Ray warns of a call that blocks."""
+
+    async def read(self, references: list, infos: list[TensorInfo]) -> tuple[float, bool]:
+        import asyncio
+
+        from ray._private import worker
+
+        (tensor,) = await asyncio.to_thread(
+            ObjectStoreReceiver({}, CPU, 0).receive, infos, {"reference": references[0]}
+        )
+        return tensor.sum().item(), worker.blocking_get_inside_async_warned
+
+
+def test_an_actor_reads_buckets_without_a_blocking_call(ray_cluster: str) -> None:
+    import ray
+
+    tensors = [torch.ones(5)]
+    storage = ObjectStore().store(1, [packed_size(infos_of(tensors))], keep=True)
+    storage.put(0, infos_of(tensors), tensors)
+    cloudpickle = ray.cloudpickle
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        reader = ray.remote(Reader).options(num_cpus=0).remote()
+        assert ray.get(reader.read.remote([storage.get(0)["reference"]], infos_of(tensors))) == (5.0, False)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
 def test_only_engines_in_actors_can_read_it(tokenizer) -> None:
     pytest.importorskip("ray")
     engine, model = transformers_engine(), build_model(tokenizer, seed=1)
@@ -111,6 +140,34 @@ def test_only_engines_in_actors_can_read_it(tokenizer) -> None:
     ):
         WeightPublisher(model, engine, transport=ObjectStore())
     assert isinstance(WeightPublisher(model, engine).transport, Direct)
+
+
+def test_auto_takes_the_object_store_only_for_an_engine_on_another_node(ray_cluster: str, tokenizer, change) -> None:
+    model, requests = build_model(tokenizer, seed=1).eval(), [Request([5, 7], 6, 0)]
+    with (
+        TransformersEngine(model) as local,
+        EnginePool([RayEngine(transformers_engine)]) as pool,
+    ):
+        publisher = WeightPublisher(model, pool, bucket_bytes=BUCKET)
+        publisher.push_weights()
+        assert isinstance(publisher.transport, SharedMemory)
+        (expected,) = local.generate(requests)
+        # One of them restarts on another node: it is filled with the same version, from the object store
+        moved = pool.members[0].target
+        here, moved.node_id = moved.node_id, "another node"
+        change(model, 0)
+        moved.update_weights("abort", timeout=PATIENCE)
+        publisher._peers[id(moved)].filled = None
+        publisher.fill(moved)
+        assert isinstance(publisher._snapshot.transport, ObjectStore)
+        assert moved.generate(requests)[0].tokens == expected.tokens
+        publisher.push_weights()
+        assert isinstance(publisher.transport, ObjectStore)
+        # Back here
+        moved.node_id = here
+        assert publisher.push_weights() == 3 and isinstance(publisher.transport, SharedMemory)
+        assert pool.generate(requests)[0].tokens == local.generate(requests)[0].tokens
+        publisher.close()
 
 
 @pytest.fixture
@@ -139,8 +196,7 @@ def test_killed_actors_are_refilled_and_new_ones_filled_before_they_sample(make_
     model = build_model(tokenizer, seed=1).eval()
     engine = RayEngine(transformers_engine, name="first")
     pool = make_pool(engine)
-    publisher = WeightPublisher(model, pool, bucket_bytes=BUCKET)
-    assert isinstance(publisher.transport, ObjectStore)
+    publisher = WeightPublisher(model, pool, bucket_bytes=BUCKET, transport=ObjectStore())
     assert publisher.push_weights() == 1
     with TransformersEngine(model) as local:
         expected = [sample.tokens for sample in local.generate(requests)]
@@ -204,8 +260,7 @@ def test_vllm_in_an_actor_samples_updates_and_is_replaced_with_its_processes(
     engine = RayEngine(make_engine, name="vllm")
     pool = make_pool(engine)
     model = copy.deepcopy(models[1])
-    publisher = WeightPublisher(model, pool, in_flight="continue")
-    assert isinstance(publisher.transport, ObjectStore)
+    publisher = WeightPublisher(model, pool, in_flight="continue", transport=ObjectStore())
     assert publisher.push_weights() == 1 and log_prob_error(engine, models[1]) < 1e-4
     # A push in the middle of a turn: every token has the version that sampled it
     future = pool.submit(Request([5, 7], 240, 0))

@@ -18,9 +18,7 @@ class ObjectStoreReceiver(Receiver):
     """Receiver in a process of the cluster, whose tensors are views of the object store and must not be written."""
 
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
-        import ray
-
-        arrays = ray.get(payload["reference"])
+        arrays = payload["reference"].future().result()  # ray.get warns in an actor with an event loop
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensors = [torch.from_numpy(array) for array in arrays]

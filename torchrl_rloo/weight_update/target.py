@@ -31,6 +31,7 @@ class WeightTarget(ABC):
         start_count: number of restarts. A restart loses the connection and all weights sent before.
         in_process: True if the model is in this process, so that tensors may be passed by reference.
         reads_object_store: True if the engine is in an actor that can read Ray's object store.
+        node_id: Ray's id of the engine's node; None outside of a cluster.
         failed_version: version whose update failed halfway, or None. The engine then refuses to sample until an update
             succeeds.
     """
@@ -39,6 +40,7 @@ class WeightTarget(ABC):
     start_count: int = 0
     in_process: bool = False
     reads_object_store: bool = False
+    node_id: str | None = None
     failed_version: int | None = None
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Literal, NamedTuple
 
@@ -11,12 +11,13 @@ from torch import nn
 
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.gathering import Gathering, GatherOrder
+from torchrl_rloo.weight_update.nearest import NearestTransport
 from torchrl_rloo.weight_update.object_store import ObjectStore
+from torchrl_rloo.weight_update.peers import Peer
 from torchrl_rloo.weight_update.protocol import TensorInfo, packed_size, plan_buckets
 from torchrl_rloo.weight_update.publication import Publication, Snapshot
 from torchrl_rloo.weight_update.publisher import Commit, Publisher
 from torchrl_rloo.weight_update.session import Session, wait_until
-from torchrl_rloo.weight_update.shared_memory import SharedMemory
 from torchrl_rloo.weight_update.source import WeightSource
 from torchrl_rloo.weight_update.target import EngineError, InFlight, TargetGroup, WeightTarget
 from torchrl_rloo.weight_update.transport import Direct, Storage, Transport
@@ -73,7 +74,8 @@ class WeightPublisher(Publisher):
         engines: one or more engines, or a :class:`~torchrl_rloo.weight_update.target.TargetGroup` such as an
             ``EnginePool``. Other ranks pass ``[]``.
         transport: transport of the tensors. ``"auto"`` takes :class:`Direct` if all engines are in this process,
-            :class:`ObjectStore` if all are in Ray actors, and otherwise :class:`SharedMemory`.
+            and otherwise :class:`SharedMemory`. It takes :class:`ObjectStore` if a Ray actor is on another node. Each
+            push chooses again, since an engine may restart elsewhere.
         bucket_bytes: largest size of a bucket. A larger tensor is a bucket by itself.
         staged: if True, workers keep all buckets until they load them at once. Engines sample in the first phase, and
             a failure in it leaves them with their old weights. If False, engines pause first and load each
@@ -91,6 +93,7 @@ class WeightPublisher(Publisher):
         ValueError: if there are no engines or an argument is out of range.
 
     Attributes:
+        transport: transport of the last push; before it, the one for the engines at the start.
         last_push: measurements of the last successful push. None before the first.
 
     Example:
@@ -140,11 +143,9 @@ class WeightPublisher(Publisher):
         known = self.engines if self.group is None or not self.sends else self.group.targets()
         elsewhere = [engine for engine in known if not engine.in_process]
         without_store = [engine for engine in known if not engine.reads_object_store]
-        if transport == "auto":
-            if known and not without_store:
-                transport = ObjectStore()
-            else:
-                transport = SharedMemory() if elsewhere or (self.sends and not known) else Direct()
+        self._nearest = NearestTransport() if transport == "auto" else None
+        if self._nearest is not None:
+            transport = self._nearest.choose(known) if known or self.sends else self._nearest.direct
         if without_store and isinstance(transport, ObjectStore):
             raise ValueError(
                 f"transport=ObjectStore() requires engines that are a RayEngine on one node, but one is a "
@@ -166,7 +167,7 @@ class WeightPublisher(Publisher):
         """Release the snapshot, its files and the connections. A push connects again."""
         super().close()
         if self.sends:  # the directory of files is that of all ranks
-            self.transport.close()
+            (self._nearest or self.transport).close()
 
     def _take_snapshot(self, version: int, sessions: Sequence[Session], keep: bool) -> WeightSnapshot:
         """Store all buckets, and stage each as soon as it is stored."""
@@ -176,6 +177,9 @@ class WeightPublisher(Publisher):
             self._release_current()  # the new snapshot reuses its memory
         verify = self._pushes % self.verify_every == 0
         self._pushes += 1
+        if self._nearest is not None:
+            peers = [session.peer for session in sessions] or self._peers.values()
+            self.transport = self._nearest.choose([peer.engine for peer in peers])
         storage = self.transport.store(version, [packed_size(manifest[a:b]) for a, b in buckets], keep)
         snapshot = WeightSnapshot(
             version, storage.kept, False, manifest, buckets, transport=self.transport, storage=storage, verify=verify
@@ -208,6 +212,19 @@ class WeightPublisher(Publisher):
             self._release(snapshot)
             raise
         return snapshot
+
+    def _fill(self, peer: Peer, snapshot: WeightSnapshot) -> None:
+        if self._nearest is not None and not self._nearest.reaches(snapshot.transport, peer.engine):
+            snapshot = self._snapshot = self._copied(snapshot, peer.engine)
+        super()._fill(peer, snapshot)
+
+    def _copied(self, snapshot: WeightSnapshot, engine: WeightTarget) -> WeightSnapshot:
+        """Copy a snapshot to a transport that reaches an engine, and release it."""
+        content = snapshot.version, snapshot.manifest, snapshot.buckets, snapshot.storage
+        transport, storage = self._nearest.copy_for(engine, *content)
+        copied = replace(snapshot, transport=transport, storage=storage)
+        self._release(snapshot)
+        return copied
 
     def _help(self, order: GatherOrder) -> None:
         Gathering(self.source, None, order, self.joint.ranks).run()
