@@ -12,13 +12,15 @@ import torch
 from tensordict import TensorDictBase
 
 from support.waiting import wait_until
-from torchrl_rloo.collectors import LLMCollector, RayLLMCollector, check_audit
+from torchrl_rloo.collectors import GroupSource, LLMCollector, RayLLMCollector, check_audit
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
+from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy
+from torchrl_rloo.run import meters
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("functions_by_value")]
@@ -62,8 +64,8 @@ def collect_with():
     """``collect_with(**arguments)``: a collector, which is shut down after the test."""
     made = []
 
-    def make(policy=scripted, **arguments) -> RayLLMCollector:
-        made.append(RayLLMCollector(make_env, policy_factory=policy, seed=0, **arguments))
+    def make(policy=scripted, env=make_env, **arguments) -> RayLLMCollector:
+        made.append(RayLLMCollector(env, policy_factory=policy, seed=0, **arguments))
         return made[-1]
 
     yield make
@@ -98,6 +100,38 @@ def test_killed_workers_lose_no_group(collect_with, tmp_path: Path):
     assert kills == 3 and len(seen) == len(set(seen)) == 6 * GROUPS
     assert collector.counts["workers/lost"] == kills
     check_audit(audit)
+
+
+def fail_in_half_of_the_groups(conversation, row) -> None:
+    if int(row[keys.GROUP_ID]) % 2:
+        raise ValueError("no answer")
+
+
+def half_finite(completions, **_) -> list[float]:
+    return [float("inf"), *([1.0] * (len(completions) - 1))]
+
+
+def counting_env() -> DatasetChatEnv:
+    prompts, sizes = load_prompts(addition_prompts("train", size=64)), {"prompts_per_batch": 4, "num_generations": 4}
+    transforms = [FeedbackTransform(fail_in_half_of_the_groups)]
+    return DatasetChatEnv(prompts, build_tokenizer(), rewards=half_finite, seed=0, transforms=transforms, **sizes)
+
+
+def test_counters_of_tools_and_rewards_reach_the_driver_once(collect_with):
+    local = LLMCollector(counting_env(), scripted(), seed=0)
+    remote = collect_with(env=counting_env)
+
+    def found(collector) -> dict[str, float]:
+        counts, kinds = meters(*GroupSource(collector).parts), ("count/feedback/", "count/rewards/")
+        return {name: number for name, number in counts.items() if name.startswith(kinds)}
+
+    for _ in range(2):
+        local.collect()
+        remote.collect()
+        wait_until(lambda: found(remote) == found(local))
+        os.kill(remote.runner.workers[0].facts["pid"], signal.SIGKILL)
+    assert found(local) == {"count/feedback/failed": 16, "count/rewards/half_finite/not_finite": 4}
+    local.shutdown()
 
 
 def test_a_hung_worker_is_replaced(collect_with):

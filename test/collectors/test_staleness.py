@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from support.collecting import Bump, G, Gate, groups_of, in_state
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors.ledger import Group
-from torchrl_rloo.collectors.staleness import choose_groups, limit_staleness, may_wait, token_staleness
-from torchrl_rloo.data import keys
+from torchrl_rloo.collectors.late_groups import LateGroups
+from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState
+from torchrl_rloo.collectors.staleness import AgeTable, choose_groups, limit_staleness, may_wait, token_staleness
+from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines.scripted import ScriptedTurn
+from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 
 
 def heavy_tailed(seed: int) -> Callable[..., ScriptedTurn]:
@@ -153,6 +156,92 @@ def test_the_most_urgent_groups_are_chosen_or_waited_for() -> None:
     assert choose([5, 1], []) == [1], "others would be late"
     assert choose([5], [1]) is None
     assert choose([0], [5]) == [0], "waiting cannot help a group beyond the bound"
+
+
+class CountedGroups(dict):
+    """Groups of a ledger that count how many of them are looked at."""
+
+    looks = 0
+
+    def get(self, *args):
+        self.looks += 1
+        return super().get(*args)
+
+    def values(self):
+        self.looks += len(self)
+        return super().values()
+
+
+def ledger_of(groups: int) -> GroupLedger:
+    rows = [{"prompt": f"{i}"} for i in range(groups)]
+    return GroupLedger(DataLoadingPrimer(load_prompts(rows), num_generations=1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_table_of_ages_chooses_as_a_search_of_all_groups_does(seed: int) -> None:
+    rng, ledger, version = random.Random(seed), ledger_of(200), 0
+    table, outcomes = AgeTable(ledger), Counter()
+    for _ in range(150):
+        kind = rng.choice(["lease", "begin", "complete", "requeue", "update"])
+        leased, complete = ledger.of(GroupState.LEASED), ledger.of(GroupState.COMPLETE)
+        if kind == "lease" and len(leased) < 6 and (not ledger.groups or max(ledger.groups) < 190):
+            ledger.lease(rng.randint(1, 3))
+        elif kind == "begin" and leased:
+            ledger.begin((g := rng.choice(leased)).group_id, g.attempt, version)
+        elif kind == "complete" and leased:
+            g, sampled = rng.choice(leased), rng.randint(max(0, version - 3), version)
+            row = TensorDict({keys.VERSION_COUNTS: torch.tensor([[sampled, 1]] * rng.randint(0, 1)).reshape(-1, 2)})
+            ledger.complete(g.group_id, g.attempt, [row])
+        elif kind == "requeue" and complete:
+            ledger.requeue([rng.choice(complete).group_id])
+        elif kind == "update":
+            version += 1
+        leased, complete = ledger.of(GroupState.LEASED), ledger.of(GroupState.COMPLETE)
+        if len(complete) >= 2:
+            expected = choose_groups(complete, leased, 2, 2, version, 2)
+            assert table.choose(2, 2, version, 2) == expected
+            outcomes[expected is None] += 1
+            if expected is not None and rng.random() < 0.5:
+                ledger.deliver([g.group_id for g in expected])
+    assert outcomes[False] and outcomes[True]
+
+
+def test_a_completion_costs_the_same_for_any_number_of_groups() -> None:
+    looks = []
+    for size in (20, 200):
+        ledger = ledger_of(size)
+        table, leases = AgeTable(ledger), ledger.lease(size)
+        for lease in leases[: size // 2]:
+            ledger.begin(lease.group_id, 0, 0)
+        for lease in leases[size // 2 :]:
+            ledger.begin(lease.group_id, 0, 1)
+            ledger.complete(lease.group_id, 0, [TensorDict({keys.VERSION_COUNTS: torch.tensor([[1, 1]])})])
+        assert table.choose(2, 2, 1, 1) is None  # older ones run
+        ledger.groups = CountedGroups(ledger.groups)
+        ledger.complete(0, 0, [TensorDict({keys.VERSION_COUNTS: torch.tensor([[1, 1]])})])
+        assert table.choose(2, 2, 1, 1) is None
+        looks.append(ledger.groups.looks)
+    assert looks[0] == looks[1] <= 3
+
+
+def test_the_oldest_late_groups_are_cut_once() -> None:
+    ledger, cut = ledger_of(5), []
+    leases = ledger.lease(4)
+    late = LateGroups(ledger, SimpleNamespace(cut_stragglers=cut.append))
+    for group_id in (3, 1, 2, 1, 4, 99):
+        late.add(group_id)
+    late.cut(1)
+    late.cut(1)
+    assert cut == [1]
+    ledger.requeue([2])
+    late.cut(2)
+    assert cut == [1, 3]  # the second one runs no more
+    ledger.complete(1, 0, list(leases[1].rows.unbind(0)))
+    late.remove(1, 0)
+    ledger.lease(1)
+    late.add(2)
+    late.cut(2)
+    assert cut == [1, 3, 2]
 
 
 def test_an_update_during_a_wait_requeues_what_became_stale(scripted: Callable) -> None:

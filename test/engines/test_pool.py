@@ -14,6 +14,7 @@ import torch
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
+from torchrl_rloo.engines.batched import BatchedEngine
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.engines.routers import LeastLoaded, Sticky
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
@@ -125,6 +126,46 @@ def test_a_suspect_that_answers_is_trusted_again_and_keeps_its_requests(make_poo
     wait_until(lambda: len(pool.events) == 2)
     assert [e.to_state for e in pool.events] == ["suspect", "ready"]
     assert future.result(PATIENCE).tokens == [0] * 4 and engine.start_count == 0 and len(engine.requests) == 1
+
+
+def test_a_member_that_samples_is_not_suspected_for_late_answers(make_pool, wait_until) -> None:
+    engine, probes, samples = ScriptedEngine(seeds(0.0)), [], [True]
+
+    def answer_late(timeout: float) -> None:
+        if samples[0]:
+            engine.generate(REQUESTS[:1])
+        probes.append(len(engine.requests))
+        raise EngineTimeoutError("busy")
+
+    engine.check_health = answer_late
+    pool = make_pool([engine])
+    wait_until(lambda: len(probes) >= 4)
+    assert not pool.events and pool.counts["pool/suspected"] == 0
+    samples[0] = False
+    wait_until(lambda: [e.to_state for e in pool.events][:2] == ["suspect", "dead"])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_request_within_an_update_waits_for_its_end(make_pool, wait_until, batched: bool) -> None:
+    engine = ScriptedEngine(seeds())
+    target = BatchedEngine(engine) if batched else engine
+    pool = make_pool([target])
+    pool.attach(lambda engine: update(engine, 1))
+    update(target, 1)
+    pool.mark_filled(target, 1)
+    target.pause("continue")
+    engine.failed_version = 2  # as an engine does during the last step of an update
+    future = pool.submit(REQUESTS[3])
+    assert not future.done() and states(pool) == ["ready"]
+    update(target, 2)
+    target.resume()
+    assert future.result(PATIENCE).versions == [2] * 4 and pool.counts["pool/suspected"] == 0
+    # An update that has failed is one
+    target.pause("continue")
+    engine.failed_version = 3
+    target.resume()
+    assert pool.generate(REQUESTS[:1])[0].versions == [1] * 4  # refilled
+    assert pool.counts["pool/suspected"] == 1
 
 
 def raise_(error: Exception) -> None:

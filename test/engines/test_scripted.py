@@ -631,9 +631,11 @@ def test_a_torn_engine_samples_nothing_until_it_is_mended(play, clock: Clock, st
     with pytest.raises(OSError, match="half-way"):
         update(engine, 1, staged=staged)
     assert (engine.version, engine.failed_version) == (0, 1)
-    with pytest.raises(EngineError, match="to version 1 failed half-way"):
-        engine.submit(REQUEST)
+    waiting = engine.submit(REQUEST)
     engine.resume()
+    for fail in (lambda: waiting.result(60), lambda: engine.submit(REQUEST)):
+        with pytest.raises(EngineError, match="to version 1 failed half-way"):
+            fail()
     assert frozen.result(60).finish == "abort" and frozen.result(60).versions == [0] * 5
     update(engine, 2, staged=staged)
     future = engine.submit(REQUEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,35 @@ def test_an_engine_with_its_own_processes_gets_all_versions_in_one_file(ray_clus
     engine.relay.close()
     assert not Path(path).exists()
     publisher.close()
+
+
+class Reader:
+    """Actor with an event loop, in which Ray warns of a call that blocks."""
+
+    async def read(self, references: list, infos: list[TensorInfo]) -> tuple[float, bool]:
+        import asyncio
+
+        from ray._private import worker
+
+        (tensor,) = await asyncio.to_thread(
+            ObjectStoreReceiver({}, CPU, 0).receive, infos, {"reference": references[0]}
+        )
+        return tensor.sum().item(), worker.blocking_get_inside_async_warned
+
+
+def test_an_actor_reads_buckets_without_a_blocking_call(ray_cluster: str) -> None:
+    import ray
+
+    tensors = [torch.ones(5)]
+    storage = ObjectStore().store(1, [packed_size(infos_of(tensors))], keep=True)
+    storage.put(0, infos_of(tensors), tensors)
+    cloudpickle = ray.cloudpickle
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        reader = ray.remote(Reader).options(num_cpus=0).remote()
+        assert ray.get(reader.read.remote([storage.remote_payload(0)["reference"]], infos_of(tensors))) == (5.0, False)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def test_only_engines_in_actors_can_read_it(tokenizer) -> None:

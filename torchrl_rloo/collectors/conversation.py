@@ -76,7 +76,7 @@ class GroupRunner:
         turn_counts: number of turns by ``group_id``, until :meth:`forget`.
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
         pending: number of conversations that have not ended.
-        on_end: function called when a conversation has ended; None calls none.
+        on_end: function called with the ``group_id`` of a conversation that has ended; None calls none.
         activity: record of where conversations spend their time.
     """
 
@@ -97,7 +97,7 @@ class GroupRunner:
         self.ended_counts: Counter[int] = Counter()
         self.pending = 0
         self.activity = Activity()
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[int], None] | None = None
         self._reset_slots, self._scoring_slots = (
             asyncio.Semaphore(_MAX_RESETS),
             asyncio.Semaphore(settings.reward_threads),
@@ -235,7 +235,7 @@ class GroupRunner:
         self.pending -= 1
         self.source.notify()
         if self.on_end is not None:
-            self.on_end()
+            self.on_end(conversation.group_id)
 
     async def _converse(self, conversation: _Conversation) -> None:
         """Run one conversation to its end once a place is free, and its replacements after failures."""

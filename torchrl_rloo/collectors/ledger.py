@@ -105,6 +105,7 @@ class GroupLedger:
         counts: ``"ledger/drawn"``, ``"ledger/acknowledged"``, ``"ledger/requeued"`` groups and ``"ledger/late"``
             results of earlier attempts.
         finished: number of complete groups that wait for their delivery, and its integrals.
+        changed: ids of groups whose state or version changed, for a reader that removes them; None keeps none.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -124,6 +125,7 @@ class GroupLedger:
         self._attempts: dict[int, int] = {}  # next attempt of groups that a checkpoint put back
         self._sizes: Counter[GroupState] = Counter()  # number of groups by state
         self.finished = Occupancy()
+        self.changed: set[int] | None = None
         self._audit = None if audit is None else Path(audit)
         if self._audit is not None:
             make_folder(self._audit.parent)
@@ -141,7 +143,6 @@ class GroupLedger:
         Raises:
             DatasetExhaustedError: if fewer draws are left.
         """
-        # Draw; an error on the way leaves the primer as it was
         waiting = self.of(GroupState.DRAWN)[:count] if self.count(GroupState.DRAWN) else []
         if (new := count - len(waiting)) > 0:
             with self.primer.requeue_on_error():
@@ -165,6 +166,7 @@ class GroupLedger:
         group = self.groups.get(group_id)
         if group is not None and group.attempt == attempt:
             group.version = version if group.version is None else min(group.version, version)
+            self._note_change(group_id)
 
     def complete(self, group_id: int, attempt: int, rows: list[TensorDictBase]) -> bool:
         """Record the rows of a leased group.
@@ -272,6 +274,8 @@ class GroupLedger:
     def load_state_dict(self, state: dict[str, Any], load_env: Callable[[Any], None]) -> None:
         """Restore :meth:`state_dict`; all current groups are forgotten."""
         load_env(state["env"])
+        if self.changed is not None:
+            self.changed.update(self.groups)
         self.groups.clear()
         self._sizes.clear()
         self.finished.set(0)
@@ -299,11 +303,17 @@ class GroupLedger:
             self._sizes[state] += 1
             group.state = state
             self.finished.set(self._sizes[GroupState.COMPLETE])
+            self._note_change(group.group_id)
         self._write_state(group, name)
 
     def _remove(self, group_id: int) -> None:
         self._sizes[self.groups.pop(group_id).state] -= 1
         self.finished.set(self._sizes[GroupState.COMPLETE])
+        self._note_change(group_id)
+
+    def _note_change(self, group_id: int) -> None:
+        if self.changed is not None:
+            self.changed.add(group_id)
 
     def _write_state(self, group: Group, name: str) -> None:
         self._write({"state": name, "group": group.group_id, "attempt": group.attempt, "version": group.version})

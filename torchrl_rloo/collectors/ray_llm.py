@@ -19,6 +19,7 @@ from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.remote_runner import RemoteRunner
 from torchrl_rloo.collectors.scheduler import Batch
 from torchrl_rloo.collectors.staleness import limit_staleness
+from torchrl_rloo.collectors.worker_counts import counting_parts
 from torchrl_rloo.collectors.worker_fleet import WorkerSettings
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.references import LostRowsError, RowReferences
@@ -38,7 +39,8 @@ class RayLLMCollector(LLMCollector):
 
     With engines as policies, the number of workers does not change any row, since each conversation has its own seed.
     A worker that dies, or does not answer, is replaced; its groups are drawn again under the same ids. Workers may be
-    added and removed at any time.
+    added and removed at any time. Counters of their environments, tools and rewards are added to those of the driver's
+    copy at each heartbeat.
 
     Args:
         env: environment, or a function that makes one. It is pickled. The driver draws prompts from its own copy, whose
@@ -130,9 +132,9 @@ class RayLLMCollector(LLMCollector):
     def _make_runner(self, settings: RunnerSettings) -> RemoteRunner:
         engine = getattr(self.policy, "engine", None)
         pool = engine if hasattr(engine, "member_states") else None
-        return RemoteRunner(
-            self._parts, settings, self._version, num_workers=self._num_workers, workers=self._workers, pool=pool
-        )
+        sizes = {"num_workers": self._num_workers, "workers": self._workers}
+        parts = counting_parts(self.env)
+        return RemoteRunner(self._parts, settings, self._version, **sizes, pool=pool, parts=parts)
 
     # Collection
 

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.conversation import RunnerSettings
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.runner import make_runner
+from torchrl_rloo.collectors.worker_counts import Counts, WorkerCounts, counting_parts
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
 from torchrl_rloo.data.rows import stack_rows
@@ -62,7 +63,8 @@ class WorkerStatus(NamedTuple):
         began: version at which each group's first conversation began, by ``(group_id, attempt)``.
         turns: number of turns by ``group_id``.
         ended: number of ended conversations by ``group_id``.
-        counts: counters of the worker's runner since its start.
+        counts: counters since its start, by the index of their part and their name. Part 0 is the worker's runner; the
+            others are those of :func:`~torchrl_rloo.collectors.worker_counts.counting_parts`.
         in_flight: number of conversations that have begun and not ended.
         idle_seconds: time since its start without a conversation.
         reports: reports of its engine pool about members, for the driver's pool.
@@ -74,7 +76,7 @@ class WorkerStatus(NamedTuple):
     began: dict[tuple[int, int], int]
     turns: dict[int, int]
     ended: dict[int, int]
-    counts: dict[str, int]
+    counts: Counts
     in_flight: int
     idle_seconds: float
     reports: list[Any]
@@ -113,6 +115,7 @@ class RolloutWorker:
         self.env, self.policy = cloudpickle.loads(self._make)()
         adapt_to_policy(self.env, self.policy)
         self._runner = make_runner(self.env, self.policy, lambda: self._version, self._settings)
+        self._counts = WorkerCounts([self._runner, *counting_parts(self.env)])
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     async def run(
@@ -194,7 +197,7 @@ class RolloutWorker:
             dict(self._began),
             dict(runner.turn_counts),
             dict(runner.ended_counts),
-            dict(runner.counts),
+            self._counts.read(),
             runner.pending,
             idle,
             reports,
@@ -229,13 +232,14 @@ class RolloutWorker:
         """Wait for resets and scoring of cancelled groups."""
         await self._runner.settle(seconds)
 
-    async def close(self) -> None:
-        """Cancel all groups and close the environment."""
+    async def close(self) -> Counts:
+        """Cancel all groups, close the environment, and return the last counters."""
         for task in list(self._tasks.values()):
             task.cancel()
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=5.0)
         self.env.close(raise_if_closed=False)
+        return self._counts.read()
 
 
 def _portable(error: Exception) -> Exception:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import ceil
 from typing import Any
@@ -45,6 +45,7 @@ class RemoteRunner(WorkerFleet):
         num_workers: number of workers at the start.
         workers: settings of the workers.
         pool: engine pool of the driver, whose members' states the workers follow; None if there is none.
+        parts: parts of the driver's environment with counters, to which those of the workers' copies are added.
 
     Attributes:
         seed: seed from which the conversations' seeds are derived.
@@ -53,7 +54,7 @@ class RemoteRunner(WorkerFleet):
         objects: references to the rows of finished groups, by ``(group_id, attempt)``.
         nbytes: bytes of their tensors, by the same keys.
         workers: current workers.
-        on_end: function called when a conversation has ended; None calls none.
+        on_end: function called with the ``group_id`` of conversations that have ended; None calls none.
     """
 
     def __init__(
@@ -65,15 +66,17 @@ class RemoteRunner(WorkerFleet):
         num_workers: int,
         workers: WorkerSettings,
         pool: Any | None,
+        parts: Sequence[Any] = (),
     ):
-        super().__init__(make, settings, version, num_workers=num_workers, workers=workers, pool=pool)
+        super().__init__(make, settings, version, num_workers=num_workers, workers=workers, pool=pool, parts=parts)
         self.seed = settings.seed
         self.turn_counts: Counter[int] = Counter()
         self.ended_counts: Counter[int] = Counter()
         self.objects: dict[tuple[int, int], Any] = {}
         self.nbytes: dict[tuple[int, int], int] = {}
-        self.on_end: Callable[[], None] | None = None
-        self._queue: deque[Order] = deque()
+        self.on_end: Callable[[int], None] | None = None
+        self._queue: dict[tuple[int, int], Order] = {}  # by group and attempt, oldest first
+        self._queued = 0  # conversations in it
         self._flush_due = False
         self._readers: set[asyncio.Task] = set()
         self._activity = ActivityWindow()
@@ -97,7 +100,8 @@ class RemoteRunner(WorkerFleet):
         """
         self.forget(lease.group_id)
         order = Order(lease, begin)
-        self._queue.append(order)
+        self._queue[order.key] = order
+        self._queued += order.size
         self.wake()
         self._fail_if_hopeless()
         try:
@@ -108,9 +112,9 @@ class RemoteRunner(WorkerFleet):
 
     def cut_stragglers(self, group_id: int) -> None:
         """Cancel the conversations of a group that have not ended; the group then completes with them abstaining."""
-        for order in self._orders():
-            if order.lease.group_id == group_id and order.worker is not None:
-                order.worker.actor.cut.remote(group_id)
+        for worker in self.workers:
+            if group_id in worker.groups and worker.actor is not None:
+                worker.actor.cut.remote(group_id)
 
     def forget(self, group_id: int) -> None:
         """Drop the counts of a delivered or cancelled group."""
@@ -175,21 +179,24 @@ class RemoteRunner(WorkerFleet):
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def _orders(self) -> list[Order]:
-        return [order for worker in self.workers for order in worker.orders.values()]
-
     def _flush(self) -> None:
         """Give waiting groups to ready workers, in one call each."""
         self._flush_due = False
         given: dict[Worker, list[Order]] = {}
-        while self._queue and (worker := self._choose(self._queue[0].size)) is not None:
-            order = self._queue.popleft()
-            order.worker, worker.orders[order.key] = worker, order
+        while self._queue and (worker := self._choose(next(iter(self._queue.values())).size)) is not None:
+            order = self._unqueue()
+            worker.give(order)
             order.begin(self.version())
             given.setdefault(worker, []).append(order)
         for worker, orders in given.items():
             self._readers.add(task := asyncio.ensure_future(self._read(worker, orders)))
             task.add_done_callback(self._readers.discard)
+
+    def _unqueue(self, key: tuple[int, int] | None = None) -> Order:
+        """Remove and return a waiting group; None takes the oldest."""
+        order = self._queue.pop(next(iter(self._queue)) if key is None else key)
+        self._queued -= order.size
+        return order
 
     def _choose(self, size: int) -> Worker | None:
         """Return the worker with the fewest conversations, if it has places within its share."""
@@ -201,7 +208,7 @@ class RemoteRunner(WorkerFleet):
         # Keep the share of workers that start
         now = time.monotonic()
         coming = [w for w in self.workers if not (w.ready or w.closing) and now - w.began_at < _START_SHARE_S]
-        total = sum(order.size for order in (*self._orders(), *self._queue))
+        total = sum(worker.load for worker in self.workers) + self._queued
         share = ceil(total / (len(ready) + len(coming)))
         return worker if not worker.load or worker.load + size <= share or not coming else None
 
@@ -226,7 +233,7 @@ class RemoteRunner(WorkerFleet):
 
     def _take(self, worker: Worker, result: GroupDone, rows: Any) -> None:
         group, attempt = key = (result.group_id, result.attempt)
-        order = worker.orders.pop(key, None)
+        order = worker.take(key)
         if self._queue:
             self.wake()
         if order is None or order.done.done():  # cancelled
@@ -240,12 +247,12 @@ class RemoteRunner(WorkerFleet):
 
     async def _withdraw(self, order: Order) -> None:
         """Cancel a group, wherever it is."""
-        with suppress(ValueError):
-            self._queue.remove(order)
+        if self._queue.get(order.key) is order:
+            self._unqueue(order.key)
         if (worker := order.worker) is not None and worker.orders.get(order.key) is order:
             with suppress(Exception):  # a lost worker has no state to release
                 await result_of(worker.actor.cancel.remote(*order.key), CLOSE_TIMEOUT_S)
-            worker.orders.pop(order.key, None)
+            worker.take(order.key)
 
     def prune(self, groups: Iterable[tuple[int, int]]) -> None:
         """Free the rows of all groups except some."""
@@ -255,18 +262,18 @@ class RemoteRunner(WorkerFleet):
 
     def _note(self, worker: Worker, status: WorkerStatus) -> None:
         self._activity.merge(status.activity)
-        ended = sum(self.ended_counts.values())
         for key, order in worker.orders.items():
             if key in status.began:
                 order.begin(status.began[key])
             self.turn_counts[key[0]] = status.turns.get(key[0], 0)
-            self.ended_counts[key[0]] = status.ended.get(key[0], 0)
-        if self.on_end is not None and sum(self.ended_counts.values()) > ended:
-            self.on_end()
+            before, ended = self.ended_counts[key[0]], status.ended.get(key[0], 0)
+            self.ended_counts[key[0]] = ended
+            if self.on_end is not None and ended > before:
+                self.on_end(key[0])
 
     def _fail_if_hopeless(self) -> None:
         while self._queue and not self.workers:
-            order = self._queue.popleft()
+            order = self._unqueue()
             if not order.done.done():
                 cause = describe(self._last_cause)
                 order.done.set_exception(RuntimeError(f"no rollout worker is left; the last one failed: {cause}"))

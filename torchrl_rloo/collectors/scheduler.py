@@ -12,8 +12,9 @@ from typing import NamedTuple
 from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
+from torchrl_rloo.collectors.late_groups import LateGroups
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
-from torchrl_rloo.collectors.staleness import OnStale, choose_groups, oldest_version
+from torchrl_rloo.collectors.staleness import AgeTable, OnStale, oldest_version
 
 _LOGGER = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 10.0
@@ -81,8 +82,10 @@ class GroupScheduler:
         self._news = asyncio.Event()
         self._checked_version: int | None = None  # version of the last search for stale groups
         self._unchecked: list[Group] = []  # groups that completed since
+        self._ages = AgeTable(ledger) if on_stale == "wait" and max_staleness else None
+        self._late = LateGroups(ledger, runner)
         if min_members is not None:
-            runner.on_end = self._news.set  # a group may have enough members now
+            runner.on_end = self._note_end
 
     def drop_waiter(self) -> None:
         """Cancel the wait of an earlier ``collect`` that an interrupt left behind."""
@@ -138,7 +141,7 @@ class GroupScheduler:
         return min(per_batch, self.ledger.count(*_UNDELIVERED))
 
     def _admit_only(self, groups: int) -> int:
-        if (free := groups - len(self.ledger.of(*_BEGUN))) > 0:
+        if (free := groups - self.ledger.count(*_BEGUN)) > 0:
             self._start(self.ledger.lease(free))
         return groups
 
@@ -186,6 +189,7 @@ class GroupScheduler:
         finally:
             if self._tasks.get(group) is asyncio.current_task():
                 del self._tasks[group]
+            self._late.remove(group, attempt)
             self._news.set()
 
     def _renew(self, group_id: int, attempt: int, error: LeaseExpiredError) -> None:
@@ -202,21 +206,20 @@ class GroupScheduler:
         """Return the groups to deliver, oldest first; none if they are not ready."""
         missing = needed - self.ledger.count(GroupState.COMPLETE)
         if missing <= 0:
-            complete = self.ledger.of(GroupState.COMPLETE)
-            bound = self.max_staleness if self.on_stale == "wait" else None
-            if not bound:
-                return complete[:needed]
-            running = self.ledger.of(GroupState.LEASED)
-            chosen = choose_groups(complete, running, needed, self.per_batch, self.version(), bound)
+            if self._ages is None:
+                return self.ledger.of(GroupState.COMPLETE)[:needed]
+            chosen = self._ages.choose(needed, self.per_batch, self.version(), self.max_staleness)
             if chosen is not None:
                 return chosen
         # Complete groups whose last members are late
-        if self.min_members is not None:
-            ended, running = self.runner.ended_counts, self.ledger.of(GroupState.LEASED)
-            late = [group.group_id for group in running if ended[group.group_id] >= self.min_members]
-            for group_id in late[: missing if missing > 0 else needed]:
-                self.runner.cut_stragglers(group_id)
+        self._late.cut(missing if missing > 0 else needed)
         return []
+
+    def _note_end(self, group_id: int) -> None:
+        """Look at a group in which a conversation has ended, which may have enough members now."""
+        if self.runner.ended_counts[group_id] >= self.min_members:
+            self._late.add(group_id)
+            self._news.set()
 
     def _deliver(self, chosen: list[Group]) -> Batch:
         """Return the rows of complete groups, sorted by id."""

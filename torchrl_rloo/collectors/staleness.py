@@ -7,18 +7,20 @@ and batches of ``b`` groups, a group at position ``p`` of the queue is delivered
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.collectors.ledger import Group
+from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import make_tensorclass_like
 from torchrl_rloo.data.segments import sampled_versions
 
 OnStale = Literal["mask", "baseline", "requeue", "wait"]
+_COUNTED = (GroupState.COMPLETE, GroupState.LEASED)
+_NEWEST = 1 << 62  # above every version
 ON_STALE: tuple[str, ...] = get_args(OnStale)
 
 
@@ -118,12 +120,31 @@ def choose_groups(
         The groups, or None to wait for a running one that is more urgent than a complete one.
     """
 
+    key = _order_of_delivery(_ages(complete, version), _ages(running, version), needed, per_batch, max_staleness)
+    return None if key is None else _in_order(complete, version, key, needed)
+
+
+def _in_order(complete: Sequence[Group], version: int, key: Callable[[int], int], needed: int) -> list[Group]:
+    return sorted(complete, key=lambda group: -key(version - oldest_version(group, version)))[:needed]
+
+
+def _order_of_delivery(
+    ready: Counter[int], late: Counter[int], needed: int, per_batch: int, max_staleness: int
+) -> Callable[[int], int] | None:
+    """Return the key of an age by which :func:`choose_groups` sorts, largest first; None to wait.
+
+    Args:
+        ready: number of complete groups by age.
+        late: number of running groups by age.
+        needed: number of groups to deliver.
+        per_batch: number of groups in a later batch.
+        max_staleness: bound on the staleness.
+    """
+
     def urgency(age: int) -> int:
         """Return the urgency of an age; groups beyond the bound, which cannot be late any more, are not urgent."""
         return age if age <= max_staleness else -1
 
-    # Decide on the numbers of groups by age, since this runs at every completion
-    ready, late = _ages(complete, version), _ages(running, version)
     for key in (lambda age: age, urgency):
         taken, left = Counter(), needed
         for age in sorted(ready, key=key, reverse=True):
@@ -136,7 +157,56 @@ def choose_groups(
         least = min(urgency(age) for age, number in taken.items() if number)
         if any(urgency(age) > least for age in late):
             return None
-    return sorted(complete, key=lambda group: -key(version - oldest_version(group, version)))[:needed]
+    return key
+
+
+class AgeTable:
+    """Numbers of complete and running groups by version, kept up to date with the changes of a ledger.
+
+    :func:`choose_groups` looks at every group. This table looks at those that changed since the last call, so a choice
+    at each completion costs the same for any number of groups.
+
+    Args:
+        ledger: ledger whose ``changed`` this table reads.
+    """
+
+    def __init__(self, ledger: GroupLedger):
+        self.ledger = ledger
+        self._numbers: dict[GroupState, Counter[int | None]] = {state: Counter() for state in _COUNTED}
+        self._known: dict[int, tuple[GroupState, int | None]] = {}
+        ledger.changed = set(ledger.groups)
+
+    def choose(self, needed: int, per_batch: int, version: int, max_staleness: int) -> list[Group] | None:
+        """Return what :func:`choose_groups` returns for the groups of the ledger."""
+        self._refresh()
+        ready, running = (self._ages(state, version) for state in _COUNTED)
+        key = _order_of_delivery(ready, running, needed, per_batch, max_staleness)
+        if key is None:
+            return None
+        return _in_order(self.ledger.of(GroupState.COMPLETE), version, key, needed)
+
+    def _refresh(self) -> None:
+        """Count the groups that changed."""
+        changed, self.ledger.changed = self.ledger.changed, set()
+        for group_id in changed:
+            if (known := self._known.pop(group_id, None)) is not None:
+                state, version = known
+                self._numbers[state][version] -= 1
+                if not self._numbers[state][version]:
+                    del self._numbers[state][version]
+            group = self.ledger.groups.get(group_id)
+            if group is not None and group.state in _COUNTED:
+                # A group without a sampled token has the current version
+                oldest = oldest_version(group, _NEWEST)
+                version = None if oldest == _NEWEST else oldest
+                self._known[group_id] = group.state, version
+                self._numbers[group.state][version] += 1
+
+    def _ages(self, state: GroupState, version: int) -> Counter[int]:
+        ages: Counter[int] = Counter()
+        for oldest, number in self._numbers[state].items():
+            ages[0 if oldest is None else version - oldest] += number
+        return ages
 
 
 def limit_staleness(

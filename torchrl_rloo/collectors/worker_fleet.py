@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torchrl_rloo.collectors.conversation import RunnerSettings
 from torchrl_rloo.collectors.ledger import Lease
 from torchrl_rloo.collectors.ray_worker import RolloutWorker, WorkerStatus
 from torchrl_rloo.collectors.scheduler import LeaseExpiredError
+from torchrl_rloo.collectors.worker_counts import Counts, add_counts
 from torchrl_rloo.ray_session import require_ray
 
 _LOGGER = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ class Worker:
         facts: process and node of the actor.
         status: its last answer; None before the first.
         cause: reason for its last end; None if it never ended.
+        orders: groups that it was given and has not finished, by group and attempt; see :meth:`give`.
+        groups: number of their attempts by ``group_id``.
+        load: number of their conversations.
     """
 
     def __init__(self, number: int):
@@ -62,16 +66,28 @@ class Worker:
         self.status: WorkerStatus | None = None
         self.cause: BaseException | None = None
         self.orders: dict[tuple[int, int], Order] = {}
+        self.groups: Counter[int] = Counter()
+        self.load = 0
         self.began_at = time.monotonic()
         self.failures: deque[float] = deque()
-        self.counted: dict[str, int] = {}
+        self.counted: Counts = {}
         self.followed: Any = None
         self.task: asyncio.Task | None = None
 
-    @property
-    def load(self) -> int:
-        """Number of conversations that it was given and has not finished."""
-        return sum(order.size for order in self.orders.values())
+    def give(self, order: Order) -> None:
+        """Add an order."""
+        order.worker, self.orders[order.key] = self, order
+        self.groups[order.key[0]] += 1
+        self.load += order.size
+
+    def take(self, key: tuple[int, int]) -> Order | None:
+        """Remove and return an order; None if it was removed before."""
+        if (order := self.orders.pop(key, None)) is not None:
+            self.load -= order.size
+            self.groups[key[0]] -= 1
+            if not self.groups[key[0]]:
+                del self.groups[key[0]]
+        return order
 
     def __repr__(self) -> str:
         cause = "" if self.cause is None else f" ({type(self.cause).__name__}: {self.cause})".splitlines()[0]
@@ -90,6 +106,7 @@ class WorkerFleet(ABC):
         num_workers: number of workers at the start.
         workers: settings of the workers.
         pool: engine pool of the driver, whose members' states the workers follow; None if there is none.
+        parts: parts of the driver's environment with counters, to which those of the workers' copies are added.
 
     Attributes:
         workers: current workers.
@@ -106,11 +123,13 @@ class WorkerFleet(ABC):
         num_workers: int,
         workers: WorkerSettings,
         pool: Any | None,
+        parts: Sequence[Any] = (),
     ):
         self._ray = require_ray()
         self._settings, self._worker_settings, self.version = settings, workers, version
         self._make, self.pool = self._ray.put(self._ray.cloudpickle.dumps(make)), pool
         self.counts: Counter[str] = Counter()
+        self._parts = parts
         self.workers: list[Worker] = []
         self._next_number, self._closed = 0, False
         self._news = asyncio.Event()
@@ -238,12 +257,14 @@ class WorkerFleet(ABC):
         worker.status, worker.followed = status, states
         if status.reports:
             self.pool.note_reports(status.reports)
-        for name, number in status.counts.items():
-            self.counts[name] += number - worker.counted.get(name, 0)
-        worker.counted = status.counts
+        self._note_counts(worker, status.counts)
         self._note(worker, status)
         with suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), self._worker_settings.beat_every)
+
+    def _note_counts(self, worker: Worker, counts: Counts) -> None:
+        add_counts([self, *self._parts], counts, worker.counted)
+        worker.counted = counts
 
     def _lose(self, worker: Worker, error: BaseException) -> None:
         """Kill a worker that died or does not answer, and expire its leases."""
@@ -261,8 +282,8 @@ class WorkerFleet(ABC):
         self._news.set()
 
     def _expire(self, worker: Worker, error: BaseException) -> None:
-        orders, worker.orders = worker.orders, {}
-        for order in orders.values():
+        for key in list(worker.orders):
+            order = worker.take(key)
             if not order.done.done():
                 self.counts["workers/expired_leases"] += 1
                 expired = LeaseExpiredError(f"worker {worker.number} was lost: {describe(error)}")
@@ -274,7 +295,7 @@ class WorkerFleet(ABC):
         worker.actor = None
         with suppress(Exception):
             if worker.ready:
-                await result_of(actor.close.remote(), CLOSE_TIMEOUT_S)
+                self._note_counts(worker, await result_of(actor.close.remote(), CLOSE_TIMEOUT_S))
         with suppress(Exception):
             self._ray.kill(actor, no_restart=True)
 

@@ -83,7 +83,7 @@ class SimulatedRunner:
         workers: CPUs of the rollout workers.
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
         turns: number of turns so far.
-        on_end: function called when a conversation has ended; None calls none.
+        on_end: function called with the ``group_id`` of a conversation that has ended; None calls none.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SimulatedRunner:
         self.slots, self.driver, self.workers = Slots(max_in_flight), Server(), [Server() for _ in range(costs.workers)]
         self.ended_counts: Counter[int] = Counter()
         self.turns = 0
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[int], None] | None = None
         self._running: dict[int, list[_Conversation]] = {}
 
     async def run(self, lease: Lease, begin: Callable[[int], None]) -> list[Row]:
@@ -132,7 +132,7 @@ class SimulatedRunner:
                 raise
         self.ended_counts[group] += 1
         if self.on_end is not None:
-            self.on_end()
+            self.on_end(group)
 
     async def _take_turns(self, conversation: _Conversation, group: int, member: int, worker: Server) -> None:
         home = None

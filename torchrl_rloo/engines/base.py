@@ -200,6 +200,14 @@ class AsyncEngine(Engine):
             for future in futures:
                 future.cancel()
 
+    def _check_entry(self) -> None:
+        """Raise an error unless a request may enter.
+
+        A paused engine takes it, also within an update, which counts as failed until it is complete. The engine checks
+        the request again after the pause.
+        """
+        self._check(ready=self.asleep or not self.paused)
+
     def _late(self) -> EngineTimeoutError:
         """Return the error of a request that reached its deadline."""
         return EngineTimeoutError(

@@ -55,7 +55,7 @@ class BatchedEngine(AsyncEngine):
     stop_ids = property(lambda self: self.sampler.stop_ids)
 
     def submit(self, request: Request) -> Future[Sample]:
-        self._check(ready=True)
+        self._check_entry()
         future: Future[Sample] = Future()
         self._requests.put((request, future))
         return future

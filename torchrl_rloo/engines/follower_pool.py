@@ -112,7 +112,7 @@ class FollowerPool(PoolRequests):
     def _is_fault(self, member: Member, error: BaseException) -> bool:
         if super()._is_fault(member, error):
             return True
-        if member.target.failed_version is not None:  # the driver refills it
+        if self._has_failed_update(member):  # the driver refills it
             self._lose(member, error)
             return True
         return False

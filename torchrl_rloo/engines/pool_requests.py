@@ -198,10 +198,14 @@ class PoolRequests(PoolMembers):
         if member.target.closed:
             self._lose(member, error, "closed")
             return True
-        if member.target.failed_version is not None and self._fill_function is not None:
+        if self._has_failed_update(member) and self._fill_function is not None:
             self.mark_failed(member.target, error)
             return True
         return False
+
+    def _has_failed_update(self, member: Member) -> bool:
+        """Return whether an update has failed in a member; one that is paused may be within an update."""
+        return member.target.failed_version is not None and not member.engine.paused
 
     def _resubmit(self, ticket: Ticket, error: BaseException) -> None:
         if ticket.tries >= self.max_attempts:

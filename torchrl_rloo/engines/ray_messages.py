@@ -53,22 +53,31 @@ class EngineState(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Error of a request or a call, as text, so that any process can read it."""
+    """Error of a request or a call, as text, so that any process can read it.
+
+    Attributes:
+        kind: name of its class.
+        text: its message.
+        late: whether its cause is an :class:`EngineTimeoutError`, as that of a call without an answer.
+    """
 
     kind: str
     text: str
+    late: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an error. One of another class becomes an ``EngineError``."""
         if isinstance(error, EngineError):
             kind = next(name.__name__ for name in type(error).__mro__ if name.__name__ in _ERRORS)
-            return cls(kind, str(error))
+            return cls(kind, str(error), isinstance(error.__cause__, EngineTimeoutError))
         return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
 
     def error(self) -> EngineError:
         """Return the error."""
-        return _ERRORS[self.kind](self.text)
+        error = _ERRORS[self.kind](self.text)
+        error.__cause__ = EngineTimeoutError(self.text) if self.late else None
+        return error
 
 
 class RequestBatch(NamedTuple):

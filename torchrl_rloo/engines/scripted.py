@@ -82,7 +82,7 @@ class ScriptedEngine(ScriptedUpdates):
 
     def submit(self, request: Request) -> Future[Sample]:
         with self._now():
-            self._check(ready=True)
+            self._check_entry()
             index = len(self.requests)
             self.requests.append(request)
         future = Future()
@@ -93,7 +93,7 @@ class ScriptedEngine(ScriptedUpdates):
             future.set_exception(error)
             return future
         with self._now():
-            self._check(ready=True)  # the script, called without the lock, may have used the engine
+            self._check_entry()  # the script, called without the lock, may have used the engine
             run = ScriptedRun(index, turn, request.limit, future)
             self._waiting.append(run)
             self._deadlines[index] = self._sampling_clock.read() + self.request_timeout, run

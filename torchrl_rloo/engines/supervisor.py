@@ -23,9 +23,9 @@ _MAX_MISSES = 2  # unanswered calls in a row until a member counts as dead
 class Supervisor:
     """Thread that keeps the members of one pool alive.
 
-    It calls every member regularly and looks at its progress. A member counts as dead if it did not answer two calls in
-    a row, or sampled nothing for long with requests inside. The supervisor restarts and refills dead members. It cares
-    for different members at the same time.
+    It calls every member regularly and looks at its progress. A member counts as dead if it neither answered two calls
+    in a row nor sampled during them. It also does if it sampled nothing for long with requests inside. The supervisor
+    restarts and refills dead members. It cares for different members at the same time.
 
     Args:
         probe_every: seconds between two calls of a member.
@@ -127,15 +127,18 @@ class Supervisor:
         member.probe_at = monotonic() + self.probe_every
         if member.engine.occupied:  # no answer now means nothing; the current call has a time limit
             return
+        before = _progress(member)
         try:
             member.engine.check_health(self.probe_timeout)
         except Exception as error:
-            self._judge(pool, member, error)
-            return
+            # On a busy machine an engine may answer late and still sample
+            if not _is_unanswered(error) or _progress(member) == before:
+                self._judge(pool, member, error)
+                return
         member.misses = 0
         pool._confirm(member)
         # Compare the progress with that at the last probe
-        now, progress = monotonic(), (member.engine.load().tokens, member.finished)
+        now, progress = monotonic(), _progress(member)
         busy = member.inside and not member.engine.paused and member.engine.counts_running_tokens
         if not busy or progress != member.progress:
             member.progress, member.progress_at = progress, now
@@ -214,6 +217,14 @@ class Supervisor:
             pool._abandon(member, f"it failed max_restarts={self.max_restarts} times in an hour")
             return None
         return min(self.backoff * 2.0 ** (n - 1), self.max_backoff) if n else 0.0
+
+
+def _progress(member: Member) -> tuple[int, int]:
+    """Return the tokens that a member sampled, and the requests that it finished; no tokens if it cannot tell."""
+    try:
+        return member.engine.load().tokens, member.finished
+    except EngineError:
+        return 0, member.finished
 
 
 def _is_unanswered(error: BaseException | None) -> bool:

@@ -285,7 +285,7 @@ class LoopEngine(VLLMEngineBase, AsyncEngine):
             timer.cancel()
 
     async def _sample_unless_paused(self, request: Request) -> Sample:
-        self._check(ready=True)
+        self._check_entry()
         await self._open.wait()
         self._check(ready=True)  # an update may have failed during the wait, or the engine may sleep
         self._in_engine += 1

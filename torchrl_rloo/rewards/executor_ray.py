@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import perf_counter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -99,15 +100,15 @@ class RayExecutor:
                     # Start calls while there are free actors
                     while waiting and len(busy) < self.workers:
                         index, attempt = waiting.popleft()
-                        reference, work = self._begin(function, batches[index], index, attempt)
-                        busy[reference] = work
+                        future, work = self._begin(function, batches[index], index, attempt)
+                        busy[future] = work
                     # Collect results; an actor that hung or died is not reused
-                    for reference in _ended(busy):
-                        work = busy.pop(reference)
-                        result = work.result(reference)
+                    for future in _ended(busy):
+                        work = busy.pop(future)
+                        result = work.result(future)
                         if result is None:  # the function is loaded
-                            reference, work = work.continued()
-                            busy[reference] = work
+                            future, work = work.continued()
+                            busy[future] = work
                         elif _is_kind(result, "worker_died") and work.attempt < _ATTEMPTS:
                             waiting.appendleft((work.index, work.attempt + 1))
                         else:
@@ -119,20 +120,21 @@ class RayExecutor:
                     work.actor.kill()
         return results
 
-    def _begin(self, function: RewardFunction, batch: RewardBatch, index: int, attempt: int) -> tuple[Any, _Work]:
+    def _begin(self, function: RewardFunction, batch: RewardBatch, index: int, attempt: int) -> tuple[Future, _Work]:
         """Send a batch to a free actor, after the function if the actor lacks it."""
         key, data = self._functions.add(function)
         actor = self._idle.pop() if self._idle else _Actor(self.remote_config)
         limit = math.inf if self.timeout is None else self.timeout * len(batch)
 
-        def call() -> tuple[Any, _Work]:
+        def call() -> tuple[Future, _Work]:
             actor.loaded.add(key)
-            return actor.handle.call.remote(key, batch), _Work(actor, index, attempt, perf_counter(), limit, None)
+            work = _Work(actor, index, attempt, perf_counter(), limit, None)
+            return actor.handle.call.remote(key, batch).future(), work
 
         if key in actor.loaded:
             return call()
         loading = _Work(actor, index, attempt, perf_counter(), self.start_timeout, call)
-        return actor.handle.load.remote(key, data), loading
+        return actor.handle.load.remote(key, data).future(), loading
 
     def close(self) -> None:
         """Stop the actors and a run in another thread; the next run starts new ones."""
@@ -172,16 +174,16 @@ class _Work(NamedTuple):
     attempt: int
     start: float
     limit: float
-    continued: Callable[[], tuple[Any, _Work]] | None
+    continued: Callable[[], tuple[Future, _Work]] | None
 
-    def result(self, reference: Any) -> RewardCall | RewardFailure | None:
+    def result(self, future: Future) -> RewardCall | RewardFailure | None:
         """Return the result of an ended call, or of one beyond its limit, and kill an actor that hung or died."""
         ray, seconds = _ray(), perf_counter() - self.start
-        if not ray.wait([reference], timeout=0)[0]:
+        if not future.done():
             self.actor.kill()
             return RewardFailure.timed_out(self.limit, seconds)
         try:
-            return ray.get(reference)
+            return future.result()
         except ray.exceptions.RayTaskError as error:  # of a batch or a score that cannot be pickled
             return RewardFailure.from_exception(error.cause or error, seconds)
         except ray.exceptions.RayError as error:
@@ -217,12 +219,15 @@ def _ray() -> ModuleType:
     return require_ray()
 
 
-def _ended(busy: Mapping[Any, _Work]) -> list[Any]:
-    """Wait for calls that end or exceed their limits, at most for a while, and return them."""
+def _ended(busy: Mapping[Future, _Work]) -> list[Future]:
+    """Wait for calls that end or exceed their limits, at most for a while, and return them.
+
+    In an actor with an event loop, as rollout workers are, ``ray.wait`` and ``ray.get`` would warn.
+    """
     left = min(work.start + work.limit for work in busy.values()) - perf_counter()
-    ready, running = _ray().wait(list(busy), num_returns=1, timeout=max(min(left, _POLL_S), 0.0))
+    wait(busy, timeout=max(min(left, _POLL_S), 0.0), return_when=FIRST_COMPLETED)
     now = perf_counter()
-    return [*ready, *(reference for reference in running if now >= busy[reference].start + busy[reference].limit)]
+    return [future for future, work in busy.items() if future.done() or now >= work.start + work.limit]
 
 
 def _is_kind(result: RewardCall | RewardFailure, kind: str) -> bool:

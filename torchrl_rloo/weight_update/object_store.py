@@ -21,11 +21,10 @@ class ObjectStoreReceiver(SharedMemoryReceiver):
     def receive(self, infos: Sequence[TensorInfo], payload: Mapping[str, Any]) -> list[torch.Tensor]:
         if "reference" not in payload:
             return super().receive(infos, payload)
-        import ray
-
+        array = payload["reference"].future().result()  # ray.get warns in an actor with an event loop
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return unpack(torch.from_numpy(ray.get(payload["reference"])), infos)
+            return unpack(torch.from_numpy(array), infos)
 
 
 class StoredBucket(NamedTuple):

@@ -125,6 +125,10 @@ class RewardTransform(Transform):
         """Counters of failed, duplicate and retried samples so far."""
         return Counter({f"rewards/{name}": number for name, number in list(self.runner.counts.items())})
 
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add counters of a copy of this transform in another process."""
+        self.runner.counts.update({name.removeprefix("rewards/"): number for name, number in counts.items()})
+
     @property
     def latency(self) -> dict[str, Histogram]:
         """Histograms of seconds in this process, per call (``"<name>/call"``) and per sample (``"<name>/sample"``)."""
