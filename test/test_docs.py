@@ -162,7 +162,8 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=identify)
 def test_commands_have_settings_that_exist(page: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("torchrl_rloo.cli.config.check_path", lambda *_: None)  # the user's files, or of earlier runs
+    for module in ("config", "eval_config"):  # files are the user's, or of earlier runs
+        monkeypatch.setattr(f"torchrl_rloo.cli.{module}.check_path", lambda *_: None)
     for program, *arguments in commands(page, tmp_path):
         if program == "torchrun":  # with the launcher's options before the command
             program, arguments = "torchrl-rloo", arguments[arguments.index("torchrl_rloo.cli.main") + 1 :]

@@ -104,7 +104,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     # Sampling in the cluster: engines that receive weights, and workers that play conversations with them
     policy, engine, updater = sync.make_policy(cfg, problem, ranks, trainer, sampler)
     source = make_source(cfg, problem, ranks, policy, updater, scorer)
-    evaluation = sync.make_evaluation(cfg, problem, policy) if ranks.is_main else None
+    evaluations = sync.make_evaluations(cfg, problem, policy, scorer, ranks) if ranks.is_main else {}
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
@@ -114,7 +114,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     with engine or nullcontext(), closing(rewards), closing(source), run:
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
-            sync.evaluate(run, cfg, source, evaluation)
+            sync.evaluate(run, cfg, source, evaluations)
         else:  # new engines start with the initial weights
             updater.initialize()
         for step in run.steps():
@@ -139,7 +139,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             sync.log_update(run, method, outputs, norms, len(metadata))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                sync.evaluate(run, cfg, source, evaluation)
+                sync.evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
     if run.finished:
         sync.finish(run, cfg, problem, ranks, source)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.check import load_own_checks, preflight
+from torchrl_rloo.cli.eval_config import EvalSetConfig, check_set_names
 from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.cli.schema import non_null_fields
@@ -34,6 +35,7 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
@@ -68,7 +70,7 @@ from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
 from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RolloutFiles, RolloutWriter, RowStorage, run_id
-from torchrl_rloo.rewards import load_reward, make_executor
+from torchrl_rloo.rewards import load_reward, make_executor, reward_name
 from torchrl_rloo.run import Run, check_resumable, meters, repeat_after_rollback, timings
 from torchrl_rloo.training import (
     accumulate,
@@ -88,6 +90,18 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightU
 DISPLAY = {"headline": ("reward", "eval/greedy", "eval/sampled", "time/step"), "digest": diagnostics.waiting_table}
 
 
+class EvalSet(NamedTuple):
+    """Held-out prompts, how they are answered and scored."""
+
+    prompts: PromptDataset
+    task: TaskBase
+    scorer: Any
+    make_transforms: Callable[[], list]
+    chat: dict[str, Any]
+    num_samples: int
+    ks: list[int]
+
+
 class Problem(NamedTuple):
     """Task, prompts, model, rewards, method and sizes of a run."""
 
@@ -105,6 +119,7 @@ class Problem(NamedTuple):
     method: Preset
     plan: diagnostics.TrainingPlan
     health: diagnostics.health.Health
+    eval_sets: dict[str, EvalSet]  # the held-out prompts as "", then further sets by name
 
 
 def main(cfg: Config) -> None:
@@ -146,7 +161,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     policy, engine, updater = make_policy(cfg, problem, ranks, trainer, sampler)
     writer = make_writer(cfg, problem, ranks)
     source = make_source(cfg, problem, ranks, policy, updater, advantage, trainer, scorer, writer)
-    evaluation = make_evaluation(cfg, problem, policy) if ranks.is_main else None
+    evaluations = make_evaluations(cfg, problem, policy, scorer, ranks) if ranks.is_main else {}
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
@@ -161,7 +176,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
         if run.step == 0 and cfg.rollouts.train:
-            evaluate(run, cfg, source, evaluation)
+            evaluate(run, cfg, source, evaluations)
         elif cfg.inference.engine is not None:  # a new engine starts with the initial weights
             updater.initialize()
         for step in run.steps():
@@ -190,7 +205,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                evaluate(run, cfg, source, evaluation)
+                evaluate(run, cfg, source, evaluations)
             run.log({}, timings=timings(*source.parts))
     if run.finished:
         finish(run, cfg, problem, ranks, source)
@@ -210,6 +225,7 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
     task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**non_null_fields(cfg.task))
     rewards = make_rewards(cfg, task)
+    scorers = make_scorers(cfg, task, rewards)
     method = make_method(
         cfg.algorithm,
         loss=cfg.loss,
@@ -229,12 +245,17 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     context, template = modules.context_length(model), cfg.data.template_kwargs
     limits = non_null_fields(cfg.environment, "transforms")
     make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
+    eval_sets = {"": EvalSet(eval_set, task, scorers, make_transforms, chat, cfg.eval.num_samples, cfg.eval.ks)}
+    for set_name, own_set in cfg.eval.sets.items():
+        eval_sets[set_name] = load_eval_set(cfg, own_set, set_name, eval_sets[""], tokenizer, limits, context)
+    warn_of_trained_prompts(train_set, eval_sets)
+    held_out = [each.prompts for each in eval_sets.values()]
     # Check that prompts, completions and batches fit, and print the plan
     plan = diagnostics.TrainingPlan(
         **asdict(cfg.plan),
         train_prompts=len(train_set),
         eval_prompts=len(eval_set),
-        max_prompt_tokens=data.longest_prompt(tokenizer, (train_set, eval_set), **template),
+        max_prompt_tokens=data.longest_prompt(tokenizer, (train_set, *held_out), **template),
         max_new_tokens=cfg.generate.max_new_tokens,
         context_length=context,
         max_turns=chat.get("max_turns") if make_transforms() else 1,
@@ -242,14 +263,16 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     )
     trained = modules.count_trained(model)
     ranks.log(f"{name}: {model.num_parameters():,} parameters, {trained:,} trained")
-    ranks.log(f"training: {train_set}\nheld out: {eval_set}\n{plan}")
+    further = "".join(f"\nheld out, {n}: {each.prompts}" for n, each in eval_sets.items() if n)
+    ranks.log(f"training: {train_set}\nheld out: {eval_set}{further}\n{plan}")
     diagnostics.check_engine(s.engine_arguments(cfg.inference), plan, cfg.lora, cfg.sampler.dtype)
     wrapper = {"tokenizer": tokenizer, "generate_kwargs": {"seed": cfg.seed} | non_null_fields(cfg.generate)}
     limits = {"micro_batch_size": plan.micro_batch_size, "max_tokens": cfg.train.micro_batch_tokens}
     autocast = cfg.train.parallel != "fsdp"  # FSDP itself casts the weights that it gathers
     scoring = {"precision": cfg.train.precision, "float32_head": cfg.train.float32_head} if autocast else {}
     accumulation = {"merge_identical": cfg.train.merge_identical, "reduce": cfg.train.reduce}
-    chat |= {"template_kwargs": template}
+    for each in eval_sets.values():
+        each.chat["template_kwargs"] = template
     return Problem(
         task=task,
         train_set=train_set,
@@ -265,7 +288,58 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
         method=method,
         plan=plan,
         health=health,
+        eval_sets=eval_sets,
     )
+
+
+def load_eval_set(
+    cfg: Config,
+    own: EvalSetConfig,
+    name: str,
+    main: EvalSet,
+    tokenizer: Any,
+    limits: dict[str, Any],
+    context: int | None,
+) -> EvalSet:
+    """Load the prompts of a further set with its task's turns, limits and scorer; null takes those of the run."""
+    task = main.task if own.task is None else resolve_task(own.task)
+    options = {"tokenizer": tokenizer, "template_kwargs": cfg.data.template_kwargs}
+    options |= {n: getattr(own, n) for n in ("prompt_column", "row_map", "system_prompt", "name") if getattr(own, n)}
+    options |= {"split": own.split} if own.split else {}
+    options |= {"column_map": own.column_map} if own.column_map else {}
+    try:
+        if own.source in (None, EMBEDDED):
+            prompts = task.load(own.source, eval_size=own.size, seed=cfg.seed, **options)[1]
+        else:
+            prompts = task.load_held_out(own.source, eval_size=own.size, **options)
+    except (ValueError, OSError) as error:
+        raise type(error)(f"eval.sets.{name}: {error}") from error
+    scorer = main.scorer if own.task is None else task.make_scorer()
+    make_transforms, chat = main.make_transforms, main.chat
+    if own.task is not None:
+        make_transforms, chat = conversation_settings(task, None, limits, context)
+    scorer = load_reward(own.scorer) if own.scorer is not None else scorer
+    return EvalSet(prompts, task, scorer, make_transforms, dict(chat), own.num_samples, own.ks)
+
+
+def warn_of_trained_prompts(train_set: PromptDataset, eval_sets: dict[str, EvalSet]) -> None:
+    """Print how many prompts of each further set are also trained on."""
+    trained = {str(row["query"]) for row in train_set.rows}
+    for name, each in eval_sets.items():
+        shared = sum(str(row["query"]) in trained for row in each.prompts.rows) if name else 0
+        if shared:
+            print(f"eval.sets.{name}: {shared} of {len(each.prompts)} prompts are also trained on", file=sys.stderr)
+
+
+def make_scorers(cfg: Config, task: TaskBase, rewards: RewardTransform) -> Any:
+    """Return the scorers of the run's held-out prompts, and refuse further sets that have the name of one."""
+    own = None if cfg.reward.functions is None else rewards.functions
+    scorers = task.make_scorer(own) if cfg.eval.scorer is None else load_reward(cfg.eval.scorer)
+    named = diagnostics.name_scorers(scorers)
+    if cfg.eval.rewards:
+        named |= {reward_name(f): f for f in rewards.functions if reward_name(f) not in named}
+    check_set_names(cfg.eval.sets, list(named))
+    return named
 
 
 def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
@@ -530,21 +604,27 @@ def make_group_source(
     return GroupSource(collector, refill, cache, observe)
 
 
-def make_evaluation(cfg: Config, problem: Problem, policy: TurnPolicy) -> diagnostics.Evaluation:
-    """Build the evaluation on held-out prompts."""
-    own = None if cfg.reward.functions is None else problem.rewards.functions
-    return diagnostics.Evaluation(
-        policy,
-        problem.eval_set,
-        load_reward(cfg.eval.scorer) if cfg.eval.scorer is not None else problem.task.make_scorer(own),
-        num_samples=cfg.eval.num_samples,
-        ks=cfg.eval.ks,
-        batch_size=cfg.eval.batch_size,
-        extract=problem.task.extract_answer,
-        executor=problem.rewards.executor,
-        make_transforms=problem.make_transforms,
-        env_kwargs=problem.chat,
-    )
+def make_evaluations(
+    cfg: Config, problem: Problem, policy: TurnPolicy, reference: modules.Scorer | None, ranks: Ranks
+) -> dict[str, diagnostics.Evaluation]:
+    """Build the evaluation of the held-out prompts, as "", and of each further set."""
+    return {
+        name: diagnostics.Evaluation(
+            policy,
+            each.prompts,
+            each.scorer,
+            num_samples=each.num_samples,
+            ks=each.ks,
+            batch_size=cfg.eval.batch_size,
+            extract=each.task.extract_answer,
+            executor=problem.rewards.executor,
+            make_transforms=each.make_transforms,
+            env_kwargs=each.chat,
+            reference=reference if ranks.size == 1 else None,  # one rank alone may hold a part of it
+            score_limits=problem.limits,
+        )
+        for name, each in problem.eval_sets.items()
+    }
 
 
 def report_progress(run: Run, problem: Problem, source: SharedSource, writer: RolloutWriter | None = None) -> None:
@@ -602,7 +682,8 @@ def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, s
     """Log metrics of a step's rows and, at intervals, a table of some of them."""
     rows, sampled = step_rows
     rewards, masked = problem.rewards, problem.method.loss.get("mask_truncated_completions", False)
-    metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, mask_truncated_completions=masked)
+    settings = {"mask_truncated_completions": masked, "extract": problem.task.extract_answer}
+    metrics = diagnostics.completion_metrics(sampled, rewards.names, rewards.weights, **settings)
     metrics |= diagnostics.staleness_metrics(sampled if rows is None else rows, source.policy_version)
     metrics["num_tokens"] = source.num_tokens
     speed = metrics["completions/mean_length"] * len(sampled) / run.seconds("collect")
@@ -620,19 +701,23 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
         method.adaptive_kl.update(run.metrics["kl"], rows)
 
 
-def evaluate(run: Run, cfg: Config, source: SharedSource, evaluation: diagnostics.Evaluation | None) -> None:
-    """Log metrics of the held-out prompts, a table of their greedy completions and, if set, transcripts."""
+def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]) -> None:
+    """Log metrics of each held-out set, a table of its greedy completions and, if set, transcripts."""
+
+    def run_all() -> dict[str, diagnostics.EvaluationResult]:
+        return {name: each.run(keep_rows=cfg.log.transcripts) for name, each in evaluations.items()}
+
     with run.time("eval"):
-        result = source.on_main(lambda: evaluation.run(keep_rows=cfg.log.transcripts), "evaluation")
-    if result is None:  # on the other ranks
-        return
-    run.log(result.metrics)
-    page = f"transcripts/step_{run.step:06d}.html" if cfg.log.transcripts else None
-    if cfg.log.samples:
-        run.log_table("held-out completions", result.table(cfg.log.samples, page=page))
-    if page:
-        title, tokenizer = f"Evaluation after step {run.step}", evaluation.policy.tokenizer
-        diagnostics.write_evaluation_transcripts(run.directory / page, result, tokenizer, title=title)
+        results = source.on_main(run_all, "evaluation") or {}  # none on the other ranks
+    for name, result in results.items():
+        run.log(result.metrics_of_set(name))
+        of, suffix = (f" of {name}", f"_{name}") if name else ("", "")
+        page = f"transcripts/step_{run.step:06d}{suffix}.html" if cfg.log.transcripts else None
+        if cfg.log.samples:
+            run.log_table(f"held-out completions{of}", result.table(cfg.log.samples, page=page))
+        if page:
+            title, tokenizer = f"Evaluation{of} after step {run.step}", evaluations[name].policy.tokenizer
+            diagnostics.write_evaluation_transcripts(run.directory / page, result, tokenizer, title=title)
 
 
 def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: SharedSource) -> None:

@@ -55,7 +55,8 @@ def test_scores_every_prompt_once_with_its_columns():
     assert seen == answers * 2  # greedy, then sampled
     assert metrics["eval/greedy"] == pytest.approx(3 / 7) and metrics["eval/sampled"] == pytest.approx(4 / 7)
     ends = {f"eval/{name}_{end}" for name in ("greedy", "sampled") for end in ENDS}
-    assert metrics.keys() == {"eval/greedy", "eval/sampled", "eval/failed", "eval/abstained"} | ends
+    counts = {"eval/failed", "eval/abstained"}
+    assert metrics.keys() == {"eval/greedy", "eval/sampled", "eval/sampled_entropy"} | counts | ends
     assert metrics["eval/greedy_low"] == mean_interval(torch.tensor([0, 1, 0, 1, 0, 1, 0.0])).low
     assert [row["answer"] for row in table] == answers
     assert {"prompt", "completion", "reward", "truncated"} <= table[0].keys() and "What is" in table[0]["prompt"]
@@ -346,3 +347,40 @@ def test_unknown_sampling_arguments_are_refused_at_once():
 )
 def test_final_answers(text, answer):
     assert final_answer(text) == answer
+
+
+def test_samples_have_entropy_kl_and_diversity_that_survive_a_file(tmp_path):
+    """Entropy and KL agree with sums over the rows, and the diversity with a count by hand."""
+    policy = make(odd)[0]
+    reference = TransformersWrapper(
+        build_model(policy.tokenizer, seed=1).eval(),
+        tokenizer=policy.tokenizer,
+        generate=False,
+        generate_kwargs={"max_new_tokens": 3, "seed": 5},
+    )
+    evaluate = make(odd, size=3, num_samples=3, reference=reference, extract=lambda text: text[:1])[1]
+    result = evaluate.run(keep_rows=True)
+    rows = result.rows[3:]  # the greedy ones come first
+    masks = [row["masks", "all_assistant_mask"] for row in rows]
+    tokens = sum(int(mask.sum()) for mask in masks)
+    sampled = [row["log_probs", "full"][mask] for row, mask in zip(rows, masks, strict=True)]
+    expected = [row["next", "ref_log_probs", "full"][mask] for row, mask in zip(rows, masks, strict=True)]
+    metrics = result.metrics
+    assert metrics["eval/sampled_entropy"] == pytest.approx(-sum(float(s.sum()) for s in sampled) / tokens)
+    kl = sum(float((s - e).sum()) for s, e in zip(sampled, expected, strict=True)) / tokens
+    assert metrics["eval/sampled_kl"] == pytest.approx(kl, abs=1e-6) and abs(kl) > 1e-4
+    groups = [[s for s in result.samples if s.prompt_id == i and s.sample is not None] for i in range(3)]
+    for name, texts in (("distinct", lambda s: s.completion), ("distinct_answers", lambda s: s.extracted)):
+        share = sum((len({texts(s) for s in group}) - 1) / 2 for group in groups) / 3
+        assert metrics[f"eval/sampled_{name}"] == pytest.approx(share)
+    assert 0 <= metrics["eval/sampled_ngram_overlap"] <= 1 and "sampled_kl" in result.summary()
+    for format in ("parquet", "jsonl"):
+        assert EvaluationResult.load(result.save(tmp_path, format=format)).metrics == metrics
+    assert result.metrics_of_set("hard")["eval/hard/sampled_kl"] == metrics["eval/sampled_kl"]
+
+
+def test_a_reference_of_another_distribution_is_refused():
+    policy = make(odd)[0]
+    hot = policy.get_new_version(generate=False, generate_kwargs={"temperature": 0.5})
+    with pytest.raises(ValueError, match="give both the same sampling settings"):
+        make(odd, reference=hot)

@@ -160,3 +160,14 @@ def test_staleness_of_rows_without_versions_of_tokens_is_that_of_the_row():
     }
     masked = TensorDict(row.clone(), []).set(("masks", "all_assistant_mask"), torch.zeros(4, dtype=torch.bool))
     assert staleness_metrics(stack_rows([masked]), 6) == {"staleness": 2.0}
+
+
+def test_distinct_answers_are_counted_within_groups():
+    """Different texts with the same answer count once, and so do completions without an answer."""
+    rows = rows_of({"rewards_per_function": [[1.0, 0.0, 0.0, 1.0, 1.0, 1.0]], "num_generations": 3})
+    texts = ["so 4", "it is 4", "5", "none", "nothing", "7"]
+    rows = stack_rows([row.set_non_tensor("completion", text) for row, text in zip(rows.unbind(0), texts, strict=True)])
+    digits = lambda text: next((c for c in text if c.isdigit()), None)  # noqa: E731
+    found = completion_metrics(rows, ["f"], [1.0], extract=digits)
+    assert found["diversity/distinct_answers"] == 0.5 and "diversity/distinct_answers" in DEFINITIONS
+    assert "diversity/distinct_answers" not in completion_metrics(rows, ["f"], [1.0])

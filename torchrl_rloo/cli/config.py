@@ -248,20 +248,6 @@ class ScheduleConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Evaluation on held-out prompts."""
-
-    scorer: Any = None  # scorer of held-out completions, given like a reward; null: the task's, or your rewards
-    every: int = 20  # steps between evaluations; 0: only before the first and after the last step
-    batch_size: int = 256  # conversations per batch
-    num_samples: int = 1  # sampled completions of each prompt, for eval/sampled
-    ks: list[int] = field(default_factory=list)  # values of k for pass@k and maj@k, at most num_samples
-
-    def __post_init__(self):
-        check_ks(self.ks, self.num_samples)
-
-
-@dataclass
 class CheckpointConfig:
     """Checkpoints of a run."""
 
@@ -368,14 +354,16 @@ def check_trained_weights(model: ModelConfig, train: TrainConfig, lora: Any) -> 
         raise ValueError(f"train.offload={train.offload} has no effect with model.device={model.device}; set it to []")
 
 
-def check_ks(ks: list[int], num_samples: int) -> None:
+def check_ks(ks: list[int], num_samples: int, section: str = "eval") -> None:
     """Raise if pass@k cannot be estimated for one of the numbers.
 
     Raises:
         ValueError: if a number is below 1 or above ``num_samples``.
     """
     if wrong := [k for k in ks if not 1 <= k <= num_samples]:
-        raise ValueError(f"eval.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples")
+        raise ValueError(
+            f"{section}.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples"
+        )
 
 
 def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:

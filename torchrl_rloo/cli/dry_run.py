@@ -85,6 +85,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
         engine = {"_target_": "torchrl_rloo.engines.RayEngine", "make_engine": nested, "num_cpus": 1}
     updater = dict(inference.updater or {}) if _publishes(inference.updater) else {}
     updater |= {"_target_": "torchrl_rloo.weight_update.WeightPublisher", "transport": "auto"}
+    small_sets = {name: replace(s, size=min(s.size, HELD_OUT)) for name, s in cfg.eval.sets.items()}
     changed = {
         "output_dir": str(folder / "output"),
         "resume": "never",
@@ -96,7 +97,7 @@ def make_settings(cfg: Any, folder: Path) -> Any:
         "schedule": replace(cfg.schedule, warmup_steps=None),
         "sampler": replace(cfg.sampler, offload=False),
         "inference": replace(inference, engine=engine, updater=updater, replicas=1, per_replica={}, sleep=False),
-        "eval": replace(cfg.eval, every=1),
+        "eval": replace(cfg.eval, every=1, sets=small_sets),
         "check": replace(cfg.check, mode="off", own=[]),
         "checkpoint": replace(cfg.checkpoint, every=1),
         "log": replace(cfg.log, loggers=[name for name in cfg.log.loggers if name in LOCAL_LOGGERS], logger_kwargs={}),
@@ -140,7 +141,7 @@ def write_script(problem: Any, file: Path) -> None:
     scoring = {"weights": rewards.weights, "clip_range": rewards.clip_range, "executor": rewards.executor}
     probes = probe_rewards(rewards.functions, problem.train_set, tokenizer, **scoring)
     turns = []
-    for dataset in (problem.train_set, problem.eval_set):
+    for dataset in (problem.train_set, *(s.prompts for s in problem.eval_sets.values())):
         prompts = dataset.for_tokenizer(tokenizer).encode(tokenizer, **problem.chat["template_kwargs"])
         for ids, texts in zip(prompts, scripted_texts(dataset, probes), strict=True):
             turns += [[list(ids), _encode(tokenizer, texts)]] if texts else []

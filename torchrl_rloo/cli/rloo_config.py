@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.check import CheckConfig
+from torchrl_rloo.cli.eval_config import EvalConfig
 from torchrl_rloo.cli.rollouts_config import RolloutsConfig, check_stored
 from torchrl_rloo.cli.schema import check_settings
 
@@ -35,7 +36,7 @@ class RLOOConfig(c.RunConfig):
     inference: s.InferenceConfig = field(default_factory=s.InferenceConfig)
     curriculum: c.CurriculumConfig = field(default_factory=c.CurriculumConfig)
     rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-    eval: c.EvalConfig = field(default_factory=c.EvalConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
 
     def __post_init__(self):

@@ -43,7 +43,7 @@ def settings_for_stored(
         "train": train,
         "reward": {"shaping": []},
         "rollouts": rollouts | {"bundles": [step], "bundle_weights": weights},
-        "eval": {"every": 0},
+        "eval": {"every": 0, "sets": {}},
         "checkpoint": {"every": 0, "asynchronous": False},
         "log": {"loggers": [], "samples": 0, "transcripts": False},
     }

@@ -11,7 +11,7 @@ from torchrl_rloo.diagnostics.cluster_runner import ProcessCosts
 from torchrl_rloo.diagnostics.cluster_simulation import ClusterResult, ClusterSettings, Mode, compare_modes, simulate
 from torchrl_rloo.diagnostics.cluster_split import advise_cluster, search_split
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
-from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table
+from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table, name_scorers
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.health import make_health
@@ -98,6 +98,7 @@ __all__ = [
     "linear_rate",
     "make_bundle",
     "make_health",
+    "name_scorers",
     "parity_metrics",
     "plan_memory",
     "plot_calibration",

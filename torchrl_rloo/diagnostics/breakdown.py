@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.metadata import TOKEN_STATISTICS, token_statistics
-from torchrl_rloo.functional.diversity import overlap
+from torchrl_rloo.functional.diversity import distinct_share, overlap
 from torchrl_rloo.functional.groups import group_ranges
 
 SOLVED = 1.0  # reward of a solved row, as in PassRatePool
@@ -137,11 +137,23 @@ def diversity_metrics(statistics: RowStatistics) -> dict[str, float | torch.Tens
     several = [members for members in _members(statistics.groups) if len(members) > 1]
     if several:
         hashes, sketches = sums[keys.COMPLETION_HASH], sums[keys.NGRAM_SKETCH]
-        distinct = [(len(hashes[members].unique()) - 1) / (len(members) - 1) for members in several]
+        distinct = [distinct_share(hashes[members].tolist()) for members in several]
         shared = [overlap([sketches[i] for i in members]) for members in several]
         metrics["diversity/distinct"] = sum(distinct) / len(distinct)
         metrics["diversity/ngram_overlap"] = sum(shared) / len(shared)
     return metrics
+
+
+def answer_metrics(statistics: RowStatistics, answers: Sequence[str | None]) -> dict[str, float]:
+    """Return how different the answers of a group are; nothing if no group has two rows.
+
+    Args:
+        statistics: numbers about all ``B`` rows.
+        answers: ``B`` extracted answers; None, where a completion has none, counts as one answer.
+    """
+    several = [members for members in _members(statistics.groups) if len(members) > 1]
+    shares = [distinct_share([answers[i] for i in members]) for members in several]
+    return {"diversity/distinct_answers": sum(shares) / len(shares)} if shares else {}
 
 
 def share_of_equal_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

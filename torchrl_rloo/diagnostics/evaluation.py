@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,25 +12,23 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.metadata import token_statistics
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.modules import TurnPolicy
-from torchrl_rloo.rewards.answers import final_answer
+from torchrl_rloo.modules import Scorer, TurnPolicy, record_log_probs
+from torchrl_rloo.rewards.answers import extract_answer, final_answer
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardFunction,
     check_columns,
-    final_text,
     find_missing_columns,
     reward_name,
 )
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
-
-_LOGGER = logging.getLogger(__name__)
 
 Scorers = RewardSpec | Mapping[str, RewardSpec | None] | None
 
@@ -66,6 +63,9 @@ class Evaluation:
             training, so their counters are also separate.
         env_kwargs: further arguments of :class:`DatasetChatEnv`.
         label: display name, e.g. of the checkpoint.
+        reference: scorer of the frozen reference, for ``eval/sampled_kl``. It must have the policy's sampling settings.
+            None leaves the metric out.
+        score_limits: arguments of :func:`~torchrl_rloo.modules.record_log_probs` that limit the reference's passes.
 
     Raises:
         ValueError: if a number is out of range, or arguments cannot be combined.
@@ -102,10 +102,13 @@ class Evaluation:
         make_transforms: Callable[[], Sequence[Transform]] = tuple,
         env_kwargs: Mapping[str, Any] | None = None,
         label: str = "",
+        reference: Scorer | None = None,
+        score_limits: Mapping[str, Any] | None = None,
     ):
         dataset = dataset.for_tokenizer(policy.tokenizer) if make_env is None else dataset
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
-        self.scorers, self.executor = _resolve_scorers(scorers), executor
+        self.reference, self.score_limits = reference, dict(score_limits or {})
+        self.scorers, self.executor = name_scorers(scorers), executor
         self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
         # Record all settings that affect scores, so that comparisons can list differences
         sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
@@ -143,6 +146,12 @@ class Evaluation:
             )
         if self.make_env is not None and self.env_kwargs:
             raise ValueError("env_kwargs cannot be combined with make_env; set them in make_env")
+        distribution = getattr(self.reference, "distribution", None)
+        if distribution is not None and distribution != (sampled := self._make_policy().distribution):
+            raise ValueError(
+                f"reference has the distribution {distribution}, but the samples have {sampled}; give both the same "
+                "sampling settings"
+            )
 
     def _check_columns(self) -> None:
         """Raise if a scorer requires a column that neither the dataset nor a transform provides."""
@@ -177,6 +186,7 @@ class Evaluation:
         rows = self._complete(requests, greedy=True)
         sampled = [(i, k) for i in prompts for k in range(settings.num_samples)]
         rows += self._complete(sampled, greedy=False)
+        self._score_reference(rows[len(requests) :])
         # Score the completions with each scorer, except those of conversations that failed
         batch, scores, failed = to_reward_batch(rows), {}, {}
         usable = [i for i, row in enumerate(rows) if not row[keys.REWARD].isnan().any()]
@@ -189,10 +199,20 @@ class Evaluation:
                 for i, score in zip(usable, given, strict=True):
                     scores[name][i] = score
         samples = [
-            self._sample(batch, i, place, {name: column[i] for name, column in scores.items()})
+            self._sample(
+                batch, i, place, {name: column[i] for name, column in scores.items()}, _statistics(rows[i], place)
+            )
             for i, place in enumerate(requests + sampled)
         ]
         return EvaluationResult(samples, settings, failed, rows if keep_rows else None)
+
+    def _score_reference(self, rows: Sequence[TensorDictBase]) -> None:
+        """Write the reference's log-probs into the sampled rows, except those of conversations that failed."""
+        usable = [
+            row for row in rows if not row[keys.REWARD].isnan().any() and keys.PREVIOUS_SEGMENTS not in row.keys()
+        ]
+        if self.reference is not None and usable:
+            record_log_probs(self.reference, stack_rows(usable), log_probs=keys.REF_LOG_PROBS, **self.score_limits)
 
     def _complete(self, requests: Sequence[tuple[int, int | None]], *, greedy: bool) -> list[TensorDictBase]:
         """Return a finished row for each ``(prompt, sample)``, in order."""
@@ -258,7 +278,12 @@ class Evaluation:
         return scores, sum(number for kind, number in kinds.items() if kind not in ("duplicates", "repeated"))
 
     def _sample(
-        self, batch: RewardBatch, i: int, place: tuple[int, int | None], scores: dict[str, float | None]
+        self,
+        batch: RewardBatch,
+        i: int,
+        place: tuple[int, int | None],
+        scores: dict[str, float | None],
+        statistics: dict[str, Any],
     ) -> EvaluatedSample:
         columns = {name: values[i] for name, values in batch.columns.items()}
         task = columns.pop(keys.TASK, None)
@@ -268,16 +293,25 @@ class Evaluation:
             prompt=_text(batch.prompts[i]),
             completion=_text(batch.completions[i]),
             scores=scores,
-            extracted=None if self.extract is None else _extract_answer(self.extract, batch.completions[i]),
+            extracted=None if self.extract is None else extract_answer(self.extract, batch.completions[i]),
             seed=self._seed(*place),
             truncated=batch.truncated[i],
             tokens=len(batch.completion_ids[i]),
             task=None if task is None else str(task),
             columns=columns,
+            **statistics,
         )
 
 
-def _resolve_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:
+def name_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:
+    """Return scorers by name, the headline first; None stands for the environment's return.
+
+    Args:
+        scorers: as :class:`Evaluation` takes them.
+
+    Raises:
+        ValueError: if there is none, or a name clashes with metric names.
+    """
     if not isinstance(scorers, Mapping) or "_target_" in scorers:
         scorers = None if scorers is None else load_reward(scorers)
         scorers = {"return" if scorers is None else reward_name(scorers): scorers}
@@ -300,18 +334,19 @@ def to_reward_batch(rows: Sequence[TensorDictBase]) -> RewardBatch:
     )
 
 
+def _statistics(row: TensorDictBase, place: tuple[int, int | None]) -> dict[str, Any]:
+    """Return surprisal, KL and n-grams of a sampled row; greedy tokens are not samples of the distribution."""
+    if place[1] is None:
+        return {}
+    found = token_statistics(row)
+    sums = {"surprisal": keys.SURPRISAL, "kl_to_ref": keys.KL_TO_REF}
+    sums = {name: float(found[key]) for name, key in sums.items() if key in found}
+    return sums | {"ngrams": found[keys.NGRAM_SKETCH].tolist()}
+
+
 def _returns(rows: Sequence[TensorDictBase]) -> list[float | None]:
     values = [float(row[keys.REWARD]) for row in rows]
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _extract_answer(extract: Callable[[str], str | None], completion: Any) -> str | None:
-    """Return the answer that a completion votes for, or None if ``extract`` fails on it."""
-    try:
-        return extract(final_text(completion))
-    except Exception:
-        _LOGGER.exception("extract failed on a completion; it does not vote")
-        return None
 
 
 def completion_table(rows: TensorDictBase | Sequence[TensorDictBase], limit: int | None = None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo.diagnostics.evaluation_samples import sample_metrics
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, best_at_k, maj_at_k, mean_interval
 from torchrl_rloo.files import atomic_write, make_folder, write_text
 
@@ -38,6 +39,9 @@ class EvaluatedSample:
         tokens: number of tokens that the policy sampled.
         task: name of the task, in a mixture of several.
         columns: other columns of the dataset.
+        surprisal: sum of minus the log-probs of its tokens, in nats; None for a greedy completion, or if unknown.
+        kl_to_ref: sum of the log-probs of its tokens minus the reference's, in nats; None without a reference.
+        ngrams: hashes of its n-grams (:func:`~torchrl_rloo.functional.diversity.ngram_statistics`); None if unknown.
     """
 
     prompt_id: int
@@ -51,6 +55,9 @@ class EvaluatedSample:
     tokens: int = 0
     task: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    surprisal: float | None = None
+    kl_to_ref: float | None = None
+    ngrams: list[int] | None = None
 
     def score(self, scorer: str) -> float:
         """Return the score for the metrics, 0 if the scorer abstained or failed."""
@@ -148,8 +155,14 @@ class EvaluationResult:
             if samples:
                 metrics[f"eval/{kind}_length"] = sum(s.tokens for s in samples) / len(samples)
                 metrics[f"eval/{kind}_clipped_ratio"] = sum(s.truncated for s in samples) / len(samples)
+        metrics |= sample_metrics(list(self._groups.values()), answers=self.settings.votes)
         counts = {"failed": self.failed, "abstained": self.abstained}
         return metrics | {f"eval/{name}": float(sum(count.values())) for name, count in counts.items()}
+
+    def metrics_of_set(self, name: str) -> dict[str, float]:
+        """Return :attr:`metrics` as those of a further set, ``"eval/<name>/..."``; an empty name changes nothing."""
+        start = f"eval/{name}/" if name else "eval/"
+        return {start + key.removeprefix("eval/"): value for key, value in self.metrics.items()}
 
     @property
     def plain_metrics(self) -> dict[str, float | None]:
@@ -189,6 +202,8 @@ class EvaluationResult:
         ]
         prompts, truncated = len({s.prompt_id for s in self.samples}), sum(s.truncated for s in self.samples)
         lines.append(f"{prompts} prompts, {len(self.samples)} completions, {truncated} truncated")
+        found = sample_metrics(list(self._groups.values()), answers=self.settings.votes)
+        lines += [f"{name.removeprefix('eval/'):<{width}}  {value:.4g}" for name, value in found.items()]
         for verb, counts in (("failed", self.failed), ("abstained", self.abstained)):
             lines += [f"scorer {name} {verb} on {n} completions, which count as 0" for name, n in counts.items() if n]
         return "\n".join(lines)
@@ -333,6 +348,7 @@ def _write_parquet(rows: Sequence[dict[str, Any]], scorers: Sequence[str], path:
         "seed": integer,
     }
     types |= {"truncated": pyarrow.bool_(), "tokens": integer, "task": text}
+    types |= {"surprisal": pyarrow.float64(), "kl_to_ref": pyarrow.float64(), "ngrams": pyarrow.list_(integer)}
     types |= {f"score/{name}": pyarrow.float64() for name in scorers}
     types["columns"] = text
     with atomic_write(path) as file:

@@ -8,7 +8,7 @@ one of the words and ``<word>`` for any word.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDictBase
@@ -17,6 +17,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.metadata import version_counts
 from torchrl_rloo.data.stop_reasons import STOP_REASONS
 from torchrl_rloo.diagnostics.breakdown import (
+    answer_metrics,
     diversity_metrics,
     group_metrics,
     outcome_metrics,
@@ -25,6 +26,7 @@ from torchrl_rloo.diagnostics.breakdown import (
     task_metrics,
 )
 from torchrl_rloo.functional import combine_rewards, nanstd
+from torchrl_rloo.rewards.answers import extract_answer
 
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; "
@@ -66,6 +68,8 @@ DEFINITIONS = {
     "one of the two never varies",
     "diversity/distinct": "share of the other completions of a group that differ from each other, by their tokens, mean"
     " over the groups: 0 if all are equal, 1 if none are",
+    "diversity/distinct_answers": "share of the other completions of a group whose extracted answers differ from each "
+    "other, mean over the groups; no answer counts as one; only where the task extracts answers, and not on a cluster",
     "diversity/ngram_overlap": "share of the runs of 4 tokens that completions of a group have in common, mean over the"
     " groups: 0 if none is in two completions, 1 if all have the same; estimated from up to 32 runs of each completion",
     "diversity/repetition": "share of the runs of 4 tokens of a completion that occurred earlier in it, mean over the "
@@ -76,15 +80,30 @@ DEFINITIONS = {
     "eval/<greedy|sampled>_<low|high>": "bounds of the 95 % confidence interval over the held-out prompts",
     "eval/<greedy|sampled>_length": "mean action tokens of these held-out completions",
     "eval/<greedy|sampled>_clipped_ratio": "share of these held-out completions that a limit truncated",
+    "eval/sampled_entropy": "mean of minus the policy's log-prob over the tokens of the held-out samples, in nats",
+    "eval/sampled_kl": "mean of policy minus reference log-prob (k1) over these tokens, in nats; only in a run of one "
+    "process with a KL",
+    "eval/sampled_<distinct|distinct_answers>": "share of the other samples of a prompt whose texts (extracted "
+    "answers) differ from each other, mean over the held-out prompts: 0 if all are equal, 1 if none are",
+    "eval/sampled_ngram_overlap": "diversity/ngram_overlap of the samples of a held-out prompt, mean over the prompts",
     "eval/failed": "scores of held-out completions that a scorer failed to return in this evaluation; they count as 0",
     "eval/abstained": "scores of held-out completions that a scorer abstained from, or whose conversation failed, in "
     "this evaluation; they count as 0",
-    "eval/<scorer>/greedy": "eval/greedy of a scorer other than the first",
-    "eval/<scorer>/greedy_<low|high>": "bounds of its 95 % confidence interval",
+    "eval/<set>/<greedy|sampled>_<length|clipped_ratio>": "the metric over the prompts of a further set (eval.sets)",
+    "eval/<set>/sampled": "eval/sampled over the prompts of a further set",
+    "eval/<set>/sampled_<low|high|entropy|kl|distinct|distinct_answers|ngram_overlap>": "the metric over the prompts "
+    "of a further set",
+    "eval/<set>/<failed|abstained>": "the metric over the prompts of a further set",
+    "eval/<name>/greedy": "eval/greedy of the scorer, other than the first, or of the further set with this name",
+    "eval/<name>/greedy_<low|high>": "bounds of its 95 % confidence interval",
     "eval/<scorer>/<avg|pass|maj>@<k>": "mean score of the samples (avg), expected best score of k samples (pass) or "
     "expected score of the majority answer of k samples (maj); _low and _high bound the 95 % confidence interval",
-    "eval/tasks/<task>/<metric>": "the metric over the held-out prompts of one task of a mixture",
-    "eval/tasks/<task>/<scorer>/<metric>": "the metric of one scorer over the held-out prompts of one task",
+    "eval/<part>/<name>/<metric>": "the metric over the held-out prompts of one task of a mixture (eval/tasks/<task>), "
+    "or of one scorer of a further set (eval/<set>/<scorer>)",
+    "eval/<part>/<name>/<more>/<metric>": "the metric of one scorer over the held-out prompts of one task "
+    "(eval/tasks/<task>/<scorer>), or over those of one task of a further set (eval/<set>/tasks/<task>)",
+    "eval/<set>/tasks/<task>/<scorer>/<metric>": "the metric of one scorer over the prompts of one task of a further "
+    "set",
     "loss": "minimized loss, mean over the updates of the step; near 0 on-policy, so judge progress by the reward",
     "entropy": "mean over the action tokens of all rows of minus the sampler's log-prob, an unbiased estimate of the "
     "entropy of the sampled distribution, in nats",
@@ -220,6 +239,7 @@ def completion_metrics(
     reward_weights: Sequence[float],
     *,
     mask_truncated_completions: bool = False,
+    extract: Callable[[str], str | None] | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of a batch of finished trajectories.
 
@@ -228,6 +248,8 @@ def completion_metrics(
         reward_names: names of the ``F`` reward functions; empty if only the environment gives rewards.
         reward_weights: ``F`` weights of the reward functions.
         mask_truncated_completions: leave the tokens of truncated rows out of ``kl``, as the loss does.
+        extract: function from a completion's final text to its answer, or None if it has none, for
+            ``diversity/distinct_answers``. None, or rows without text, leave the metric out.
 
     Returns:
         Values by name; :data:`DEFINITIONS` defines each.
@@ -265,6 +287,8 @@ def completion_metrics(
         metrics["kl"] = sums[keys.KL_TO_REF][counted].sum() / lengths[counted].sum().clamp(min=1)
     # Parts of the batch
     metrics |= outcome_metrics(statistics) | group_metrics(statistics) | diversity_metrics(statistics)
+    if extract is not None and keys.COMPLETION in rows.keys():
+        metrics |= answer_metrics(statistics, [extract_answer(extract, row[keys.COMPLETION]) for row in rows.unbind(0)])
     if keys.TASK in rows.keys():
         metrics |= task_metrics(statistics, [row[keys.TASK] for row in rows.unbind(0)])
     return {name: float(value) for name, value in metrics.items()}

@@ -24,18 +24,31 @@ class Panel:
     constant: bool = False  # keep metrics that never change, as that is news
 
 
+_NOT_SCORES = ("_length", "_clipped_ratio", "sampled_entropy", "sampled_kl", "sampled_distinct")
+_NOT_SCORES += ("sampled_distinct_answers", "sampled_ngram_overlap", "/failed", "/abstained")
+
 _DEFAULT_PANELS = (
     Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True, constant=True),
     Panel(
         "Held-out evaluation",
         "score",
-        ("eval/*", "!eval/failed", "!eval/abstained", "!eval/tasks/*"),
+        ("eval/*", *(f"!eval/*{end}" for end in _NOT_SCORES), "!eval/tasks/*", "!eval/*/tasks/*"),
         points=True,
         share=True,
         constant=True,
     ),
     Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
     Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
+    Panel("Held-out completion length", "tokens", ("eval/*_length",), points=True),
+    Panel("Held-out completions truncated", "share of completions", ("eval/*_clipped_ratio",), points=True, share=True),
+    Panel("Held-out entropy and KL", "nats per token", ("eval/*sampled_entropy", "eval/*sampled_kl"), points=True),
+    Panel(
+        "Held-out diversity of a prompt's samples",
+        "share",
+        ("eval/*sampled_distinct*", "eval/*sampled_ngram_overlap"),
+        points=True,
+        share=True,
+    ),
     Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
     Panel("Groups with equal rewards", "share of groups", ("frac_reward_zero_std",), share=True),
     Panel("Policy entropy", "nats per token", ("entropy",)),

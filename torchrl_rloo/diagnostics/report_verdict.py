@@ -15,7 +15,7 @@ from torchrl_rloo.diagnostics.watch_series import Series
 _LEVEL = 0.975  # quantile of a two-sided 95 % interval
 _LEAST = 10  # steps from which the reward has a trend
 _HEADLINES = ("eval/greedy", "eval/sampled")
-_COUNTS = ("eval/failed", "eval/abstained")
+_COUNTS = ("/failed", "/abstained")
 
 
 class Change(NamedTuple):
@@ -59,7 +59,7 @@ def difference_interval(first: Interval, last: Interval) -> Interval:
 def evaluation_changes(series: Series) -> list[Change]:
     """Return the changes of the held-out metrics, the headline first; bounds are NaN if none were logged."""
     bounds = {f"{name}_{end}" for name in series.names for end in ("low", "high")}
-    names = [n for n in series.names if n.startswith("eval/") and n not in bounds and n not in _COUNTS]
+    names = [n for n in series.names if n.startswith("eval/") and n not in bounds and not n.endswith(_COUNTS)]
     names.sort(key=lambda name: _HEADLINES.index(name) if name in _HEADLINES else len(_HEADLINES))
     return [_evaluation_change(series, name) for name in names]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -67,6 +67,19 @@ def ngram_statistics(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     hashes = ngram_hashes(ids)
     distinct = hashes.unique()
     return distinct[:SKETCH_SIZE], torch.tensor(1 - len(distinct) / len(hashes))
+
+
+def distinct_share(values: Sequence[Hashable]) -> float:
+    """Return the share of the other values of a group that differ from each other: 0 if all are equal, 1 if none are.
+
+    Args:
+        values: at least two values; equal ones are one answer, also if they are None.
+
+    Example:
+        >>> distinct_share(["4", "5", "4"]), distinct_share(["4", "4"]), distinct_share([3, 4])
+        (0.5, 0.0, 1.0)
+    """
+    return (len(set(values)) - 1) / (len(values) - 1)
 
 
 def overlap(sketches: Sequence[torch.Tensor]) -> float:

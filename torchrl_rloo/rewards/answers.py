@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable
+from typing import Any
 
 from torchrl_rloo.rewards.boxed import last_boxed
 from torchrl_rloo.rewards.matching import Number, find_number, read_number
+from torchrl_rloo.rewards.protocol import final_text
+
+_LOGGER = logging.getLogger(__name__)
 
 _STYLE = re.compile(
     r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|(?<=\\)[dtc](?=frac)|\$|(?<![0-9])[\s~]|[\s~](?![0-9])"
@@ -14,6 +20,20 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _ONE_CHARACTER = re.compile(r"\{([0-9A-Za-z])\}")
 _FRACTION = re.compile(r"\\frac(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))\s?(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))")
 _NAMED = re.compile(r"[A-Za-z]\s*=(?=[^=]+$)")
+
+
+def extract_answer(extract: Callable[[str], str | None], completion: Any) -> str | None:
+    """Return the answer of a completion's final text, or None if it has none or ``extract`` fails on it.
+
+    Args:
+        extract: function from text to answer, such as :func:`final_answer`.
+        completion: text, or messages.
+    """
+    try:
+        return extract(final_text(completion))
+    except Exception:
+        _LOGGER.exception("extract failed on a completion; it does not vote")
+        return None
 
 
 def final_answer(text: str) -> str | None:
