@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
+EVAL_DETAILS = ("eval/*_length", "eval/*_clipped_ratio")  # lengths of held-out completions, which are no scores
+_LINES = 8  # colors of a chart
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ _DEFAULT_PANELS = (
     Panel(
         "Held-out evaluation",
         "score",
-        ("eval/*", "!eval/failed", "!eval/abstained", "!eval/tasks/*"),
+        ("eval/greedy", "eval/*", "!eval/failed", "!eval/abstained", "!eval/tasks/*", *(f"!{n}" for n in EVAL_DETAILS)),
         points=True,
         share=True,
         constant=True,
@@ -39,10 +41,10 @@ _DEFAULT_PANELS = (
     Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
     Panel("Groups with equal rewards", "share of groups", ("frac_reward_zero_std",), share=True),
     Panel("Policy entropy", "nats per token", ("entropy",)),
-    Panel("Mean completion length", "tokens", ("completions/mean_length",)),
-    Panel("Truncated completions", "share of rows", ("completions/clipped_ratio",), share=True),
+    Panel("Mean completion length", "tokens", ("completions/mean_length", "eval/*_length")),
+    Panel("Truncated completions", "share of rows", ("completions/clipped_ratio", "eval/*_clipped_ratio"), share=True),
     Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
-    Panel("Clipped rows or tokens", "share of rows or tokens", ("clip_ratio/*",)),
+    Panel("Clipped rows or tokens", "share of rows or tokens", ("clip_ratio/region_mean", "clip_ratio/*")),
     Panel("Log-prob gap of sampler and trainer", "nats per token", ("parity/mean", "parity/max"), points=True),
     Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
     Panel("Staleness of the rows", "policy versions", ("staleness",)),
@@ -81,10 +83,19 @@ def choose_panels(
     return [Panel(", ".join(patterns), "", tuple(patterns), constant=True) for patterns in panels]
 
 
-def panel_names(names: Sequence[str], panel: Panel, constant: Collection[str] = ()) -> list[str]:
-    """Return the metrics that a panel draws as lines."""
+def panel_names(names: Sequence[str], panel: Panel, constant: Collection[str] = (), runs: int = 1) -> list[str]:
+    """Return the metrics that a panel draws as lines, in the order of its patterns.
+
+    Args:
+        names: metrics with a finite value.
+        panel: the panel.
+        constant: metrics that never change.
+        runs: number of runs that share the panel. With several, it draws only as many metrics as stay legible.
+    """
     found = match_names(names, panel.patterns)
-    return found if panel.constant else [name for name in found if name not in constant]
+    found = found if panel.constant else [name for name in found if name not in constant]
+    found.sort(key=lambda name: next(i for i, pattern in enumerate(panel.patterns) if fnmatchcase(name, pattern)))
+    return found if runs == 1 else found[: max(1, _LINES // runs)]
 
 
 def match_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
