@@ -90,12 +90,14 @@ def panel_names(names: Sequence[str], panel: Panel, constant: Collection[str] = 
         names: metrics with a finite value.
         panel: the panel.
         constant: metrics that never change.
-        runs: number of runs that share the panel. With several, it draws only as many metrics as stay legible.
+        runs: number of runs that share the panel. With several, it draws the metrics of its first pattern that has any,
+            at most as many as there are colors.
     """
     found = match_names(names, panel.patterns)
     found = found if panel.constant else [name for name in found if name not in constant]
-    found.sort(key=lambda name: next(i for i, pattern in enumerate(panel.patterns) if fnmatchcase(name, pattern)))
-    return found if runs == 1 else found[: max(1, _LINES // runs)]
+    place = {name: next(i for i, p in enumerate(panel.patterns) if fnmatchcase(name, p)) for name in found}
+    found.sort(key=place.get)
+    return found if runs == 1 else [n for n in found if place[n] == place[found[0]]][: max(1, _LINES // runs)]
 
 
 def match_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
