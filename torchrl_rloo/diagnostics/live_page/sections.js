@@ -175,7 +175,8 @@ function showWaits() {
     return states.map((state) => [kind, state, ...values.map((value) => value.get(state) ?? "\u2013")]);
   });
   const heads = [...first.sections.waits.heads.slice(0, 2), ...(several() ? timed.map((run) => run.name) : first.sections.waits.heads.slice(2))];
-  const sentences = timed.map((run) => element("p", "", ofRun(run) + run.sections.waits.sentence));
+  const told = ({ sections }) => sections.verdict.some((sentence) => sentence === sections.waits.sentence);
+  const sentences = timed.filter((run) => !told(run)).map((run) => element("p", "", ofRun(run) + run.sections.waits.sentence));
   fill(byId("waits"), "Who waits for whom", ...sentences, grid(heads, withoutRepeats(rows)));
 }
 
