@@ -91,7 +91,7 @@ setup(
     package_dir={"torchrl_rloo.recipes": "sota_implementations"},  # includes the recipes in a wheel
     package_data={
         "torchrl_rloo": ["py.typed"],
-        "torchrl_rloo.diagnostics": ["transcripts_page/*", "live_page/*"],
+        "torchrl_rloo.diagnostics": ["shared_page/*", "transcripts_page/*", "live_page/*"],
         "torchrl_rloo.recipes": ["*/*.py", "*/*.yaml", "*/config/**/*.yaml"],
     },
     entry_points={"console_scripts": ["torchrl-rloo = torchrl_rloo.cli.main:main"]},

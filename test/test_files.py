@@ -14,7 +14,7 @@ import torch
 from torchrl_rloo import files
 from torchrl_rloo.collectors.ledger import GroupLedger
 from torchrl_rloo.data import load_prompts
-from torchrl_rloo.diagnostics import write_report
+from torchrl_rloo.diagnostics import write_launch, write_report
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.modules import save_model
 from torchrl_rloo.rewards.quarantine import Quarantine
@@ -56,6 +56,7 @@ WRITERS = {
     "metrics": ("metrics.jsonl", log_step),
     "timings": ("timings.jsonl", log_step),
     "completions": ("completions.jsonl", log_step),
+    "launch": ("launch.json", lambda d: write_launch(d, "run rloo")),
     "report": ("report.html", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),
     "curves": ("curves.png", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),
     "summary": ("summary.json", lambda d: write_report(d, history=[{"step": 1, "reward": 1.0}], summary={})),

@@ -18,7 +18,7 @@ from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.check import preflight
 from torchrl_rloo.cli.ray_config import RayConfig, check_on_cluster
-from torchrl_rloo.cli.recipe import parse_args, run_recipe
+from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 
 
@@ -112,6 +112,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
     settings = c.run_settings(cfg) | sync.DISPLAY | {"health": problem.health}
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with engine or nullcontext(), closing(rewards), closing(source), run:
+        if ranks.is_main:
+            diagnostics.write_launch(run.directory, command_line())
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
             sync.evaluate(run, cfg, source, evaluations)

@@ -170,6 +170,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with engine or nullcontext(), closing(rewards), closing(source), run:
         if ranks.is_main:  # steps that run again write their failed samples again
+            diagnostics.write_launch(run.directory, command_line())
             rewards.quarantine.rewind(run.step)
         if writer is not None:  # and their rows
             writer.rewind(run.step)

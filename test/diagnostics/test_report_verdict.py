@@ -10,7 +10,7 @@ import pytest
 from torchrl_rloo.diagnostics.report_facts import duration, hide_secrets, measure, package_versions
 from torchrl_rloo.diagnostics.report_health import read_events
 from torchrl_rloo.diagnostics.report_markdown import escape_markdown, markdown_report
-from torchrl_rloo.diagnostics.report_panels import choose_panels
+from torchrl_rloo.diagnostics.report_panels import choose_panels, panel_names
 from torchrl_rloo.diagnostics.report_verdict import difference_interval, evaluation_changes, reward_change, verdict
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval
 from torchrl_rloo.diagnostics.watch_series import Series
@@ -81,6 +81,26 @@ def test_constant_metrics_have_no_panel_but_evaluation_and_reward_do():
     names = ["reward", "eval/greedy", "entropy", "clip_ratio/low_mean", "grad_norm"]
     panels = choose_panels(names, None, constant=set(names) - {"grad_norm"})
     assert [p.title.split()[0] for p in panels] == ["Mean", "Held-out", "Gradient"]
+
+
+def test_lengths_of_held_out_completions_are_no_scores():
+    names = ["eval/greedy_length", "eval/sampled", "eval/greedy", "completions/mean_length", "eval/own"]
+    panels = {panel.title: panel_names(names, panel) for panel in choose_panels(names, None)}
+    assert panels == {
+        "Held-out evaluation": ["eval/greedy", "eval/sampled", "eval/own"],
+        "Mean completion length": ["completions/mean_length", "eval/greedy_length"],
+    }
+    series = made(
+        [{"step": s, "eval/greedy_length": 9.0, "eval/greedy_clipped_ratio": 0.0, "eval/x": s} for s in (0, 1)]
+    )
+    assert [change.name for change in evaluation_changes(series)] == ["eval/x"]
+
+
+def test_panels_of_several_runs_stay_legible():
+    names = ["time/eval", "time/step", "clip_ratio/low_mean", *(f"tasks/{i}/reward" for i in range(9))]
+    shared = {panel.title: panel_names(names, panel, runs=4) for panel in choose_panels(names, None)}
+    assert shared["Time of a step"] == ["time/step"] and shared["Clipped rows or tokens"] == ["clip_ratio/low_mean"]
+    assert shared["Mean reward of each task"] == ["tasks/0/reward", "tasks/1/reward"]
 
 
 def test_facts():

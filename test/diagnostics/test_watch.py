@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from torchrl_rloo.cli.main import main
+from torchrl_rloo.diagnostics.report_facts import LAUNCH_FILE, write_launch
 from torchrl_rloo.diagnostics.watch import LiveServer
 from torchrl_rloo.diagnostics.watch_files import LineFile, parse_objects, read_last_lines
 from torchrl_rloo.diagnostics.watch_page import LivePage, write_live_page
@@ -65,6 +66,25 @@ def test_damaged_lines_are_counted():
     series = Series()
     series.add_lines(b'{"step": 1, "a": 2, "b": true, "c": "x", "d": NaN}\n{"a": 1}\n{"step": 1e3}\n{"st')
     assert series.names == ["a"] and series.damaged == 3 and series.steps == (1, 1)
+
+
+def test_the_newest_values_are_those_of_the_last_records():
+    """Records with an evaluation have other names than those between them."""
+    series = Series()
+    series.add([{"step": s, "reward": s / 10} | ({"eval/greedy": s} if s % 3 == 0 else {}) for s in range(12)])
+    assert series.steps == (0, 11) and series.last("reward", 2) == [1.0, 1.1] and series.last("eval/greedy") == [9]
+    assert list(series.column("reward")[0]) == list(range(12))
+
+
+def test_command_and_versions_are_shown_while_a_run_trains(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text(lines([1], reward=float))
+    write_launch(tmp_path, "torchrl-rloo run rloo inference.engine.api_key=sesame seed=3")
+    assert "sesame" not in (tmp_path / LAUNCH_FILE).read_text()
+    facts = WatchedRun(tmp_path, "run").sections()["facts"]
+    assert facts["Command"] == "torchrl-rloo run rloo inference.engine.api_key=*** seed=3"
+    assert facts["Versions"].startswith("Python 3") and "torch " in facts["Versions"]
+    (tmp_path / LAUNCH_FILE).write_text('{"command": 3, "versions": [1]}')  # of another form
+    assert WatchedRun(tmp_path, "run").sections()["facts"] == {"Command": "3"}
 
 
 def test_both_parsers_agree():

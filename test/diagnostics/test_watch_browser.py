@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_rloo.diagnostics.report import write_report
 from torchrl_rloo.diagnostics.watch import LiveServer
 from torchrl_rloo.diagnostics.watch_page import write_live_page
 
@@ -108,3 +109,35 @@ def test_a_page_of_an_evaluation(browser, tmp_path):
     browser.open(write_live_page(tmp_path / "page.html", [tmp_path]), ready="document.querySelector('.run h3')")
     assert "0.5 (0.4 to 0.6)" in browser.js("document.querySelector('#evaluations').textContent")
     assert browser.complaints() == []
+
+
+def test_pages_fit_a_phone_and_share_their_head(browser, tmp_path):
+    """Tables scroll by themselves, runs share the table of waits, and a legend names the last step."""
+    for name in ("one", "two"):
+        write_run(tmp_path / name, range(1, 21))
+        rows = [
+            {"step": s, "time/step": 2.0, "time/train": 1.0, "engine/busy": 0.5, "engine/in_flight": 3.0}
+            for s in (19, 20)
+        ]
+        (tmp_path / name / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    history = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").open()]
+    report = write_report(
+        tmp_path / "one", history=history, timings=rows, summary={"cpu_seconds": 3.0, "plan": "20 steps"}
+    )
+    live = write_live_page(tmp_path / "page.html", [tmp_path])
+    for page in (live, report):
+        browser.open(page, width=390, ready="document.querySelector('.chart canvas')")
+        assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        cells = "[...document.querySelectorAll('table.grid td')].map((cell) => cell.clientWidth).filter(Boolean)"
+        assert min(browser.js(cells)) >= 60
+        assert browser.js("getComputedStyle(document.querySelector('header')).display") == "flex"
+        assert browser.js("document.querySelector('.u-legend .u-value').textContent") == "20"
+        assert browser.js("document.getElementById('scheme').length") == 3 and not browser.complaints()
+    text = report.read_text()
+    assert "cpu_seconds</th>" not in text and "20 steps" in text
+    browser.open(live, ready="document.querySelector('#waits tr')")
+    assert browser.js("[...document.querySelectorAll('#waits tr')[0].cells].map((cell) => cell.textContent)") == [
+        "who", "does", "one", "two",
+    ]  # fmt: skip
+    firsts = browser.js("[...document.querySelectorAll('#waits td:first-child')].map((cell) => cell.textContent)")
+    assert firsts.count("trainer") == 1 and firsts.count("") >= 1

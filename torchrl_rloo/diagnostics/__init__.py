@@ -26,6 +26,7 @@ from torchrl_rloo.diagnostics.preflight import check_engine, check_parity
 from torchrl_rloo.diagnostics.replay import ReplayedRows, replay_groups
 from torchrl_rloo.diagnostics.report import write_report
 from torchrl_rloo.diagnostics.report_curves import plot_curves
+from torchrl_rloo.diagnostics.report_facts import write_launch
 from torchrl_rloo.diagnostics.rescore import Rescorer, rescore
 from torchrl_rloo.diagnostics.rescore_table import RewardComparison, compare_rewards
 from torchrl_rloo.diagnostics.self_test import self_test
@@ -122,6 +123,7 @@ __all__ = [
     "waiting_table",
     "write_calibration",
     "write_evaluation_transcripts",
+    "write_launch",
     "write_live_page",
     "write_report",
     "write_transcripts",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_SHARED = Path(__file__).parent / "shared_page"  # head, style and choice of colors of all pages
+
 
 def read_static(folder: Path, names: Sequence[str]) -> str:
     """Return static text files of a page, joined by line breaks."""
@@ -23,11 +25,11 @@ def render_page(
     """Fill a template whose script and style the content security policy admits by their hashes.
 
     Args:
-        template: HTML text with ``%TITLE%``, ``%POLICY%``, ``%STYLE%``, ``%SCRIPT%``, ``%DATA%`` and the names of
+        template: HTML text with ``%HEAD%``, ``%SCHEME%``, ``%TITLE%``, ``%SCRIPT%``, ``%DATA%`` and the names of
             ``parts``. A placeholder inside a filled-in text stays as it is.
         title: title, escaped here.
         script: JavaScript text.
-        style: CSS text.
+        style: CSS text, which follows that of all pages.
         data: plain data for ``%DATA%``, without NaN.
         connect: source that scripts may request, such as ``"'self'"``; empty forbids all requests.
         **parts: further HTML texts by placeholder, escaped by the caller.
@@ -35,6 +37,9 @@ def render_page(
     Returns:
         The page, which requests nothing except from ``connect``.
     """
+    style = f"{read_static(_SHARED, ['base.css'])}\n{style}"
+    for name in ("head", "scheme"):
+        template = template.replace(f"%{name.upper()}%", read_static(_SHARED, [f"{name}.html"]))
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
         f"connect-src {connect or chr(39) + 'none' + chr(39)}; base-uri 'none'; form-action 'none'; "

@@ -95,7 +95,7 @@ def write_report(
         _render_section("Run", _render_table(facts)),
         *_render_events(events),
         *_render_changes(changes),
-        _render_section("Summary", _render_table(summary)),
+        *_render_summary(summary, changes),
         _render_section("Curves", _render_charts(curves)),
         *_render_waits(waits),
         *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
@@ -164,15 +164,21 @@ def _render_events(events: Sequence[HealthEvent]) -> list[str]:
 def _render_changes(changes: Sequence[Any]) -> list[str]:
     if not changes:
         return []
-    heads = "".join(f"<th>{head}</th>" for head in ("metric", "first", "last", "difference"))
-    rows = (
-        f"<tr><th>{html.escape(c.name)}</th><td>{_interval(c.first)} at step {c.steps[0]:,}</td>"
-        f"<td>{_interval(c.last)} at step {c.steps[1]:,}</td><td>{_interval(c.difference)}</td></tr>"
+    rows = [
+        (c.name, f"{_interval(c.first)} at step {c.steps[0]:,}", f"{_interval(c.last)} at step {c.steps[1]:,}")
+        + (_interval(c.difference),)
         for c in changes
-    )
+    ]
     note = "In parentheses: 95 % intervals over the prompts; that of the difference takes both as independent."
-    table = f'<div class="scroll"><table class="grid"><tr>{heads}</tr>\n' + "\n".join(rows) + "</table></div>"
+    table = _render_grid(("metric", "first", "last", "difference"), rows)
     return [_render_section("Held-out evaluation", f'{table}\n<p class="faint">{note}</p>')]
+
+
+def _render_summary(summary: Mapping[str, Any], changes: Sequence[Any]) -> list[str]:
+    """Render the key figures that the facts and the table of evaluations lack."""
+    known = {"cpu_seconds", *(f"{change.name}_{when}" for change in changes for when in ("before", "after"))}
+    shown = {name: value for name, value in summary.items() if name not in known}
+    return [_render_section("Summary", _render_table(shown))] if shown else []
 
 
 def _interval(values: Interval) -> str:
@@ -184,11 +190,19 @@ def _render_waits(waits: Mapping[str, Any] | None) -> list[str]:
     """Render the table of waits with its sentence, or nothing without timings."""
     if waits is None:
         return []
-    rows: dict[str, dict[str, str]] = {}
-    for who, state, value in waits["rows"]:
-        rows.setdefault(who, {})[state] = value
+    whos = ["", *(row[0] for row in waits["rows"])]
+    rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits["rows"], strict=False)]
     sentence = f"<p>{html.escape(waits['sentence'])}</p>"
-    return [_render_section("Who waits for whom", f"{sentence}\n{_render_table(rows)}")]
+    return [_render_section("Who waits for whom", f"{sentence}\n{_render_grid(waits['heads'], rows)}")]
+
+
+def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a table whose rows begin with their titles."""
+    lines = ["".join(f"<th>{html.escape(head)}</th>" for head in heads)]
+    for title, *cells in rows:
+        lines.append(f"<th>{html.escape(title)}</th>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table class="grid">{body}</table></div>'
 
 
 def _render_links(links: Sequence[Sequence[str]]) -> str:
@@ -233,4 +247,5 @@ def _render_card(row: Row) -> str:
     link = row.get("transcript")
     is_link = isinstance(link, str) and TRANSCRIPT_LINK.fullmatch(link)
     shown = {key: row[key] for key in row if key != "step" and not (is_link and key == "transcript")}
-    return _render_table(shown) + (f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else "")
+    address = f'<p><a href="{link}">transcript, token by token</a></p>' if is_link else ""
+    return f'<div class="card">{_render_table(shown)}{address}</div>'

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchrl_rloo.diagnostics.watch_series import Series
+from torchrl_rloo.files import make_folder, write_text
 
+LAUNCH_FILE = "launch.json"
 _PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
 # Name, separator and value, in a command line or in the text of a mapping
 _SETTING = re.compile(r"(?<![\w.])([\w.]+)(['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}]+)")
@@ -98,6 +102,22 @@ def package_versions() -> dict[str, str]:
             except metadata.PackageNotFoundError:  # a checkout on the path
                 found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return found
+
+
+def write_launch(directory: str | Path, command: str) -> Path:
+    """Write command and versions of a run to :data:`LAUNCH_FILE`, for pages that show it while it trains.
+
+    Args:
+        directory: directory of the run, created if missing.
+        command: command line; values of keys and passwords are hidden.
+
+    Returns:
+        The file.
+    """
+    directory = Path(directory)
+    make_folder(directory)
+    record = {"command": hide_secrets(command), "versions": package_versions()}
+    return write_text(directory / LAUNCH_FILE, json.dumps(record, indent=1) + "\n")
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 ENDS = ("low", "high")  # suffixes of the metrics that bound an interval
+_DETAILS = ("_length", "_clipped_ratio", "sampled_entropy", "sampled_kl", "sampled_distinct")
+_DETAILS += ("sampled_distinct_answers", "sampled_ngram_overlap", "/failed", "/abstained")
+EVAL_DETAILS = tuple(f"eval/*{end}" for end in _DETAILS)  # held-out metrics that are no scores
+_LINES = 8  # colors of a chart
 
 
 @dataclass(frozen=True)
@@ -24,23 +28,18 @@ class Panel:
     constant: bool = False  # keep metrics that never change, as that is news
 
 
-_NOT_SCORES = ("_length", "_clipped_ratio", "sampled_entropy", "sampled_kl", "sampled_distinct")
-_NOT_SCORES += ("sampled_distinct_answers", "sampled_ngram_overlap", "/failed", "/abstained")
-
 _DEFAULT_PANELS = (
     Panel("Mean reward of the batch", "reward", ("reward",), smoothed=True, constant=True),
     Panel(
         "Held-out evaluation",
         "score",
-        ("eval/*", *(f"!eval/*{end}" for end in _NOT_SCORES), "!eval/tasks/*", "!eval/*/tasks/*"),
+        ("eval/greedy", "eval/*", *(f"!{name}" for name in EVAL_DETAILS), "!eval/tasks/*", "!eval/*/tasks/*"),
         points=True,
         share=True,
         constant=True,
     ),
     Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
     Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
-    Panel("Held-out completion length", "tokens", ("eval/*_length",), points=True),
-    Panel("Held-out completions truncated", "share of completions", ("eval/*_clipped_ratio",), points=True, share=True),
     Panel("Held-out entropy and KL", "nats per token", ("eval/*sampled_entropy", "eval/*sampled_kl"), points=True),
     Panel(
         "Held-out diversity of a prompt's samples",
@@ -52,10 +51,10 @@ _DEFAULT_PANELS = (
     Panel("Held-out evaluation of each task", "score", ("eval/tasks/*/greedy",), points=True, share=True),
     Panel("Groups with equal rewards", "share of groups", ("frac_reward_zero_std",), share=True),
     Panel("Policy entropy", "nats per token", ("entropy",)),
-    Panel("Mean completion length", "tokens", ("completions/mean_length",)),
-    Panel("Truncated completions", "share of rows", ("completions/clipped_ratio",), share=True),
+    Panel("Mean completion length", "tokens", ("completions/mean_length", "eval/*_length")),
+    Panel("Truncated completions", "share of rows", ("completions/clipped_ratio", "eval/*_clipped_ratio"), share=True),
     Panel("Gradient norm before clipping", "L2 norm", ("grad_norm",)),
-    Panel("Clipped rows or tokens", "share of rows or tokens", ("clip_ratio/*",)),
+    Panel("Clipped rows or tokens", "share of rows or tokens", ("clip_ratio/region_mean", "clip_ratio/*")),
     Panel("Log-prob gap of sampler and trainer", "nats per token", ("parity/mean", "parity/max"), points=True),
     Panel("KL to the reference policy", "nats", ("kl", "kl/*")),
     Panel("Staleness of the rows", "policy versions", ("staleness",)),
@@ -94,10 +93,21 @@ def choose_panels(
     return [Panel(", ".join(patterns), "", tuple(patterns), constant=True) for patterns in panels]
 
 
-def panel_names(names: Sequence[str], panel: Panel, constant: Collection[str] = ()) -> list[str]:
-    """Return the metrics that a panel draws as lines."""
+def panel_names(names: Sequence[str], panel: Panel, constant: Collection[str] = (), runs: int = 1) -> list[str]:
+    """Return the metrics that a panel draws as lines, in the order of its patterns.
+
+    Args:
+        names: metrics with a finite value.
+        panel: the panel.
+        constant: metrics that never change.
+        runs: number of runs that share the panel. With several, it draws the metrics of its first pattern that has any,
+            at most as many as there are colors.
+    """
     found = match_names(names, panel.patterns)
-    return found if panel.constant else [name for name in found if name not in constant]
+    found = found if panel.constant else [name for name in found if name not in constant]
+    place = {name: next(i for i, p in enumerate(panel.patterns) if fnmatchcase(name, p)) for name in found}
+    found.sort(key=place.get)
+    return found if runs == 1 else [n for n in found if place[n] == place[found[0]]][: max(1, _LINES // runs)]
 
 
 def match_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrl_rloo.diagnostics.report_health import HealthEvent
+from torchrl_rloo.diagnostics.report_panels import EVAL_DETAILS, match_names
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, student_quantile
 from torchrl_rloo.diagnostics.watch_series import Series
 
 _LEVEL = 0.975  # quantile of a two-sided 95 % interval
 _LEAST = 10  # steps from which the reward has a trend
 _HEADLINES = ("eval/greedy", "eval/sampled")
-_COUNTS = ("/failed", "/abstained")
 
 
 class Change(NamedTuple):
@@ -57,9 +57,10 @@ def difference_interval(first: Interval, last: Interval) -> Interval:
 
 
 def evaluation_changes(series: Series) -> list[Change]:
-    """Return the changes of the held-out metrics, the headline first; bounds are NaN if none were logged."""
+    """Return the changes of the held-out scores, the headline first; bounds are NaN if none were logged."""
     bounds = {f"{name}_{end}" for name in series.names for end in ("low", "high")}
-    names = [n for n in series.names if n.startswith("eval/") and n not in bounds and not n.endswith(_COUNTS)]
+    hidden = {*bounds, *match_names(series.names, EVAL_DETAILS)}
+    names = [name for name in series.names if name.startswith("eval/") and name not in hidden]
     names.sort(key=lambda name: _HEADLINES.index(name) if name in _HEADLINES else len(_HEADLINES))
     return [_evaluation_change(series, name) for name in names]
 

@@ -168,8 +168,9 @@ def _rows(summary: WaitSummary) -> list[WaitRow]:
         if share >= 0.005 or state in summary.latency or state == "idle"
     ]
     if "busy" in summary.engine:
-        least = f", the least busy {_percent(summary.engine['busy_min'])}"
+        least = f", the least busy {_percent(summary.engine['busy_min'])}" if "busy_min" in summary.engine else ""
         rows.append(WaitRow("engines", "busy", _percent(summary.engine["busy"]) + least))
+    if "in_flight" in summary.engine:
         rows.append(WaitRow("engines", "requests in flight", f"{summary.engine['in_flight']:.3g} an engine"))
     if summary.finished_groups is not None:
         rows.append(WaitRow("groups", "finished, wait for the trainer", f"{summary.finished_groups:.3g}"))

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from torchrl_rloo.diagnostics.metrics import DEFINITIONS
 from torchrl_rloo.diagnostics.pages import read_static, render_page
-from torchrl_rloo.diagnostics.report_panels import choose_panels, define, interval_bounds, panel_names
+from torchrl_rloo.diagnostics.report_panels import Panel, choose_panels, define, interval_bounds, panel_names
 from torchrl_rloo.diagnostics.watch_run import WatchedRun, find_runs, run_names
 from torchrl_rloo.diagnostics.watch_series import BINS, LARGEST_STEP, Series
 from torchrl_rloo.files import make_folder, write_text
@@ -116,7 +116,7 @@ def chart_sections(
     bounds = interval_bounds(names)
     chosen = choose_panels(names, panels, constant) if names else []
     shown = [
-        {"title": p.title, "unit": p.unit, "names": panel_names(names, p, constant) or panel_names(names, p)}
+        {"title": p.title, "unit": p.unit, "names": _lines(names, p, constant, len(series))}
         | {"points": p.points, "smoothed": p.smoothed, "share": p.share}
         for p in chosen
     ]
@@ -132,6 +132,10 @@ def chart_sections(
         "constants": {name: values for name, values in flat.items() if name not in bounds},
         "definitions": _defined(tuple(names), tuple(definitions.items())),
     }
+
+
+def _lines(names: Sequence[str], panel: Panel, constant: set[str], runs: int) -> list[str]:
+    return panel_names(names, panel, constant, runs) or panel_names(names, panel, runs=runs)
 
 
 @lru_cache(maxsize=8)

@@ -30,7 +30,7 @@ from torchrl_rloo.diagnostics.watch_series import BINS, Series
 TRANSCRIPT = re.compile(r"[\w.-]{1,100}\.html")  # names of the pages that are linked
 TRANSCRIPT_LINK = re.compile(r"transcripts/[\w.-]{1,100}\.html#row=\d{1,9}")
 _CURVES = ("metrics", "timings")
-_DOCUMENTS = ("settings", "evaluation", "summary")
+_DOCUMENTS = ("settings", "evaluation", "summary", "launch")
 _SAMPLES = 4  # rows of a table
 _LINKS = 50
 _EVENTS = 50
@@ -126,8 +126,11 @@ class WatchedRun:
         waits = self._waits()
         sentences = verdict(self.shown, events, waits["sentence"] if waits else "") if self.shown.names else ()
         shown = {**describe_settings(settings)}
-        if command := self._documents["summary"].read().get("command"):
-            shown["Command"] = hide_secrets(str(command))
+        launch = self._documents["launch"].read()
+        if command := launch.get("command") or self._documents["summary"].read().get("command"):
+            shown["Command"] = hide_secrets(str(command))[:_CHARACTERS]
+        if versions := _mapping(launch.get("versions")):
+            shown["Versions"] = ", ".join(f"{n} {v}" for n, v in list(versions.items())[:_COLUMNS])[:_CHARACTERS]
         return {
             "name": self.name,
             "facts": shown,

@@ -66,7 +66,10 @@ class Series:
         columns = _read_columns(block) if len(block) >= _FAST else None
         if columns is not None:
             steps, values = columns
-            return self._extend(steps, values, source)
+            self._note_steps(steps, source)
+            for name, column in values.items():
+                self._append(name, steps, column)
+            return
         records, damaged = parse_objects(block.split(b"\n"))
         self.damaged += damaged
         self.add(records, source)
@@ -75,13 +78,17 @@ class Series:
         """Add records with a ``step`` and numbers; other values are ignored, and records without a step counted."""
         kept = [r for r in records if type(r.get("step")) is int and abs(r["step"]) <= LARGEST_STEP]
         self.damaged += len(records) - len(kept)
-        # Records with the same names make columns at once
-        groups: dict[tuple, list[Mapping[str, Any]]] = {}
+        # Make columns in the order of the records, as records differ in their names
+        columns: dict[str, tuple[list[int], list[Any]]] = {}
         for record in kept:
-            groups.setdefault(tuple(record), []).append(record)
-        for names, group in groups.items():
-            steps = np.array([record["step"] for record in group], dtype=np.int64)
-            self._extend(steps, {n: _floats([r[n] for r in group]) for n in names if n != "step"}, source)
+            for name, value in record.items():
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+        steps, _ = columns.pop("step", ([], []))
+        self._note_steps(np.array(steps, dtype=np.int64), source)
+        for name, (steps, values) in columns.items():
+            self._append(name, np.array(steps, dtype=np.int64), _floats(values))
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values of a metric, in order of the steps; empty if there is none."""
@@ -151,22 +158,24 @@ class Series:
         begin, end = np.searchsorted(steps, (low, high + 1))
         return steps[begin:end].copy(), values[begin:end].copy()  # a view would lock the columns
 
-    def _extend(self, steps: np.ndarray, values: Mapping[str, np.ndarray], source: str) -> None:
+    def _note_steps(self, steps: np.ndarray, source: str) -> None:
         if not len(steps):
             return
         last = self._last.get(source)
         if (steps[1:] < steps[:-1]).any() or (last is not None and steps[0] < last):
             self.generation += 1  # an earlier step got a value
         self._last[source] = max(int(steps.max()), steps[0] if last is None else last)
-        for name, column in values.items():
-            finite = np.isfinite(column)
-            if not finite.any() or len(name) > _NAME_LENGTH or (name not in self._steps and len(self._steps) >= _NAMES):
-                continue
-            kept = column[finite]
-            self._steps.setdefault(name, array("q")).frombytes(steps[finite].tobytes())
-            self._values.setdefault(name, array("d")).frombytes(kept.tobytes())
-            low, high = self._ranges.get(name, (math.inf, -math.inf))
-            self._ranges[name] = min(low, float(kept.min())), max(high, float(kept.max()))
+
+    def _append(self, name: str, steps: np.ndarray, values: np.ndarray) -> None:
+        """Add the finite values of a metric."""
+        finite = np.isfinite(values)
+        if not finite.any() or len(name) > _NAME_LENGTH or (name not in self._steps and len(self._steps) >= _NAMES):
+            return
+        kept = values[finite]
+        self._steps.setdefault(name, array("q")).frombytes(steps[finite].tobytes())
+        self._values.setdefault(name, array("d")).frombytes(kept.tobytes())
+        low, high = self._ranges.get(name, (math.inf, -math.inf))
+        self._ranges[name] = min(low, float(kept.min())), max(high, float(kept.max()))
 
 
 def _floats(values: Iterable[Any]) -> np.ndarray:

@@ -153,6 +153,12 @@ function hoverText(chart, place, i) {
   return bounds.length && bounds.every(Number.isFinite) ? `${text} (${bounds.map(formatNumber).join(" to ")})` : text;
 }
 
+/** Return the newest step, whose values the legend shows without a pointer. */
+function lastStep(chart) {
+  const step = chart.data?.[0]?.at(-1);
+  return step === undefined ? "\u2013" : formatSteps(step);
+}
+
 /** Return the index of a series' value nearest to the pointer, as series have values at different steps. */
 function nearestIndex(chart, place, i, step) {
   const [xs, values] = [chart.data[0], chart.data[place]];
@@ -215,7 +221,7 @@ class Chart {
     const [text, line] = [cssColor("--faint"), cssColor("--line")];
     const font = "11px system-ui, sans-serif";
     const axis = { stroke: text, font, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
-    series[0] = { label: "step", value: (chart, step) => (step === null ? "\u2013" : formatSteps(step)) };
+    series[0] = { label: "step", value: (chart, step) => (step === null ? lastStep(chart) : formatSteps(step)) };
     return {
       width: Math.max(200, this.host.clientWidth),
       height: HEIGHT,

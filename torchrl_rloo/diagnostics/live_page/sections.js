@@ -36,6 +36,11 @@ function grid(heads, rows) {
   return scroll;
 }
 
+/** Empty the first cell of rows that begin as the row before. */
+function withoutRepeats(rows) {
+  return rows.map(([first, ...rest], i) => [i && rows[i - 1][0] === first ? "" : first, ...rest]);
+}
+
 function formatDuration(seconds) {
   if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : seconds.toFixed(0)} s`;
   const minutes = Math.round(seconds / 60);
@@ -140,29 +145,39 @@ function link(run, address, label) {
 }
 
 function showEvaluations() {
-  const rows = runs.flatMap((run) =>
-    run.sections.evaluations.map((e) => [
-      ...(several() ? [run.name] : []),
-      e.name,
-      e.first ? `${interval(e.first)} at step ${formatSteps(e.steps[0])}` : "\u2013",
-      e.steps ? `${interval(e.last)} at step ${formatSteps(e.steps[1])}` : interval(e.last),
-      e.difference ? interval(e.difference) : "\u2013",
-    ]),
+  const found = runs.flatMap((run) => run.sections.evaluations.map((e) => [run, e]));
+  const metrics = [...new Set(found.map(([, e]) => e.name))];
+  const rows = metrics.flatMap((metric) =>
+    found
+      .filter(([, e]) => e.name === metric)
+      .map(([run, e]) => [
+        metric,
+        ...(several() ? [run.name] : []),
+        e.first ? `${interval(e.first)} at step ${formatSteps(e.steps[0])}` : "\u2013",
+        e.steps ? `${interval(e.last)} at step ${formatSteps(e.steps[1])}` : interval(e.last),
+        e.difference ? interval(e.difference) : "\u2013",
+      ]),
   );
-  const heads = [...(several() ? ["run"] : []), "metric", "first", "last", "difference"];
+  const heads = ["metric", ...(several() ? ["run"] : []), "first", "last", "difference"];
   const note = element("p", "faint", "In parentheses: 95 % intervals over the prompts; that of the difference takes both as independent.");
-  fill(byId("evaluations"), "Held-out evaluation", ...(rows.length ? [grid(heads, rows), note] : []));
+  fill(byId("evaluations"), "Held-out evaluation", ...(rows.length ? [grid(heads, withoutRepeats(rows)), note] : []));
 }
 
+/** Show what each run waits for: a column for each run. */
 function showWaits() {
-  const content = runs.flatMap((run) => {
-    const waits = run.sections.waits;
-    if (!waits || !waits.rows.length) return [];
-    const found = [grid(waits.heads, waits.rows)];
-    if (several()) found.unshift(element("h3", "", run.name));
-    return waits.sentence ? [...found, element("p", "", waits.sentence)] : found;
+  const timed = runs.filter((run) => run.sections.waits?.rows.length);
+  const [first] = timed;
+  if (!first) return fill(byId("waits"), "Who waits for whom");
+  const kinds = [...new Set(timed.flatMap((run) => run.sections.waits.rows.map(([who]) => who)))];
+  const rows = kinds.flatMap((kind) => {
+    const values = timed.map((run) => new Map(run.sections.waits.rows.filter(([who]) => who === kind).map((row) => row.slice(1))));
+    const states = [...new Set(values.flatMap((value) => [...value.keys()]))];
+    return states.map((state) => [kind, state, ...values.map((value) => value.get(state) ?? "\u2013")]);
   });
-  fill(byId("waits"), "Who waits for whom", ...content);
+  const heads = [...first.sections.waits.heads.slice(0, 2), ...(several() ? timed.map((run) => run.name) : first.sections.waits.heads.slice(2))];
+  const told = ({ sections }) => sections.verdict.some((sentence) => sentence === sections.waits.sentence);
+  const sentences = timed.filter((run) => !told(run)).map((run) => element("p", "", ofRun(run) + run.sections.waits.sentence));
+  fill(byId("waits"), "Who waits for whom", ...sentences, grid(heads, withoutRepeats(rows)));
 }
 
 function showSamples() {
@@ -189,6 +204,8 @@ function showSettings() {
   const value = (run, name) => (Object.hasOwn(run.sections.settings, name) ? run.sections.settings[name] : "\u2013");
   const row = (name) => [name, ...runs.map((run) => value(run, name))];
   const differs = names.filter((name) => new Set(runs.map((run) => value(run, name))).size > 1);
+  const lacking = (name) => runs.filter((run) => !Object.hasOwn(run.sections.settings, name)).length;
+  differs.sort((one, other) => lacking(one) - lacking(other)); // those that all runs have come first
   const heads = ["setting", ...runs.map((run) => (several() ? run.name : "value"))];
   const content = differs.length ? [element("h3", "", "Settings that differ"), grid(heads, differs.map(row))] : [];
   if (names.length) {
