@@ -8,6 +8,7 @@ from torchrl_rloo.collectors.policy_endpoint import PolicyEndpoint
 from torchrl_rloo.collectors.ray_llm import RayLLMCollector
 from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
+from torchrl_rloo.collectors.roles import RoleConversation, RolePlay
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.collectors.staleness import token_staleness
@@ -28,6 +29,8 @@ __all__ = [
     "ReferencedSource",
     "RefilledBatch",
     "RefillingCollector",
+    "RoleConversation",
+    "RolePlay",
     "SharedSource",
     "StepRows",
     "StoredRollouts",

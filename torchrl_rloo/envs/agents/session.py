@@ -214,7 +214,7 @@ class AgentSession:
         if (seed := self.row.get(keys.SEED, None)) is not None:
             root = prompt.path[0].prompt if prompt.path else prompt
             apart = (() if root.keys == self._first_prompt else root.keys, prompt.repeats)
-            row.set(keys.SEED, seed if apart == ((), 0) else torch.tensor(_hash(int(seed), *apart)))
+            row.set(keys.SEED, seed if apart == ((), 0) else torch.tensor(derive_seed(int(seed), *apart)))
         return row
 
     def _record(self, prompt: Prompt, ask: Ask, row: TensorDictBase) -> Reply:
@@ -378,6 +378,6 @@ def _unsampled(row: TensorDictBase) -> Sampled:
     return Sampled(tokens, torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(tokens)))
 
 
-def _hash(*values: Any) -> int:
-    """Hash values to a number below ``2**62``."""
+def derive_seed(*values: Any) -> int:
+    """Return a seed below ``2**62`` that depends on all values."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little") >> 2
