@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDictBase
 
 from support.waiting import wait_until
-from torchrl_rloo.collectors import GroupSource, LLMCollector, RayLLMCollector, check_audit
+from torchrl_rloo.collectors import GroupSource, LLMCollector, RayLLMCollector, check_audit, worker_fleet
+from torchrl_rloo.collectors.ray_worker import RolloutWorker
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
@@ -100,6 +101,28 @@ def test_killed_workers_lose_no_group(collect_with, tmp_path: Path):
     assert kills == 3 and len(seen) == len(set(seen)) == 6 * GROUPS
     assert collector.counts["workers/lost"] == kills
     check_audit(audit)
+
+
+class DiesOnce(RolloutWorker):
+    """Worker that dies after it has sent a group's result, and before the group's rows."""
+
+    died: Path
+
+    async def run(self, *args):
+        async for item in super().run(*args):
+            yield item
+            if not self.died.exists():
+                self.died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_may_die_before_the_rows_of_a_result(collect_with, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(DiesOnce, "died", tmp_path / "died", raising=False)
+    monkeypatch.setattr(worker_fleet, "RolloutWorker", DiesOnce)
+    collector = collect_with()
+    rows = collector.collect()
+    assert sorted(set(rows[keys.GROUP_ID].tolist())) == list(range(GROUPS)) and len(rows) == GROUPS * MEMBERS
+    assert collector.counts["workers/lost"] == 1 and DiesOnce.died.exists()
 
 
 def fail_in_half_of_the_groups(conversation, row) -> None:

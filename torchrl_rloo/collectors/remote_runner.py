@@ -222,8 +222,10 @@ class RemoteRunner(WorkerFleet):
                 result: GroupDone = await result_of(await anext(stream))
                 # Awaiting the stream would copy the rows to this node
                 rows = await asyncio.to_thread(next, stream, None)
+                if rows is None or rows == stream.completed():  # the actor died before it had sent them
+                    await stream.completed()
                 self._take(worker, result, rows)
-        except self._ray.exceptions.RayError as error:  # the actor died, or could not answer
+        except (self._ray.exceptions.RayError, StopAsyncIteration) as error:  # the actor died, or could not answer
             if worker.actor is actor:
                 self._lose(worker, error)
         except Exception as error:

@@ -33,7 +33,8 @@ class SentFunctions:
             except Exception as error:
                 raise TypeError(
                     f"reward {reward_name(function)} cannot be sent to {self._place}: {type(error).__name__}: {error}; "
-                    "create locks, connections and open files on first use instead of in __init__"
+                    "create locks, connections and open files on first use instead of in __init__, or use a "
+                    "ThreadExecutor"
                 ) from error
             self._sent[id(function)] = function, len(self._sent), data
         return self._sent[id(function)][1:]
