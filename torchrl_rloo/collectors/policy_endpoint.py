@@ -44,7 +44,6 @@ class OpenConversation:
             reward: return of the trajectory.
             reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. None is the limit that refused a call,
                 that of the last reply, or ``"failed"`` if there was no reply.
-
             call_rewards: further rewards, by the ids of the responses that they are for.
 
         Returns:

@@ -67,7 +67,8 @@ class RolePlay:
 
     Each role has its own key, and its calls join into its own row. The row has the ordinary schema and ``"role"``, the
     role's name. Its ``"group_id"`` is ``group_id * n_roles + i`` for the role of index ``i``. The baseline of
-    :class:`~torchrl_rloo.replay.MCAdvantage` is therefore within a group and a role.
+    :class:`~torchrl_rloo.replay.MCAdvantage` is therefore within a group and a role. It needs ``num_generations``. All
+    rows of a buffer must come from conversations of the same roles.
 
     Args:
         endpoints: endpoint of each role. Roles of one policy share an endpoint; a role with weights or an adapter of
