@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from torchrl_rloo.cli import config as c
 from torchrl_rloo.cli import sampling_config as s
 from torchrl_rloo.cli.check import load_own_checks, preflight
-from torchrl_rloo.cli.eval_config import EvalSetConfig, check_set_names
 from torchrl_rloo.cli.recipe import command_line, parse_args, run_recipe
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.cli.schema import non_null_fields
@@ -35,10 +34,10 @@ if __name__ == "__main__":  # parse before torch is imported, so --help and wron
     CONFIG = parse_args(Config, __file__, __doc__)
 
 import json
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +48,7 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from transformers import PreTrainedModel
 
 from torchrl_rloo import data, diagnostics, modules, replay
+from torchrl_rloo.cli import held_out
 from torchrl_rloo.collectors import (
     AdaptiveConcurrency,
     GroupSource,
@@ -70,7 +70,7 @@ from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
 from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RolloutFiles, RolloutWriter, RowStorage, run_id
-from torchrl_rloo.rewards import load_reward, make_executor, reward_name
+from torchrl_rloo.rewards import load_reward, make_executor
 from torchrl_rloo.run import Run, check_resumable, meters, repeat_after_rollback, timings
 from torchrl_rloo.training import (
     accumulate,
@@ -90,18 +90,6 @@ from torchrl_rloo.weight_update import InProcessWeightUpdater, SequentialWeightU
 DISPLAY = {"headline": ("reward", "eval/greedy", "eval/sampled", "time/step"), "digest": diagnostics.waiting_table}
 
 
-class EvalSet(NamedTuple):
-    """Held-out prompts, how they are answered and scored."""
-
-    prompts: PromptDataset
-    task: TaskBase
-    scorer: Any
-    make_transforms: Callable[[], list]
-    chat: dict[str, Any]
-    num_samples: int
-    ks: list[int]
-
-
 class Problem(NamedTuple):
     """Task, prompts, model, rewards, method and sizes of a run."""
 
@@ -119,7 +107,7 @@ class Problem(NamedTuple):
     method: Preset
     plan: diagnostics.TrainingPlan
     health: diagnostics.health.Health
-    eval_sets: dict[str, EvalSet]  # the held-out prompts as "", then further sets by name
+    eval_sets: dict[str, held_out.EvalSet]  # the held-out prompts as "", then further sets by name
 
 
 def main(cfg: Config) -> None:
@@ -161,23 +149,31 @@ def train(cfg: Config, ranks: Ranks) -> None:
     policy, engine, updater = make_policy(cfg, problem, ranks, trainer, sampler)
     writer = make_writer(cfg, problem, ranks)
     source = make_source(cfg, problem, ranks, policy, updater, advantage, trainer, scorer, writer)
-    evaluations = make_evaluations(cfg, problem, policy, scorer, ranks) if ranks.is_main else {}
+    evaluations = make_evaluations(cfg, problem, policy, scorer, ranks)
+    background = make_background(cfg, ranks)
 
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
     settings = c.run_settings(cfg) | DISPLAY | {"health": problem.health}
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
-    with engine or nullcontext(), closing(rewards), closing(source), run:
+    with (
+        engine or nullcontext(),
+        closing(rewards),
+        closing(source),
+        closing(background) if background else nullcontext(),
+        run,
+    ):
         if ranks.is_main:  # steps that run again write their failed samples again
             diagnostics.write_launch(run.directory, command_line())
             rewards.quarantine.rewind(run.step)
         if writer is not None:  # and their rows
             writer.rewind(run.step)
+        resume_evaluation(run, ranks, background)
         if run.step == 0:
             source.on_main(lambda: preflight(cfg, problem, policy), "checks before the first step")
         if run.step == 0 and cfg.rollouts.train:
-            evaluate(run, cfg, source, evaluations)
+            evaluate(run, cfg, problem, source, evaluations, background)
         elif cfg.inference.engine is not None:  # a new engine starts with the initial weights
             updater.initialize()
         for step in run.steps():
@@ -206,7 +202,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
-                evaluate(run, cfg, source, evaluations)
+                evaluate(run, cfg, problem, source, evaluations, background)
+            take_evaluation(run, cfg, ranks, background)
             run.log({}, timings=timings(*source.parts))
     if run.finished:
         finish(run, cfg, problem, ranks, source)
@@ -226,7 +223,7 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     own = cfg.data.source not in (None, EMBEDDED) and cfg.reward.functions is not None
     task = CUSTOM if own and cfg.task.name == c.TaskConfig.name else resolve_task(**non_null_fields(cfg.task))
     rewards = make_rewards(cfg, task)
-    scorers = make_scorers(cfg, task, rewards)
+    scorers = held_out.make_scorers(cfg, task, rewards)
     method = make_method(
         cfg.algorithm,
         loss=cfg.loss,
@@ -246,17 +243,15 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
     context, template = modules.context_length(model), cfg.data.template_kwargs
     limits = non_null_fields(cfg.environment, "transforms")
     make_transforms, chat = conversation_settings(task, cfg.environment.transforms, limits, context)
-    eval_sets = {"": EvalSet(eval_set, task, scorers, make_transforms, chat, cfg.eval.num_samples, cfg.eval.ks)}
-    for set_name, own_set in cfg.eval.sets.items():
-        eval_sets[set_name] = load_eval_set(cfg, own_set, set_name, eval_sets[""], tokenizer, limits, context)
-    warn_of_trained_prompts(train_set, eval_sets)
-    held_out = [each.prompts for each in eval_sets.values()]
+    own_set = held_out.EvalSet(eval_set, task, scorers, make_transforms, chat, cfg.eval.num_samples, cfg.eval.ks)
+    eval_sets = held_out.load_eval_sets(cfg, own_set, train_set, tokenizer, context)
     # Check that prompts, completions and batches fit, and print the plan
+    all_prompts = (train_set, *(each.prompts for each in eval_sets.values()))
     plan = diagnostics.TrainingPlan(
         **asdict(cfg.plan),
         train_prompts=len(train_set),
         eval_prompts=len(eval_set),
-        max_prompt_tokens=data.longest_prompt(tokenizer, (train_set, *held_out), **template),
+        max_prompt_tokens=data.longest_prompt(tokenizer, all_prompts, **template),
         max_new_tokens=cfg.generate.max_new_tokens,
         context_length=context,
         max_turns=chat.get("max_turns") if make_transforms() else 1,
@@ -291,56 +286,6 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
         health=health,
         eval_sets=eval_sets,
     )
-
-
-def load_eval_set(
-    cfg: Config,
-    own: EvalSetConfig,
-    name: str,
-    main: EvalSet,
-    tokenizer: Any,
-    limits: dict[str, Any],
-    context: int | None,
-) -> EvalSet:
-    """Load the prompts of a further set with its task's turns, limits and scorer; null takes those of the run."""
-    task = main.task if own.task is None else resolve_task(own.task)
-    options = {"tokenizer": tokenizer, "template_kwargs": cfg.data.template_kwargs}
-    options |= {n: getattr(own, n) for n in ("prompt_column", "row_map", "system_prompt", "name") if getattr(own, n)}
-    options |= {"split": own.split} if own.split else {}
-    options |= {"column_map": own.column_map} if own.column_map else {}
-    try:
-        if own.source in (None, EMBEDDED):
-            prompts = task.load(own.source, eval_size=own.size, seed=cfg.seed, **options)[1]
-        else:
-            prompts = task.load_held_out(own.source, eval_size=own.size, **options)
-    except (ValueError, OSError) as error:
-        raise type(error)(f"eval.sets.{name}: {error}") from error
-    scorer = main.scorer if own.task is None else task.make_scorer()
-    make_transforms, chat = main.make_transforms, main.chat
-    if own.task is not None:
-        make_transforms, chat = conversation_settings(task, None, limits, context)
-    scorer = load_reward(own.scorer) if own.scorer is not None else scorer
-    return EvalSet(prompts, task, scorer, make_transforms, dict(chat), own.num_samples, own.ks)
-
-
-def warn_of_trained_prompts(train_set: PromptDataset, eval_sets: dict[str, EvalSet]) -> None:
-    """Print how many prompts of each further set are also trained on."""
-    trained = {str(row["query"]) for row in train_set.rows}
-    for name, each in eval_sets.items():
-        shared = sum(str(row["query"]) in trained for row in each.prompts.rows) if name else 0
-        if shared:
-            print(f"eval.sets.{name}: {shared} of {len(each.prompts)} prompts are also trained on", file=sys.stderr)
-
-
-def make_scorers(cfg: Config, task: TaskBase, rewards: RewardTransform) -> Any:
-    """Return the scorers of the run's held-out prompts, and refuse further sets that have the name of one."""
-    own = None if cfg.reward.functions is None else rewards.functions
-    scorers = task.make_scorer(own) if cfg.eval.scorer is None else load_reward(cfg.eval.scorer)
-    named = diagnostics.name_scorers(scorers)
-    if cfg.eval.rewards:
-        named |= {reward_name(f): f for f in rewards.functions if reward_name(f) not in named}
-    check_set_names(cfg.eval.sets, list(named))
-    return named
 
 
 def make_rewards(cfg: Config, task: TaskBase) -> RewardTransform:
@@ -605,29 +550,6 @@ def make_group_source(
     return GroupSource(collector, refill, cache, observe)
 
 
-def make_evaluations(
-    cfg: Config, problem: Problem, policy: TurnPolicy, reference: modules.Scorer | None, ranks: Ranks
-) -> dict[str, diagnostics.Evaluation]:
-    """Build the evaluation of the held-out prompts, as "", and of each further set."""
-    return {
-        name: diagnostics.Evaluation(
-            policy,
-            each.prompts,
-            each.scorer,
-            num_samples=each.num_samples,
-            ks=each.ks,
-            batch_size=cfg.eval.batch_size,
-            extract=each.task.extract_answer,
-            executor=problem.rewards.executor,
-            make_transforms=each.make_transforms,
-            env_kwargs=each.chat,
-            reference=reference if ranks.size == 1 else None,  # one rank alone may hold a part of it
-            score_limits=problem.limits,
-        )
-        for name, each in problem.eval_sets.items()
-    }
-
-
 def report_progress(run: Run, problem: Problem, source: SharedSource, writer: RolloutWriter | None = None) -> None:
     """Tell the reward functions, and the writer of rows, how far the run is."""
     done, plan = run.step - 1, problem.plan
@@ -702,23 +624,83 @@ def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: l
         method.adaptive_kl.update(run.metrics["kl"], rows)
 
 
-def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]) -> None:
-    """Log metrics of each held-out set, a table of its greedy completions and, if set, transcripts."""
+def make_background(cfg: Config, ranks: Ranks) -> diagnostics.EvaluationProcess | None:
+    """Build the process that evaluates in the background, if the settings have one; rank 0 starts it."""
+    if cfg.eval.background is None:
+        return None
+    make = partial(held_out.load_evaluate, __file__, held_out.background_settings(cfg, Config, str(ranks.device)))
+    folder = Path(cfg.output_dir) / held_out.FOLDER
+    return diagnostics.EvaluationProcess(make, folder, timeout=cfg.eval.background.timeout)
 
-    def run_all() -> dict[str, diagnostics.EvaluationResult]:
-        return {name: each.run(keep_rows=cfg.log.transcripts) for name, each in evaluations.items()}
 
+def make_evaluate(cfg: Config) -> Callable[[Path, int], dict[str, diagnostics.EvaluationResult]]:
+    """Load the problem in the background process, and return the function that evaluates a saved model."""
+    with redirect_stdout(StringIO()):  # the trainer prints the plan
+        problem = load_problem(cfg, Ranks.single())
+    initial = TransformersWrapper(problem.model, generate=False, **problem.wrapper)
+
+    def evaluate_saved(folder: Path, step: int) -> dict[str, diagnostics.EvaluationResult]:
+        settings = non_null_fields(cfg.model, "name", "kwargs")
+        model, _ = modules.load_model(str(folder), **settings, **cfg.model.kwargs)
+        policy = TransformersWrapper(model, **problem.wrapper)
+        evaluations = make_evaluations(cfg, problem, policy, initial if problem.method.kl else None, Ranks.single())
+        return held_out.run_evaluations(evaluations, step, folder_of_pages(cfg))
+
+    return evaluate_saved
+
+
+def make_evaluations(
+    cfg: Config, problem: Problem, policy: TurnPolicy | None, reference: modules.Scorer | None, ranks: Ranks
+) -> dict[str, diagnostics.Evaluation]:
+    """Build the evaluation of the held-out prompts, as "", and of each further set; other ranks have none."""
+    if not ranks.is_main:
+        return {}
+    reference = reference if ranks.size == 1 else None  # one rank alone may hold a part of it
+    options = {"batch_size": cfg.eval.batch_size, "reference": reference, "score_limits": problem.limits}
+    return held_out.make_evaluations(problem.eval_sets, policy, executor=problem.rewards.executor, **options)
+
+
+def folder_of_pages(cfg: Config) -> Path | None:
+    """Return the folder of the transcripts of evaluations; None if the settings want none."""
+    return Path(cfg.output_dir) / "transcripts" if cfg.log.transcripts else None
+
+
+def evaluate(
+    run: Run,
+    cfg: Config,
+    problem: Problem,
+    source: SharedSource,
+    evaluations: dict[str, diagnostics.Evaluation],
+    background: diagnostics.EvaluationProcess | None,
+) -> None:
+    """Evaluate on the held-out prompts: now, or in the background process, which gets the saved model."""
     with run.time("eval"):
-        results = source.on_main(run_all, "evaluation") or {}  # none on the other ranks
-    for name, result in results.items():
-        run.log(result.metrics_of_set(name))
-        of, suffix = (f" of {name}", f"_{name}") if name else ("", "")
-        page = f"transcripts/step_{run.step:06d}{suffix}.html" if cfg.log.transcripts else None
-        if cfg.log.samples:
-            run.log_table(f"held-out completions{of}", result.table(cfg.log.samples, page=page))
-        if page:
-            title, tokenizer = f"Evaluation{of} after step {run.step}", evaluations[name].policy.tokenizer
-            diagnostics.write_evaluation_transcripts(run.directory / page, result, tokenizer, title=title)
+        if background is None:
+            pages = folder_of_pages(cfg)
+            results = source.on_main(partial(held_out.run_evaluations, evaluations, run.step, pages), "evaluation")
+            held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
+            return
+        modules.save_model(problem.model, problem.wrapper["tokenizer"], background.model_folder(run.step))
+        source.ranks.on_main(lambda: background.start(run.step), "start of the evaluation")
+
+
+def resume_evaluation(run: Run, ranks: Ranks, background: diagnostics.EvaluationProcess | None) -> None:
+    """Evaluate again in the background what an interrupted run has no results of."""
+    if background is not None and ranks.is_main:
+        last = run.step or -1  # a new run evaluates step 0 itself
+        background.rewind(last, [entry["step"] for entry in run.logger.history if "eval/failed" in entry])
+
+
+def take_evaluation(run: Run, cfg: Config, ranks: Ranks, background: diagnostics.EvaluationProcess | None) -> None:
+    """Log results of the background process; wait for them before the next evaluation, and at the end."""
+    if background is None:
+        return
+    following = run.step + 1
+    wait = run.is_last or following == run.total_steps or (cfg.eval.every > 0 and following % cfg.eval.every == 0)
+    with run.time("eval"):
+        found = ranks.on_main(lambda: background.take(wait=wait), "evaluation") if wait or ranks.is_main else None
+    if found is not None:
+        held_out.log_evaluation(run, *found, cfg.log)
 
 
 def finish(run: Run, cfg: Config, problem: Problem, ranks: Ranks, source: SharedSource) -> None:

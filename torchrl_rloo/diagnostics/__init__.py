@@ -12,6 +12,7 @@ from torchrl_rloo.diagnostics.cluster_simulation import ClusterResult, ClusterSe
 from torchrl_rloo.diagnostics.cluster_split import advise_cluster, search_split
 from torchrl_rloo.diagnostics.comparison import Comparison, compare, plot_comparison
 from torchrl_rloo.diagnostics.evaluation import Evaluation, completion_table, name_scorers
+from torchrl_rloo.diagnostics.evaluation_process import EvaluationProcess
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.health import make_health
@@ -58,6 +59,7 @@ __all__ = [
     "EngineSpeed",
     "EvaluatedSample",
     "Evaluation",
+    "EvaluationProcess",
     "EvaluationResult",
     "EvaluationSettings",
     "FakeModel",
