@@ -69,6 +69,7 @@ EXTRAS["test"] = [
     *EXTRAS["tools"],
     *EXTRAS["agents"],
     "anthropic>=0.60,<3",  # a second client of the endpoint
+    "openai-agents>=0.24,<0.25",  # a framework of agents, as an example; its minor versions break interfaces
     *EXTRAS["ray"],
     "pytest>=9,<9.2",  # xdist 3.8 loses its groups with 9.2
     "pytest-timeout>=2.4,<3",  # fails tests that hang

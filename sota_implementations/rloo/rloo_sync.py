@@ -3,6 +3,7 @@
 Examples:
   rloo_sync.py                                     the built-in task and model, on one CPU core
   rloo_sync.py --config rloo_tools                 the built-in model learns to call a tool
+  rloo_sync.py --config rloo_agent                 the same, by an agent that calls an OpenAI-compatible endpoint
   rloo_sync.py algorithm=grpo inference=vllm       another method, sampled by vLLM
   rloo_sync.py task=gsm8k model.name=my/model model.device=cuda optimizer.lr=1e-6  a model from the hub
   rloo_sync.py task=custom data.source=mine.jsonl reward.functions=[my_rewards.graded]  your data and reward

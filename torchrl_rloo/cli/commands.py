@@ -32,6 +32,7 @@ EXAMPLES = {
   torchrl-rloo run rloo --help                           list all settings of the recipe
   torchrl-rloo run rloo plan.steps=10 seed=1
   torchrl-rloo run rloo_tools                            train the built-in model to call a tool
+  torchrl-rloo run rloo_agent                            train an agent that calls an OpenAI-compatible endpoint
   torchrl-rloo run mine.py optimizer.lr=1e-5             run your copy
   torchrl-rloo run --ranks 4 rloo train.parallel=fsdp    train on four GPUs of this machine
   torchrl-rloo run --ranks 4 --on-ray --resources CPU=1,GPU=1 rloo_async train.parallel=fsdp     of a Ray cluster""",

@@ -22,6 +22,7 @@ from torchrl_rloo.lookup import did_you_mean
 RECIPES = {  # file in the recipes folder, then arguments that precede the user's
     "rloo": ("rloo/rloo_sync.py",),
     "rloo_tools": ("rloo/rloo_sync.py", "--config", "rloo_tools"),
+    "rloo_agent": ("rloo/rloo_sync.py", "--config", "rloo_agent"),
     "rloo_async": ("rloo/rloo_async.py",),
     "reward_model": ("reward_model/reward_model.py",),
     "evaluate": ("evaluate/evaluate.py",),

@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,7 @@ from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.agents import AgentContext, AgentTransform, CommandAgent, agent_env
 from torchrl_rloo.envs.agents.agents import read_call_rewards
-from torchrl_rloo.envs.tools.calculator import calculator
-from torchrl_rloo.envs.tools.tool import ToolError
+from torchrl_rloo.envs.tools.parsers import RegexParser
 from torchrl_rloo.envs.transforms import FeedbackTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.rewards import boxed_accuracy
@@ -80,81 +78,40 @@ class World:
 # The calculator task, three ways
 
 
-def solve_turns(said: str) -> list[dict[str, str]]:
-    """Answer the calls of a reply as ToolTransform does."""
-    messages = []
-    for expression in re.findall("<tool>([^<]*)</tool>", said):
-        try:
-            text = calculator.call(None, expression)
-        except ToolError as error:
-            text = f"Error: {error}"
-        messages.append({"role": "tool", "content": text})
-    return messages
-
-
-async def solve(context: AgentContext, row: dict[str, Any]) -> None:
-    messages = list(row["query"])
-    async with context.openai() as client:
-        for _ in range(2):
-            reply = await client.chat.completions.create(model=context.model, messages=messages)
-            if reply.choices[0].finish_reason == "length":
-                return
-            said = reply.choices[0].message.content or ""
-            results = solve_turns(said)
-            if not results:
-                return
-            messages += [{"role": "assistant", "content": said}, *results]
-
-
-COMMAND = """
-import json, os, re, sys, urllib.request
-row = json.load(sys.stdin)
-messages = row["query"]
-for _ in range(2):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    (choice,) = json.load(urllib.request.urlopen(request))["choices"]
-    said = choice["message"]["content"] or ""
-    calls = re.findall("<tool>([^<]*)</tool>", said)
-    if choice["finish_reason"] == "length" or not calls:
-        break
-    messages.append({"role": "assistant", "content": said})
-    for call in calls:
-        value = str(eval(call)) if re.fullmatch("[1-9][0-9]*[-+*][1-9][0-9]*", call) else "Error"
-        messages.append({"role": "tool", "content": value})
-print("done")
-print(json.dumps({"metrics": {"calls": len(messages)}}))
-"""
-
-
-def test_the_calculator_as_tool_as_agent_and_as_command(warm_model) -> None:
+@pytest.fixture(scope="module")
+def calculator_policy(warm_model) -> TransformersWrapper:
     tokenizer = build_tokenizer()
     model = type(build_model(tokenizer, 0)).from_pretrained(warm_model("calculator")).eval()
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "seed": 3})
-    settings = {"prompts_per_batch": 4, "num_generations": 2, "rewards": boxed_accuracy, "max_turns": 2}
+    return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "seed": 3})
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "framework_agent", "command_agent"])
+def test_rows_of_the_calculator_are_those_of_the_tool(name, calculator_policy) -> None:
     rows = load_prompts(calculator_prompts("train", size=4))
-    expected = LLMCollector(CALCULATOR.env(rows, tokenizer, **settings), policy).collect()
-    assert expected[keys.NUM_TURNS].max() == 2, "no row calls the tool"
-    compared: Counter[bool] = Counter()  # rows with a call, of the command and of the function
-    for agent in (solve, [sys.executable, "-c", COMMAND]):
-        env = agent_env(agent, tokenizer, dataset=rows, **settings)
-        found = LLMCollector(env, policy).collect()
-        env.close()
-        for ours, theirs in zip(found.unbind(0), expected.unbind(0), strict=True):
-            said = " ".join(m["content"] for m in theirs[keys.COMPLETION] if m["role"] == "assistant")
-            # The command has a calculator for two numbers only
-            simple = re.sub("<tool>[1-9][0-9]*[-+*][1-9][0-9]*</tool>", "", said)
-            if agent is not solve and "<tool>" in simple:
-                continue
-            compared[agent is solve] += int(theirs[keys.NUM_TURNS]) == 2
-            for key in (keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.REWARD, keys.NUM_TURNS):
-                # Other rows of the command's batches may differ, and with them the rounding of log-probs
-                torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0 if agent is solve else 1e-5)
-    assert compared[True] >= compared[False] > 0, compared
-    assert found[0]["next", "log_extra"]["calls"] >= 2
+    settings = {"prompts_per_batch": 4, "num_generations": 2, "rewards": boxed_accuracy, "max_turns": 2}
+    tokenizer = calculator_policy.tokenizer
+    expected = LLMCollector(CALCULATOR.env(rows, tokenizer, **settings), calculator_policy).collect()
+    parser = (
+        RegexParser(r"<tool>(?P<expression>[^<]*)</tool>", tool="calculator") if name == "framework_agent" else None
+    )
+    agent = f"torchrl_rloo.embedded.agents.{name}"
+    env = agent_env(agent, tokenizer, dataset=rows, parser=parser, **settings)
+    found = LLMCollector(env, calculator_policy).collect()
+    env.close()
+    compared = 0  # rows with a call of the tool
+    for ours, theirs in zip(found.unbind(0), expected.unbind(0), strict=True):
+        said = " ".join(m["content"] for m in theirs[keys.COMPLETION] if m["role"] == "assistant")
+        # The command has a calculator for two numbers only
+        simple = re.sub("<tool>[1-9][0-9]*[-+*][1-9][0-9]*</tool>", "", said)
+        if name == "command_agent" and "<tool>" in simple:
+            continue
+        compared += int(theirs[keys.NUM_TURNS]) == 2
+        for key in (keys.TOKENS, keys.ACTION_MASK, keys.LOG_PROBS, keys.REWARD, keys.NUM_TURNS):
+            # Calls of several agents are batched as they come, which changes the rounding of log-probs
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0 if name == "openai_agent" else 1e-5)
+    assert compared, "no row calls the tool"
+    if name == "command_agent":
+        assert found[0]["next", "log_extra"]["calls"] == int(found[0][keys.NUM_TURNS])
 
 
 # Failures and limits
