@@ -119,7 +119,8 @@ def impossible_values(history: list[dict[str, float]]) -> int | None:
 SIGNS = {
     "trained_reward_model": lost_accuracy,
     "judge_with_a_hole": lost_accuracy,
-    "no_kl_high_rate": one_answer,
+    "no_kl_high_rate": lost_accuracy,
+    "entropy_sign": one_answer,
     "critic_rate": impossible_values,
 }
 

@@ -163,7 +163,11 @@ def provoked(seed: int, steps: int) -> dict[str, Case]:
     return {
         "trained_reward_model": Case((*base, "algorithm=rloo", model, scorer, "optimizer.lr=1e-3")),
         "judge_with_a_hole": Case((*base, "algorithm=dr_grpo", f"reward.functions=[{HERE}.mentions]", scorer)),
-        "no_kl_high_rate": Case((*base, "algorithm=rloo", "optimizer.lr=2e-3", "eval.num_samples=4", "eval.ks=[4]")),
+        "no_kl_high_rate": Case((*base, "algorithm=rloo", "optimizer.lr=2e-3")),
+        "entropy_sign": Case(
+            (*base, "algorithm=dapo", "optimizer.lr=1e-3", "loss.entropy_coeff=-0.5")
+            + ("eval.num_samples=4", "eval.ks=[4]", f"plan.steps={steps + 20}")
+        ),
         "critic_rate": Case(train=partial(train_critic, seed=seed, steps=steps, every=5, **rates)),
     }
 
@@ -208,7 +212,7 @@ def unseen(seeds: list[int], steps: int, count: int) -> dict[str, Case]:
         "own_kl": ("algorithm=rloo_openrlhf", "kl.coeff=null"),
         "mixture": (
             "task=mixture",
-            "task.mixture={addition: 2, calculator: 1, countdown: null, multiple_choice: null}",
+            "task.mixture={addition: 3, multiple_choice: {weight: 1, source: embedded}, countdown: null}",
         ),
         "cosine": ("schedule.name=cosine",),
         "muon": ("optimizer.name=muon",),

@@ -313,13 +313,15 @@ def load_eval_set(
             prompts = task.load(own.source, eval_size=own.size, seed=cfg.seed, **options)[1]
         else:
             prompts = task.load_held_out(own.source, eval_size=own.size, **options)
+        if own.scorer is not None:
+            scorer = load_reward(own.scorer)
+        else:
+            scorer = main.scorer if own.task is None else task.make_scorer()
     except (ValueError, OSError) as error:
         raise type(error)(f"eval.sets.{name}: {error}") from error
-    scorer = main.scorer if own.task is None else task.make_scorer()
     make_transforms, chat = main.make_transforms, main.chat
     if own.task is not None:
         make_transforms, chat = conversation_settings(task, None, limits, context)
-    scorer = load_reward(own.scorer) if own.scorer is not None else scorer
     return EvalSet(prompts, task, scorer, make_transforms, dict(chat), own.num_samples, own.ks)
 
 
@@ -706,7 +708,8 @@ def evaluate(run: Run, cfg: Config, source: SharedSource, evaluations: dict[str,
     """Log metrics of each held-out set, a table of its greedy completions and, if set, transcripts."""
 
     def run_all() -> dict[str, diagnostics.EvaluationResult]:
-        return {name: each.run(keep_rows=cfg.log.transcripts) for name, each in evaluations.items()}
+        settings = {"keep_rows": cfg.log.transcripts, "policy_version": source.source.collector.policy_version}
+        return {name: each.run(**settings) for name, each in evaluations.items()}
 
     with run.time("eval"):
         results = source.on_main(run_all, "evaluation") or {}  # none on the other ranks
