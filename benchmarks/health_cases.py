@@ -162,7 +162,9 @@ def provoked(seed: int, steps: int) -> dict[str, Case]:
     rates = {"critic_lr": 0.1, "max_grad_norm": None}
     return {
         "trained_reward_model": Case((*base, "algorithm=rloo", model, scorer, "optimizer.lr=1e-3")),
-        "judge_with_a_hole": Case((*base, "algorithm=dr_grpo", f"reward.functions=[{HERE}.mentions]", scorer)),
+        "judge_with_a_hole": Case(
+            (*base, "algorithm=dr_grpo", f"reward.functions=[{HERE}.mentions]", scorer, f"plan.steps={2 * steps}")
+        ),
         "no_kl_high_rate": Case((*base, "algorithm=rloo", "optimizer.lr=2e-3")),
         "entropy_sign": Case(
             (*base, "algorithm=dapo", "optimizer.lr=1e-3", "loss.entropy_coeff=-0.5")

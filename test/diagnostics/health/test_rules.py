@@ -76,3 +76,12 @@ def test_steps_without_some_metrics():
         {name: value for name, value in metrics.items() if random.random() < 0.8} for metrics in healthy_history(200, 2)
     ]
     assert fired(history) == {}
+
+
+def test_a_critic_that_diverged_at_once_is_found_without_a_larger_loss():
+    """Its loss is large from the start, and falls; it explains less than a constant does."""
+    history = healthy_history(60, seed=0)
+    for step, metrics in enumerate(history):
+        metrics |= {"loss_critic": 5.0 / (1 + step), "explained_variance": -0.02 - 3.0 / (1 + step)}
+    (event,) = fired(history)["value_divergence"]
+    assert event.state == "fired" and event.step < 30
