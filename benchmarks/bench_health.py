@@ -111,22 +111,6 @@ def one_answer(history: list[dict[str, float]]) -> int | None:
     return None
 
 
-def empty_gain(history: list[dict[str, float]]) -> int | None:
-    """Return the first evaluation after a mean reward 0.25 above the first steps, with a held-out gain below 0.05."""
-    first, since, start = None, [], None
-    for line in history:
-        since += [line["reward"]] if "reward" in line else []
-        if "eval/sampled" not in line:
-            continue
-        first = line["eval/sampled"] if first is None else first
-        if since:
-            mean, since = statistics.fmean(since), []
-            start = mean if start is None else start
-            if mean > start + 0.25 and line["eval/sampled"] < first + 0.05:
-                return int(line["step"])
-    return None
-
-
 def impossible_values(history: list[dict[str, float]]) -> int | None:
     """Return the first step at which the critic's estimates are on average above the largest return, 1."""
     return next((int(line["step"]) for line in history if not line.get("values/mean_abs", 0.0) <= 1.0), None)
@@ -134,7 +118,6 @@ def impossible_values(history: list[dict[str, float]]) -> int | None:
 
 SIGNS = {
     "trained_reward_model": lost_accuracy,
-    "judge_with_a_hole": empty_gain,
     "no_kl_high_rate": lost_accuracy,
     "entropy_sign": one_answer,
     "critic_rate": impossible_values,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,12 +29,6 @@ def boxes(completions: list[str], **_: Any) -> list[float]:
 def nines(completions: list[str], **_: Any) -> list[float]:
     """Score like a reward model with a flaw: it likes one character, without a bound."""
     return [0.1 * text.count("9") ** 2 for text in map(final_text, completions)]
-
-
-def mentions(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Judge with a hole: a completion is right if any number in it is the answer."""
-    texts = map(final_text, completions)
-    return [float(right in re.findall(r"\d+", text)) for text, right in zip(texts, answer, strict=True)]
 
 
 def half(completions: list[str], **_: Any) -> list[float]:
@@ -162,9 +155,6 @@ def provoked(seed: int, steps: int) -> dict[str, Case]:
     rates = {"critic_lr": 0.1, "max_grad_norm": None}
     return {
         "trained_reward_model": Case((*base, "algorithm=rloo", model, scorer, "optimizer.lr=1e-3")),
-        "judge_with_a_hole": Case(
-            (*base, "algorithm=dr_grpo", f"reward.functions=[{HERE}.mentions]", scorer, f"plan.steps={2 * steps}")
-        ),
         "no_kl_high_rate": Case((*base, "algorithm=rloo", "optimizer.lr=2e-3")),
         "entropy_sign": Case(
             (*base, "algorithm=dapo", "optimizer.lr=1e-3", "loss.entropy_coeff=-0.5")
