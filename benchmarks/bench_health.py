@@ -5,8 +5,9 @@
     python benchmarks/bench_health.py --evaluate DIR
     python benchmarks/bench_health.py --time 100000
 
-``--record`` trains on the built-in tasks, 64 rows a step, and keeps the metrics of each run. ``--evaluate`` applies the
-rules to them. The limits of the rules were chosen on seeds 0 and 5.
+``--record`` trains on the built-in tasks, 64 rows a step, and keeps the metrics of each run. ``--evaluate`` applies
+the rules to them. Their limits were chosen on seeds 0 and 5. ``--provoked`` adds runs that fail by their settings,
+and ``--unseen`` healthy runs of settings that no limit was chosen on.
 """
 
 from __future__ import annotations
@@ -23,45 +24,41 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from common import print_result, print_table  # noqa: E402
-from health_cases import QUIET, SIZES, Case, healthy, planted  # noqa: E402
+from health_cases import FILES, QUIET, SIZES, Case, healthy, planted, provoked, run_recipe, unseen  # noqa: E402
 
 from torchrl_rloo.diagnostics.health import RULES, Event, Health  # noqa: E402
 
 
 def record(name: str, case: Case, folder: Path) -> None:
     """Train once and keep ``metrics.jsonl`` as ``<name>.jsonl``."""
-    from torchrl_rloo.cli.main import recipe_file
-    from torchrl_rloo.cli.recipe import import_recipe, parse_args
-    from torchrl_rloo.embedded import build_tokenizer
-
-    module = sys.modules.get("recipe_rloo") or import_recipe(recipe_file("rloo"), "recipe_rloo")
-    with tempfile.TemporaryDirectory() as output:
-        template = Path(output) / "no_prompt.jinja"
-        original = build_tokenizer().chat_template
-        template.write_text(original.replace("{% else %}{{ message['content']", "{% else %}{{ ''"))
-        assert template.read_text() != original
-        overrides = [part.replace("NO_PROMPT", str(template)) for part in case.overrides]
-        cfg = parse_args(
-            module.Config,
-            Path(module.__file__),
-            module.__doc__,
-            ["--traceback", *SIZES, *QUIET, *overrides, f"output_dir={output}/run"],
-        )
-        start = time.process_time()
-        fault = case.fault() if case.fault else contextlib.nullcontext()
-        with fault, mock.patch.object(module, "finish"), contextlib.redirect_stdout(sys.stderr):
-            try:
-                module.main(cfg)
-            except RuntimeError as error:
-                print(f"{name}: {error}", file=sys.stderr)
-        shutil.copy(Path(output) / "run" / "metrics.jsonl", folder / f"{name}.jsonl")
+    start, target = time.process_time(), folder / f"{name}.jsonl"
+    with tempfile.TemporaryDirectory() as output, contextlib.redirect_stdout(sys.stderr):
+        if case.train is not None:
+            case.train(Path(output) / "metrics.jsonl")
+            shutil.copy(Path(output) / "metrics.jsonl", target)
+        else:
+            train(name, case, Path(output))
+            shutil.copy(Path(output) / "run" / "metrics.jsonl", target)
     print(f"{name}: {time.process_time() - start:.0f} CPU s", flush=True)
+
+
+def train(name: str, case: Case, folder: Path) -> None:
+    """Run the recipe with the settings of a case, whose names of files are made first."""
+    seed = next(int(part.partition("=")[2]) for part in case.overrides if part.startswith("seed="))
+    made = {word: make(folder, seed) for word, make in FILES.items() if any(word in part for part in case.overrides)}
+    overrides = [*SIZES, *QUIET, *case.overrides, f"output_dir={folder}/run"]
+    for word, path in made.items():
+        overrides = [part.replace(word, str(path)) for part in overrides]
+    with case.fault() if case.fault else contextlib.nullcontext():
+        try:
+            run_recipe("rloo", overrides, finish=False)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
 
 
 def load(file: Path) -> list[dict[str, float]]:
@@ -91,21 +88,65 @@ def visible_step(history: list[dict[str, float]]) -> int | None:
     return None
 
 
+# Signs by which a person sees a failure, written before the runs that they judge. No rule has their metrics and limits.
+
+
+def lost_accuracy(history: list[dict[str, float]]) -> int | None:
+    """Return the first evaluation at which the held-out score is 0.1 below its best so far."""
+    best = 0.0
+    for line in history:
+        if "eval/sampled" in line:
+            best = max(best, line["eval/sampled"])
+            if line["eval/sampled"] <= best - 0.1:
+                return int(line["step"])
+    return None
+
+
+def one_answer(history: list[dict[str, float]]) -> int | None:
+    """Return the first evaluation at which four samples solve hardly more than one, with a quarter unsolved."""
+    name = "eval/boxed_accuracy/pass@4"
+    for line in history:
+        if name in line and line["eval/sampled"] < 0.75 and line[name] < line["eval/sampled"] + 0.05:
+            return int(line["step"])
+    return None
+
+
+def impossible_values(history: list[dict[str, float]]) -> int | None:
+    """Return the first step at which the critic's estimates are on average above the largest return, 1."""
+    return next((int(line["step"]) for line in history if not line.get("values/mean_abs", 0.0) <= 1.0), None)
+
+
+SIGNS = {
+    "trained_reward_model": lost_accuracy,
+    "no_kl_high_rate": lost_accuracy,
+    "entropy_sign": one_answer,
+    "critic_rate": impossible_values,
+}
+
+
 def evaluate(folder: Path) -> None:
     """Print the events of all recorded runs, and the rates of both kinds."""
-    faults, alarms, quiet = [], [], 0
+    faults, alarms, learned, quiet = [], [], [], 0
     for file in sorted(folder.glob("*.jsonl")):
         history = load(file)
         events = [event for event in judge(history) if event.state == "fired" and event.severity != "info"]
         if file.stem.startswith("healthy"):
             quiet += 1
+            scores = [line["eval/sampled"] for line in history if "eval/sampled" in line]
+            learned.append({"run": file.stem, "first": scores[0], "best": max(scores), "last": scores[-1]})
             alarms += [{"run": file.stem, "rule": event.rule, "step": event.step} for event in events]
             continue
-        first = {"fault": file.stem, "seen": visible_step(history), "fired": events[0].step if events else None}
+        first = {
+            "fault": file.stem,
+            "seen": SIGNS.get(file.stem, visible_step)(history),
+            "fired": events[0].step if events else None,
+        }
         rules = ", ".join(f"{event.rule} {event.step}" for event in events)
         faults.append(first | {"rules": rules, "sentence": events[0].sentence if events else None})
     if faults:
         print_table("Planted faults: step at which a person sees it, step and rules that fired", faults)
+    if learned:
+        print_table("Healthy runs: held-out score", learned)
     print(f"\n{quiet} healthy runs, {len(alarms)} warnings or stops: {alarms}")
     found = sum(fault["fired"] is not None for fault in faults)
     print_result(
@@ -134,6 +175,8 @@ def main() -> None:
     parser.add_argument("--time", type=int, metavar="STEPS", help="time the rules over that many steps")
     parser.add_argument("--faults", action="store_true", help="record the runs with a planted fault")
     parser.add_argument("--healthy", type=int, default=0, help="number of healthy runs to record")
+    parser.add_argument("--provoked", action="store_true", help="record the runs that fail by their settings")
+    parser.add_argument("--unseen", type=int, default=0, help="number of further healthy runs, each of own settings")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--only", nargs="+", help="names of the runs to record")
@@ -142,7 +185,9 @@ def main() -> None:
     if args.record:
         args.record.mkdir(parents=True, exist_ok=True)
         cases = planted(args.seeds[0], args.steps) if args.faults else {}
+        cases |= provoked(args.seeds[0], args.steps) if args.provoked else {}
         cases |= healthy(args.seeds, args.steps, args.healthy) if args.healthy else {}
+        cases |= unseen(args.seeds, args.steps, args.unseen)
         for name, case in cases.items():
             if (args.only is None or name in args.only) and not (args.record / f"{name}.jsonl").exists():
                 record(name, case, args.record)

@@ -645,7 +645,7 @@ def make_evaluate(cfg: Config) -> Callable[[Path, int], dict[str, diagnostics.Ev
         model, _ = modules.load_model(str(folder), **settings, **cfg.model.kwargs)
         policy = TransformersWrapper(model, **problem.wrapper)
         evaluations = make_evaluations(cfg, problem, policy, initial if problem.method.kl else None, Ranks.single())
-        return held_out.run_evaluations(evaluations, step, folder_of_pages(cfg))
+        return held_out.run_evaluations(evaluations, step, pages=folder_of_pages(cfg))
 
     return evaluate_saved
 
@@ -677,8 +677,9 @@ def evaluate(
     """Evaluate on the held-out prompts: now, or in the background process, which gets the saved model."""
     with run.time("eval"):
         if background is None:
-            pages = folder_of_pages(cfg)
-            results = source.on_main(partial(held_out.run_evaluations, evaluations, run.step, pages), "evaluation")
+            settings = {"pages": folder_of_pages(cfg), "policy_version": source.policy_version}
+            evaluate_all = partial(held_out.run_evaluations, evaluations, run.step, **settings)
+            results = source.on_main(evaluate_all, "evaluation")
             held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
             return
         modules.save_model(problem.model, problem.wrapper["tokenizer"], background.model_folder(run.step))

@@ -133,3 +133,16 @@ def test_the_report_names_the_run_and_judges_it(tmp_path: Path) -> None:
     assert data["constants"]["flat"] == [1.0] and "flat" not in str(data["panels"])
     markdown = (tmp_path / "report.md").read_text()
     assert markdown.startswith("## rloo on addition (tiny)") and "It fell." in markdown and "sesame" not in markdown
+
+
+def test_the_sentence_about_waits_is_told_once(tmp_path: Path) -> None:
+    history = [{"step": step, "reward": 0.5} for step in range(1, 31)]
+    timings = [{"step": step, "time/step": 2.0, "time/train": 1.8, "engine/busy": 0.5} for step in range(1, 31)]
+    fired = {"step": 9, "rule": "entropy", "severity": "warn", "state": "fired", "sentence": "It fell."}
+    texts = []
+    for events in ("", json.dumps(fired) + "\n"):  # a rule that fires takes the verdict's second sentence
+        (tmp_path / "health.jsonl").write_text(events)
+        page = write_report(tmp_path, history=history, timings=timings, summary={}).read_text()
+        texts.append("".join(_Page(page).text))
+    assert [text.count("Training limits: ") for text in texts] == [1, 1]
+    assert [text.index("Training limits: ") < text.index("Who waits for whom") for text in texts] == [True, False]

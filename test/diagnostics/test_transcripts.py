@@ -236,6 +236,10 @@ def test_an_evaluation_is_one_call(tmp_path):
     assert data["reward_names"] == ["mine"] and data["settings"]["step"] == 7
     assert data["settings"]["metrics"]["greedy"].startswith("0.1 [")
     assert data["rows"][0]["columns"]["answer"] == addition_prompts("test", size=3)[0]["answer"]
+    assert {entry["version"] for entry in data["rows"]} == {None}  # the evaluation does not know it
+    again = evaluation.run(keep_rows=True, policy_version=7)
+    write_evaluation_transcripts(path, again, tokenizer)
+    assert {entry["version"] for entry in Page(path).data["rows"]} == {7}
     assert evaluation.run().rows is None
     with pytest.raises(ValueError, match="keep_rows=True"):
         write_evaluation_transcripts(tmp_path / "page.html", evaluation.run(), tokenizer)

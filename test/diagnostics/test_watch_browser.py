@@ -8,8 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from torchrl_rloo.diagnostics.report import write_report
+from torchrl_rloo.diagnostics.timeline import plot_timeline
 from torchrl_rloo.diagnostics.watch import LiveServer
 from torchrl_rloo.diagnostics.watch_page import write_live_page
 
@@ -141,3 +143,19 @@ def test_pages_fit_a_phone_and_share_their_head(browser, tmp_path):
     ]  # fmt: skip
     firsts = browser.js("[...document.querySelectorAll('#waits td:first-child')].map((cell) => cell.textContent)")
     assert firsts.count("trainer") == 1 and firsts.count("") >= 1
+
+
+def test_a_picture_of_the_report_follows_the_color_scheme(browser, tmp_path):
+    write_run(tmp_path, range(1, 31))
+    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    file = plot_timeline((0.0, 2.0, [("train", 0.0, 2.0)]), [], tmp_path / "timeline.png")
+    report = write_report(tmp_path, history=history, summary={}, figures={"A step": file})
+    for system in (False, True):
+        browser.open(report, dark=system, ready="document.querySelector('section > img').complete")
+        for chosen, dark in (("light dark", system), ("light", False), ("dark", True)):
+            browser.js(f"scheme.value = '{chosen}', scheme.dispatchEvent(new Event('change'))")
+            browser.js("document.querySelector('section > img').scrollIntoView({block: 'center'})")
+            browser.screenshot(tmp_path / "page.png")
+            box = browser.js("(({x, y}) => [x, y])(document.querySelector('section > img').getBoundingClientRect())")
+            corner = imread(tmp_path / "page.png")[int(box[1]) + 12, int(box[0]) + 12, :3]
+            assert (corner.max() < 0.2) == dark and (corner.min() > 0.9) == (not dark)

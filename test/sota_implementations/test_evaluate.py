@@ -115,5 +115,5 @@ def test_a_task_without_a_scorer_is_judged_by_those_given(overrides, tmp_path):
         "evaluate", *overrides, "task=custom", f"data.eval_source={file}", scorers, f"output_dir={tmp_path}"
     )
     assert "right/pass@4" in EvaluationResult.load(tmp_path).values
-    with pytest.raises(ValueError, match="task='custom' has no default scorer; set eval.scorers="):
+    with pytest.raises(ValueError, match="task='custom' has no default scorer; .* evaluate eval.scorers="):
         run_recipe_here("evaluate", *overrides, "task=custom", f"data.eval_source={file}", f"output_dir={tmp_path}")

@@ -35,11 +35,12 @@ def test_each_set_has_its_prompts_scorer_and_size(overrides, tmp_path, capsys):
         f"source:{tmp_path / 'hard.jsonl'},size:4,num_samples:2,ks:[2]",
         "task:countdown,source:embedded,size:2",
     )
-    sets = f"hard:{{{hard}}},words:{{{words}}}"
+    mine = f"task:custom,source:{tmp_path / 'hard.jsonl'},size:2,scorer:boxed_accuracy"
+    sets = f"hard:{{{hard}}},words:{{{words}}},mine:{{{mine}}}"
     run_recipe_here("rloo", *overrides, f"eval.sets={{{sets}}}", "eval.rewards=true", "log.transcripts=true")
     first, last = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     for line in (first, last):
-        assert {"eval/greedy", "eval/hard/greedy", "eval/hard/greedy_low", "eval/words/sampled"} <= line.keys()
+        assert {"eval/greedy", "eval/hard/greedy_low", "eval/words/sampled", "eval/mine/sampled"} <= line.keys()
         assert {"eval/hard/sampled_distinct_answers", "eval/sampled_kl", "eval/hard/sampled_kl"} <= line.keys()
         assert any(name.startswith("eval/hard/") and name.endswith("/pass@2") for name in line)
     assert first["eval/sampled_kl"] == pytest.approx(0, abs=1e-5)  # the first weights are the reference
@@ -121,6 +122,13 @@ def test_wrong_settings_of_the_process_are_refused(value, message):
 def test_wrong_sets_are_refused_before_anything_loads(sets, message):
     with pytest.raises(Exception, match=message):
         settings("rloo", f"eval.sets={sets}")
+
+
+def test_a_set_of_the_users_own_task_needs_a_scorer(overrides, tmp_path):
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_prompts("test", size=4)))
+    sets = f"eval.sets={{mine:{{task:custom,source:{tmp_path / 'mine.jsonl'}}}}}"
+    with pytest.raises(ValueError, match="eval.sets.mine: task='custom' has no default scorer; set eval.scorer=my"):
+        run_recipe_here("rloo", *overrides, sets)
 
 
 def test_a_set_with_the_name_of_a_scorer_is_refused(overrides):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def test_it_runs_to_the_end(tiny, tmp_path, more, stale) -> None:
     pages = sorted((tmp_path / "transcripts").iterdir())
     assert [page.name for page in pages] == ["step_000000.html", "step_000002.html", "step_000003.html"]
     assert "\\u003ctool" in pages[0].read_text() or "<tool>" in pages[0].read_text()
+    versions = [set(map(int, re.findall(r'"version": ?(\d+)', page.read_text()))) for page in pages]
+    assert versions == [{0}, {2}, {3}]  # each evaluation has the weights of its step
     staleness = [r["staleness"] for r in logged[1:]]
     times = read_jsonl(tmp_path / "timings.jsonl")[1:]
     for entry in times:

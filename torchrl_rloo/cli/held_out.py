@@ -102,14 +102,16 @@ def _load_set(
             prompts = task.load(asked.source, eval_size=asked.size, seed=cfg.seed, **options)[1]
         else:
             prompts = task.load_held_out(asked.source, eval_size=asked.size, **options)
+        if asked.scorer is not None:
+            scorer = load_reward(asked.scorer)
+        else:
+            scorer = own.scorer if asked.task is None else task.make_scorer()
     except (ValueError, OSError) as error:
         raise type(error)(f"eval.sets.{name}: {error}") from error
-    scorer = own.scorer if asked.task is None else task.make_scorer()
     make_transforms, chat = own.make_transforms, own.chat
     if asked.task is not None:
         limits = non_null_fields(cfg.environment, "transforms")
         make_transforms, chat = conversation_settings(task, None, limits, context)
-    scorer = load_reward(asked.scorer) if asked.scorer is not None else scorer
     return EvalSet(prompts, task, scorer, make_transforms, dict(chat), asked.num_samples, asked.ks)
 
 
@@ -138,7 +140,7 @@ def make_evaluations(sets: Mapping[str, EvalSet], policy: TurnPolicy, **options:
 
 
 def run_evaluations(
-    evaluations: Mapping[str, Evaluation], step: int, pages: Path | None
+    evaluations: Mapping[str, Evaluation], step: int, *, pages: Path | None, policy_version: int | None = None
 ) -> dict[str, EvaluationResult]:
     """Evaluate each set, and write a page of its transcripts.
 
@@ -146,8 +148,11 @@ def run_evaluations(
         evaluations: evaluations by the name of the set.
         step: step of the weights.
         pages: folder of the pages; None writes none.
+        policy_version: version of the weights, for the transcripts; None leaves it out.
     """
-    results = {name: each.run(keep_rows=pages is not None) for name, each in evaluations.items()}
+    results = {
+        name: each.run(keep_rows=pages is not None, policy_version=policy_version) for name, each in evaluations.items()
+    }
     for name, result in results.items() if pages is not None else ():
         title, tokenizer = f"Evaluation{_of(name)} after step {step}", evaluations[name].policy.tokenizer
         write_evaluation_transcripts(pages / _page(name, step), result, tokenizer, title=title)

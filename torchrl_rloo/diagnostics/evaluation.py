@@ -15,6 +15,7 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.metadata import token_statistics
 from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.segments import sampled_versions
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import Scorer, TurnPolicy, record_log_probs
@@ -168,11 +169,13 @@ class Evaluation:
         result = self.run()
         return result.metrics, result.table()
 
-    def run(self, *, keep_rows: bool = False) -> EvaluationResult:
+    def run(self, *, keep_rows: bool = False, policy_version: int | None = None) -> EvaluationResult:
         """Complete all prompts and score all completions.
 
         Args:
             keep_rows: keep the finished rows in the result, with tokens and messages, at a few kB each.
+            policy_version: version of the policy's weights, for kept rows whose engine reports none. None leaves their
+                version out.
 
         Returns:
             Every completion with its scores, and the metrics.
@@ -204,6 +207,8 @@ class Evaluation:
             )
             for i, place in enumerate(requests + sampled)
         ]
+        for row in rows if keep_rows else ():
+            _set_version(row, policy_version)
         return EvaluationResult(samples, settings, failed, rows if keep_rows else None)
 
     def _score_reference(self, rows: Sequence[TensorDictBase]) -> None:
@@ -301,6 +306,15 @@ class Evaluation:
             columns=columns,
             **statistics,
         )
+
+
+def _set_version(row: TensorDictBase, version: int | None) -> None:
+    """Replace the version that the evaluation's own collector counted, unless the engine reported those of tokens."""
+    reported = sampled_versions(row)
+    if reported is None or not len(reported):
+        row.pop(keys.POLICY_VERSION, None)
+        if version is not None:
+            row.set(keys.POLICY_VERSION, torch.tensor(version))
 
 
 def name_scorers(scorers: Scorers) -> dict[str, RewardFunction | None]:

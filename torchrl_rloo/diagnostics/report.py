@@ -97,7 +97,7 @@ def write_report(
         *_render_changes(changes),
         *_render_summary(summary, changes),
         _render_section("Curves", _render_charts(curves)),
-        *_render_waits(waits),
+        *_render_waits(waits, sentences),
         *(_render_section(name, _render_image(name, Path(file))) for name, file in (figures or {}).items()),
         *(_render_section(f"Samples: {name}", _render_samples(rows)) for name, rows in (tables or {}).items() if rows),
         *([_render_section("Transcripts", _render_links(links))] if links else []),
@@ -186,14 +186,14 @@ def _interval(values: Interval) -> str:
     return f"{values.mean:.3g}{bounds}"
 
 
-def _render_waits(waits: Mapping[str, Any] | None) -> list[str]:
-    """Render the table of waits with its sentence, or nothing without timings."""
+def _render_waits(waits: Mapping[str, Any] | None, told: Sequence[str]) -> list[str]:
+    """Render the table of waits with its sentence, unless that is told above, or nothing without timings."""
     if waits is None:
         return []
     whos = ["", *(row[0] for row in waits["rows"])]
     rows = [("" if who == before else who, *rest) for before, (who, *rest) in zip(whos, waits["rows"], strict=False)]
-    sentence = f"<p>{html.escape(waits['sentence'])}</p>"
-    return [_render_section("Who waits for whom", f"{sentence}\n{_render_grid(waits['heads'], rows)}")]
+    sentence = "" if waits["sentence"] in told else f"<p>{html.escape(waits['sentence'])}</p>\n"
+    return [_render_section("Who waits for whom", sentence + _render_grid(waits["heads"], rows))]
 
 
 def _render_grid(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,7 @@ from torchrl_rloo.functional.statistics import masked_mean
 from torchrl_rloo.functional.value_loss import clipped_value_loss, explained_variance
 from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.objectives.normalizers import Normalizers, multiplicity, row_normalizers, row_weights, zero_loss
-from torchrl_rloo.objectives.output import LossOutput, concatenate_field, mean_over_tokens
+from torchrl_rloo.objectives.output import LossOutput, concatenate_field, mean_over_tokens, sum_field
 
 
 class ValueLossOutput(LossOutput, TensorClass["nocast"]):
@@ -45,9 +45,13 @@ class ValueLossOutput(LossOutput, TensorClass["nocast"]):
 
     @classmethod
     def merge(cls, outputs: Sequence[ValueLossOutput], num_updates: int) -> dict[str, float]:
-        """Return ``explained_variance`` and ``value_clip_fraction`` over all action tokens."""
+        """Return ``loss_critic``, and ``explained_variance`` and ``value_clip_fraction`` over all action tokens.
+
+        ``loss_critic`` is ``loss`` under a name that the metrics of the policy's loss do not have.
+        """
         values, targets = concatenate_field(outputs, "value_estimates"), concatenate_field(outputs, "value_targets")
         return {
+            "loss_critic": sum_field(outputs, "loss_critic") / num_updates,
             "explained_variance": float(explained_variance(values, targets)),
             "value_clip_fraction": mean_over_tokens(outputs, "value_clip_fraction"),
         }

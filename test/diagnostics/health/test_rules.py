@@ -76,3 +76,22 @@ def test_steps_without_some_metrics():
         {name: value for name, value in metrics.items() if random.random() < 0.8} for metrics in healthy_history(200, 2)
     ]
     assert fired(history) == {}
+
+
+def test_a_critic_that_diverged_at_once_is_found_without_a_larger_loss():
+    """Its loss is large from the start, and falls; it explains less than a constant does."""
+    history = healthy_history(60, seed=0)
+    for step, metrics in enumerate(history):
+        metrics |= {"loss_critic": 5.0 / (1 + step), "explained_variance": -0.02 - 3.0 / (1 + step)}
+    (event,) = fired(history)["value_divergence"]
+    assert event.state == "fired" and event.step < 30
+
+
+def test_the_highest_reward_of_a_noisy_plateau_is_not_what_it_gained():
+    """A mean of 64 rewards of 0 or 1 varies by about 0.09; the highest median of a run is well above its plateau."""
+    alarms = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        rewards = [0.45 + 0.25 * min(1.0, step / 20) + rng.gauss(0.0, 0.09) for step in range(100)]
+        alarms += "reward_drop" in fired([{"reward": reward, "reward_std": 0.5} for reward in rewards])
+    assert alarms <= 1

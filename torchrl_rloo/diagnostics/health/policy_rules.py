@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from torchrl_rloo.diagnostics.health.conditions import above, below, both, compared, grown, not_finite
+from torchrl_rloo.diagnostics.health.conditions import above, below, compared, grown, not_finite
 from torchrl_rloo.diagnostics.health.history import History
 from torchrl_rloo.diagnostics.health.rule import Evidence, Rule
 
@@ -48,6 +48,15 @@ def sampler_not_updated(history: History) -> Evidence | None:
     if len(window) < 20 or norm is None or norm == 0 or any(abs(value) > 1e-7 for value in window):
         return None
     return {"kl": window[-1], "grad_norm": norm}
+
+
+def value_divergence(history: History) -> Evidence | None:
+    """Hold if the values are worse than a constant: for 20 steps, or lately with a loss that has tripled."""
+    name, loss = "explained_variance", grown("loss_critic", 3.0)(history)
+    recent, long = history.recent(name), history.recent(name, 20)
+    if recent is None or recent >= 0 or (loss is None and (long is None or long >= 0)):
+        return None
+    return {name: recent} | dict(loss or {})
 
 
 def kl_controller_at_work(history: History) -> Evidence | None:
@@ -210,10 +219,11 @@ POLICY_RULES = (
     ),
     Rule(
         "value_divergence",
-        both(grown("loss_critic", 3.0), below("explained_variance", 0.0)),
-        ("loss_critic", "explained_variance"),
-        "The value function diverges: its loss has tripled, and it explains the returns worse than their mean.",
-        "Raise the critic's learning rate, train it alone for some steps first, or use an algorithm without a critic.",
+        value_divergence,
+        ("explained_variance", "loss_critic"),
+        "The value function explains the returns worse than their mean: it diverges, or learns nothing.",
+        "Lower the critic's learning rate and bound its gradient norm, train it alone for some steps first, or use an "
+        "algorithm without a critic.",
         "loss falls, explained variance above 0",
         "https://arxiv.org/abs/2009.01325 (value function initialized from the reward model)",
         patience=5,

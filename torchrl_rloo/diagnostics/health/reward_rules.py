@@ -13,13 +13,16 @@ _SIGNAL = "frac_reward_zero_std"
 
 
 def reward_drop(history: History) -> Evidence | None:
-    """Hold if the reward has lost half of what it had gained, by more than its noise."""
+    """Hold if the reward has lost half of what it had gained, by more than its noise.
+
+    The highest of many medians is itself some deviations above a steady reward, so the limit is twice the usual three.
+    """
     start, recent, best = history.start("reward"), history.recent("reward"), history.highest("reward")
     spread = history.recent("reward_std")
     if start is None or spread is None:
         return None
     gain, loss = best - start, best - recent
-    if loss <= 0.5 * gain or loss <= 3 * noise(history):
+    if loss <= 0.5 * gain or loss <= 6 * noise(history):
         return None
     return {"reward": recent, "highest reward": best, "reward at the start": start}
 

@@ -30,7 +30,10 @@ class CustomTask(Task):
             ValueError: if ``rewards`` is None.
         """
         if rewards is None:
-            raise ValueError(f"task={self.name!r} has no default scorer; set eval.scorers={{name: my_module.score}}")
+            raise ValueError(
+                f"task={self.name!r} has no default scorer; set eval.scorer=my_module.score, or in the recipe evaluate "
+                "eval.scorers={name: my_module.score}"
+            )
         return {reward_name(function): function for function in rewards} or None
 
 
