@@ -677,13 +677,19 @@ def evaluate(
     """Evaluate on the held-out prompts: now, or in the background process, which gets the saved model."""
     with run.time("eval"):
         if background is None:
-            settings = {"pages": folder_of_pages(cfg), "policy_version": source.policy_version}
-            evaluate_all = partial(held_out.run_evaluations, evaluations, run.step, **settings)
-            results = source.on_main(evaluate_all, "evaluation")
+            results = source.on_main(partial(evaluate_now, cfg, run.step, source, evaluations), "evaluation")
             held_out.log_evaluation(run, run.step, results or {}, cfg.log)  # none on the other ranks
             return
         modules.save_model(problem.model, problem.wrapper["tokenizer"], background.model_folder(run.step))
         source.ranks.on_main(lambda: background.start(run.step), "start of the evaluation")
+
+
+def evaluate_now(
+    cfg: Config, step: int, source: SharedSource, evaluations: dict[str, diagnostics.Evaluation]
+) -> dict[str, diagnostics.EvaluationResult]:
+    """Evaluate each held-out set with the current weights."""
+    version = source.source.collector.policy_version
+    return held_out.run_evaluations(evaluations, step, pages=folder_of_pages(cfg), policy_version=version)
 
 
 def resume_evaluation(run: Run, ranks: Ranks, background: diagnostics.EvaluationProcess | None) -> None:
