@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from statistics import median
 from typing import Any
@@ -57,8 +56,15 @@ def make_rows(size: str, prompt: int, shortest: int, longest: int):
     return tokens, masks
 
 
-def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -> None:
-    """Measure one packing at one size in this process, and print the figures as JSON."""
+def time_steps(size: str, packing: str, tokens, masks) -> dict[str, Any]:
+    """Return median CPU seconds of forward and backward over rows in this process, and what they took.
+
+    Args:
+        size: name of the model's sizes.
+        packing: layout of the rows.
+        tokens: ids of the rows.
+        masks: action masks of the rows.
+    """
     import torch
     from common import qwen2, word_tokenizer
 
@@ -68,11 +74,12 @@ def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -
 
     model = qwen2(word_tokenizer(SIZES[size]["vocab_size"]), **SIZES[size])
     decoder = model.get_decoder()
-    tokens, masks = make_rows(size, int(prompt), int(shortest), int(longest))
     targets = torch.cat([t[m] for t, m in zip(tokens, masks, strict=True)])
     advantages = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
     weights = torch.cat([a.expand(int(m.sum())) for a, m in zip(advantages, masks, strict=True)]) / len(tokens)
     assert packing == "none" or supports_packing(decoder)
+    positions: list[int] = []
+    decoder.get_input_embeddings().register_forward_pre_hook(lambda module, args: positions.append(args[0].numel()))
 
     def hidden_states() -> torch.Tensor:
         if packing != "none":
@@ -94,16 +101,20 @@ def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -
 
     step()
     decoder_s, head_s = (median(values) for values in zip(*(step() for _ in range(STEPS[size])), strict=True))
-    lengths = list(map(len, tokens))
-    shared = sum(lengths) - len(lengths) * int(prompt) + PROMPTS[size] * int(prompt)
-    figures = {
+    return {
         "parameters": model.num_parameters(),
-        "positions": {"none": len(lengths) * max(lengths), "packed": sum(lengths), "shared_prefix": shared}[packing],
+        "positions": positions[-1],
         "decoder_s": decoder_s,
         "head_s": head_s,
         "peak_mb": peak_memory_mb(),
-        "gradient_norm": math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters())),
+        "gradient": torch.cat([p.grad.flatten() for p in model.parameters()]),
     }
+
+
+def measure(size: str, packing: str, prompt: str, shortest: str, longest: str) -> None:
+    """Measure one packing at one size in this process, and print the figures as JSON."""
+    figures = time_steps(size, packing, *make_rows(size, int(prompt), int(shortest), int(longest)))
+    figures["gradient_norm"] = float(figures.pop("gradient").double().norm())
     print(json.dumps(figures))
 
 

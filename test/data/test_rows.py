@@ -26,8 +26,7 @@ from torchrl_rloo.data.rows import (
     copy_row,
     make_tensorclass,
     place_actions,
-    prompt_groups,
-    prompt_lengths,
+    prefix_order,
     spread_actions,
     to_lazy_stack,
 )
@@ -188,14 +187,24 @@ def test_collection_is_the_class_itself(cls: type) -> None:
     assert made.padded is False
 
 
-def test_prompts_end_where_the_first_action_begins() -> None:
-    masks = [torch.tensor(m, dtype=torch.bool) for m in ([0, 0, 1, 0, 1], [0, 1], [0, 0, 0], [0])]
-    assert prompt_lengths(masks) == [2, 1, 3, 1]
+small_rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9)
 
 
-def test_rows_with_equal_prompts_are_grouped() -> None:
-    tokens = [torch.tensor(t) for t in ([1, 2, 3], [1, 2, 4, 5], [1, 2], [2, 1, 3], [1, 2, 9])]
-    assert prompt_groups(tokens, [2, 2, 1, 2, 2]) == [[0, 1, 4], [2], [3]]
+@few
+@given(small_rows)
+def test_each_row_follows_the_one_with_which_it_shares_most(rows: list[list[int]]) -> None:
+    order, shared = prefix_order([torch.tensor(row) for row in rows])
+    assert sorted(order) == list(range(len(rows)))
+    seen: set[tuple[int, ...]] = set()
+    for i, length in zip(order, shared, strict=True):
+        prefixes = [tuple(rows[i][:n]) for n in range(1, len(rows[i]) + 1)]
+        assert [prefix in seen for prefix in prefixes] == [n <= length for n in range(1, len(rows[i]) + 1)]
+        seen.update(prefixes)
+
+
+def test_rows_are_ordered_by_their_ids_whatever_their_size() -> None:
+    ids = [1, 256, 255, 70000, 0]
+    assert prefix_order([torch.tensor([i], dtype=torch.int32) for i in ids]) == ([3, 1, 2, 0, 4], [0] * 5)
 
 
 def grouped_rows(groups: list[list[int]], prompt: int) -> LazyStackedTensorDict:
@@ -218,9 +227,7 @@ def cost(rows: LazyStackedTensorDict, packing: str) -> int:
         return len(lengths) * max(lengths)
     if packing == "packed":
         return sum(lengths)
-    prompts = prompt_lengths(ragged(rows, keys.ACTION_MASK))
-    different = {row[:n]: n for row, n in zip(contents(rows), prompts, strict=True)}
-    return sum(lengths) - sum(prompts) + sum(different.values())
+    return len({row[:n] for row in contents(rows) for n in range(1, len(row) + 1)})
 
 
 groups_of_rows = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4)
@@ -251,11 +258,22 @@ def test_a_budget_counts_what_the_layout_makes_of_the_rows() -> None:
     assert sizes["shared_prefix", 25] == [3, 1]
 
 
-def test_rows_of_a_prompt_stay_together_where_prompts_are_shared() -> None:
+def test_rows_of_a_prompt_stay_together_where_it_is_shared() -> None:
     rows = grouped_rows([[9, 1, 5], [8, 2, 6], [7, 3, 4]], prompt=4)
     pieces = list(micro_batches(rows, max_tokens=20, packing="shared_prefix"))
-    assert [{c[0] for c in contents(p)} for p in pieces] == [{0}, {1}, {2}]
-    assert [len(c) - 4 for c in contents(pieces[0])] == [9, 5, 1]
+    assert [{c[0] for c in contents(p)} for p in pieces] == [{2}, {1}, {0}]
+    assert sorted(len(c) - 4 for c in contents(pieces[0])) == [3, 4, 7]
+
+
+@few
+@given(small_rows, st.integers(1, 30))
+def test_a_budget_of_trees_counts_each_token_once(rows: list[list[int]], budget: int) -> None:
+    batch = stack_rows([TensorDict({keys.TOKENS: torch.tensor(row)}, []) for row in rows])
+    pieces = list(micro_batches(batch, max_tokens=budget, packing="shared_prefix"))
+    assert sorted(c for piece in pieces for c in contents(piece)) == sorted(contents(batch))
+    costs = [cost(piece, "shared_prefix") for piece in pieces]
+    assert all(len(piece) == 1 or tokens <= budget for piece, tokens in zip(pieces, costs, strict=True))
+    assert len(pieces) == 1 or cost(batch, "shared_prefix") > budget
 
 
 def test_longest_rows_come_first_and_what_fits_is_not_touched() -> None:

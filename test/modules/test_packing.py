@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_hidden_states_and_gradients_are_those_of_padded_rows(case: str, packing
 @pytest.mark.parametrize("packing", PACKED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_agrees(family: str, packing: str) -> None:
-    for case in ("random", "a last token past a limit"):
+    for case in ("random", "trees", "a last token past a limit"):
         assert_same_as_padded(decoder_of(family), CASES[case], packing)
 
 
@@ -90,7 +92,7 @@ def test_the_rows_handed_to_the_cuda_kernel_are_right(
     assert inspect.signature(varlen_reference).parameters.keys() <= {*names, "enable_gqa"}  # torch 2.11 lacks the flag
     monkeypatch.setattr(varlen, "varlen_attn", varlen_reference)
     monkeypatch.setattr(packed_attention, "_has_ragged_kernel", lambda query: True)
-    for case in ("random", "prompts that begin other prompts"):
+    for case in ("random", "trees", "prompts that begin other prompts"):
         assert_same_as_padded(decoder_of(family), CASES[case], packing)
 
 
@@ -135,20 +137,55 @@ def test_nothing_leaks_from_row_to_row(family: str, packing: str) -> None:
                     assert not torch.allclose(a[1:], b[1:], atol=1e-3)
 
 
-def test_a_shared_prompt_is_read_once_and_what_nothing_needs_never() -> None:
+@contextmanager
+def ids_read_by(decoder: nn.Module) -> Iterator[list[str]]:
+    read: list[str] = []
+
+    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        read.append("".join(chr(i + ord("a")) for i in kwargs["input_ids"][0].tolist()))
+
+    handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
+    yield read
+    handle.remove()
+
+
+def test_shared_tokens_are_read_once_and_what_nothing_needs_never() -> None:
     decoder = decoder_of("qwen2")
     rows = rows_of(
-        ("abcdXY".lower(), "....xx"), ("abcdz", "....x"), ("abcdqrs", "....x.."), ("fgh", "..."), ("kl", ".x")
+        ("abcdxy", "....xx"),
+        ("abcdz", "....x"),
+        ("abcdqrs", "....x.."),
+        ("fgh", "..."),
+        ("kl", ".x"),
+        ("abczz", "..x.x"),
     )
-    read = []
-    handle = decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(kwargs["input_ids"].tolist()), with_kwargs=True
-    )
-    action_hidden(decoder, *rows, "shared_prefix")
-    action_hidden(decoder, *rows, "packed")
-    handle.remove()
-    letters = ["".join(chr(i + ord("a")) for i in ids[0]) for ids in read]
-    assert letters == ["abcdxk", "abcdxabcdabcdk"]
+    with ids_read_by(decoder) as read:
+        action_hidden(decoder, *rows, "shared_prefix")
+        action_hidden(decoder, *rows, "packed")
+    assert read == ["kabczdx", "abcdxabcdabcdkabcz"]
+
+
+tries = st.lists(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=8), min_size=1, max_size=7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tries, st.sampled_from(["qwen2", "mistral"]))
+def test_a_tree_scores_each_row_as_by_itself(rows: list[list[tuple[int, bool]]], family: str) -> None:
+    decoder = decoder_of(family)
+    assert supports_packing(decoder)
+    tokens = [torch.tensor([token for token, _ in row]) for row in rows]
+    masks = [torch.tensor([k > 0 and action for k, (_, action) in enumerate(row)]) for row in rows]
+    with ids_read_by(decoder) as read:
+        hidden = action_hidden(decoder, tokens, masks, "shared_prefix")
+    expected = torch.cat([padded(decoder, [t], [m]) for t, m in zip(tokens, masks, strict=True)])
+    assert_close(hidden, expected, 1e-10)
+    found = gradients(decoder, hidden)
+    for name, gradient in gradients(decoder, expected).items():
+        assert_close(found[name], gradient, 1e-10)
+    # One token per node of the trie of what precedes the last action of each row
+    needed = [t[: max(m.nonzero().flatten().tolist(), default=0)].tolist() for t, m in zip(tokens, masks, strict=True)]
+    nodes = {tuple(row[:length]) for row in needed for length in range(1, len(row) + 1)}
+    assert len(read[0]) == max(1, len(nodes))
 
 
 class _Largest(TorchDispatchMode):
@@ -207,7 +244,8 @@ def test_adapters_get_their_gradients(packing: str) -> None:
     decoder = peft.get_peft_model(build("qwen2"), config).double().get_decoder()
     names = [n for n, p in decoder.named_parameters() if p.requires_grad]
     assert names and all("lora" in n for n in names)
-    assert_same_as_padded(decoder, CASES["random"], packing)
+    for case in ("random", "trees"):
+        assert_same_as_padded(decoder, CASES[case], packing)
 
 
 def test_no_gradient_is_kept_without_one_being_asked_for() -> None:

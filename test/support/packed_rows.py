@@ -103,8 +103,29 @@ def random_rows(seed: int, groups: int = 3, size: int = 4) -> Rows:
     return [tokens[i] for i in order], [masks[i] for i in order]
 
 
+def tree_rows(seed: int, trees: int = 2, size: int = 6) -> Rows:
+    """Draw rows that leave an earlier row of their tree anywhere; others repeat or begin one, or have no action."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    tokens = []
+    for _ in range(trees):
+        tree = [torch.randint(0, 48, (draw(4, 16),), generator=generator)]
+        for _ in range(size - 1):
+            stem = tree[draw(0, len(tree))]
+            kept = draw(1, len(stem) + 1)
+            tree.append(torch.cat([stem[:kept], torch.randint(0, 48, (max(0, draw(-4, 12)),), generator=generator)]))
+        tokens += tree
+    tokens = [tokens[i] for i in torch.randperm(len(tokens), generator=generator).tolist()]
+    masks = [(torch.rand(len(t), generator=generator) < draw(0, 3) / 3) & (torch.arange(len(t)) > 0) for t in tokens]
+    return tokens, masks
+
+
 CASES = {
     "random": random_rows(0),
+    "trees": tree_rows(0),
     "random, all prompts different": random_rows(1, groups=6, size=1),
     "one group": random_rows(2, groups=1, size=8),
     "single row": rows_of(("abcdef", "...xxx")),
@@ -116,6 +137,9 @@ CASES = {
     "answers that begin alike": rows_of(("abxyz", "..xxx"), ("abxyq", "..xxx"), ("abx", "..x")),
     "rows without actions": rows_of(("abc", "..."), ("abcd", "..xx"), ("abc", "..."), ("abe", "..x")),
     "turns": rows_of(("abcdefgh", "..x..xx."), ("abzz", "..x."), ("abcdefgi", "..x..xxx")),
+    "turns that extend earlier ones partly": rows_of(
+        ("abcxyd", "...xxx"), ("abcdefzg", "......xx"), ("abcdefghij", "........xx"), ("abcdk", "..xxx")
+    ),
     "a last token past a limit": rows_of(("abcdefghijklmnopq", "." * 8 + "x" * 9), ("abcdefghij", "." * 8 + "xx")),
 }
 

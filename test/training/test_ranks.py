@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from support import rank_training
 from support.fork_server import ForkServer
 from support.rank_scripts import run_ranks
-from torchrl_rloo.data import stack_rows
+from torchrl_rloo.data import keys, stack_rows
+from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.data.share import shares_of, split_by_tokens
 from torchrl_rloo.objectives import PRESETS
 from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.training import accumulate, shard_model
 
-LAYOUTS = tuple(itertools.product(("none", "packed", "shared_prefix"), ("ddp", "fsdp")))
+LAYOUTS = tuple(itertools.product(PACKINGS, ("ddp", "fsdp")))
 # One case for each preset, of changing layouts
 CASES: list[dict[str, Any]] = [
     {"preset": preset, "steps": 2, "packing": packing, "parallel": parallel}
@@ -105,6 +107,26 @@ def test_rows_of_a_prompt_stay_on_one_rank():
         assert all(groups.count(group) == members for group in groups)
     # A single group is larger than a share, so its rows are split
     assert all(shares_of(stack_rows(list(rows[:members].unbind(0))), 2, "shared_prefix"))
+
+
+def test_trees_are_cut_between_ranks_where_rows_share_the_fewest_tokens():
+    """The rows share a system prompt; two of the three trees have branches."""
+    texts = ["s" * 9 + text for text in ("aaaabb", "aaaacc", "aaaad", "ee", "fghi", "fghj")]
+    rows = [TensorDict({keys.TOKENS: torch.tensor([ord(c) for c in text])}, []) for text in texts]
+    shares = shares_of(stack_rows(rows), 2, "shared_prefix")
+    assert sorted(i for share in shares for i in share) == list(range(6))
+    assert [[i for i in (0, 1, 2) if i in share] for share in shares if 0 in share] == [[0, 1, 2]]
+    assert [[i for i in (4, 5) if i in share] for share in shares if 4 in share] == [[4, 5]]
+    assert shares_of(stack_rows(rows), 1, "shared_prefix") == [list(range(6))]
+
+
+def test_pairs_are_split_between_ranks_in_every_packing():
+    def entry(n):
+        return {keys.TOKENS: torch.arange(n)}
+
+    rows = [{"chosen": TensorDict(entry(n), []), "rejected": TensorDict(entry(2), [])} for n in (5, 3, 3, 2)]
+    pairs = stack_rows([TensorDict(row, []) for row in rows])
+    assert [shares_of(pairs, 2, packing) for packing in PACKINGS] == [[[0, 3], [1, 2]]] * 3
 
 
 def test_wrong_arguments_are_refused_by_name():

@@ -73,7 +73,7 @@ class PlanConfig:
 class TrainConfig:
     """Settings of a training step."""
 
-    packing: str = "none"  # layout of rows: none (padded), packed (end to end), shared_prefix (a group's prompt once)
+    packing: str = "none"  # layout of rows: none (padded), packed (end to end), shared_prefix (common beginnings once)
     micro_batch_tokens: int | None = None  # tokens per pass, also of the reference model; null: no limit
     merge_identical: bool = False  # run completions with the same tokens only once
     max_grad_norm: float | None = 1.0  # largest norm of the gradient; null: no clipping

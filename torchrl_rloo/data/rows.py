@@ -81,34 +81,31 @@ def concatenate(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     return stack_rows([row for batch in batches for row in batch.unbind(0)])
 
 
-def prompt_lengths(action_masks: Sequence[torch.Tensor]) -> list[int]:
-    """Count the tokens of each row before its first action token; a row without action tokens is all prompt.
+def prefix_order(tokens: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Sort rows so that each follows the row with which it shares the most leading tokens.
+
+    This is a depth-first walk of the rows' token trie: the trie has as many nodes as the rows have tokens that are not
+    shared with the row before them. A row that begins another comes after it.
 
     Args:
-        action_masks: ``B`` bool masks, ``[T_i]`` each.
+        tokens: ids of ``B`` rows, ``[T_i]`` each, on any device.
 
     Returns:
-        ``B`` lengths in tokens.
+        Indices of the rows in this order, and for each the number of leading tokens that the row before it also has.
+
+    Example:
+        >>> prefix_order([torch.tensor(t) for t in ([1, 2], [3], [1, 2, 4], [1, 5])])
+        ([1, 3, 2, 0], [0, 0, 1, 2])
     """
-    mask = pad(action_masks, False)
-    lengths = torch.tensor([len(m) for m in action_masks], device=mask.device)
-    return torch.where(mask.any(1), mask.to(torch.uint8).argmax(1), lengths).tolist()
-
-
-def prompt_groups(tokens: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of rows that begin with the same prompt, in order of first appearance.
-
-    Args:
-        tokens: ids of ``B`` rows, ``[T_i]`` each, on the CPU.
-        lengths: ``B`` prompt lengths in tokens.
-
-    Returns:
-        One list of row indices per distinct prompt.
-    """
-    groups: dict[bytes, list[int]] = {}
-    for i, (row, length) in enumerate(zip(tokens, lengths, strict=True)):
-        groups.setdefault(row[:length].numpy().tobytes(), []).append(i)
-    return list(groups.values())
+    rows = [t.cpu().numpy().astype(">i8") for t in tokens]  # big-endian bytes sort as the ids do
+    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__, reverse=True)
+    shared = [0] * len(rows)
+    for k in range(1, len(order)):
+        a, b = rows[order[k - 1]], rows[order[k]]
+        length = min(len(a), len(b))
+        differs = a[:length] != b[:length]
+        shared[k] = int(differs.argmax()) if differs.any() else length
+    return order, shared
 
 
 def micro_batches(
@@ -118,7 +115,9 @@ def micro_batches(
     max_tokens: int | None = None,
     packing: Literal["none", "packed", "shared_prefix"] = "none",
 ) -> Iterator[TensorDictBase]:
-    """Split a batch into pieces of at most ``size`` rows and ``max_tokens`` tokens, longest rows first.
+    """Split a batch into pieces of at most ``size`` rows and ``max_tokens`` tokens.
+
+    The longest rows come first. With ``packing="shared_prefix"``, rows that begin alike stay together instead.
 
     A batch within the limits is yielded unchanged. So is an empty batch: its loss has zero gradients, so the
     optimizer still takes its step.
@@ -129,8 +128,8 @@ def micro_batches(
         max_tokens: largest number of tokens in a piece's forward pass. None disables the limit. A row above it is a
             piece by itself.
         packing: layout of the forward pass, which decides how its tokens are counted. ``"none"``: number of rows times
-            the longest length. ``"packed"``: sum of the lengths. ``"shared_prefix"``: sum of the lengths with a shared
-            prompt counted once. Rows with the same prompt then stay together where the limits allow.
+            the longest length. ``"packed"``: sum of the lengths. ``"shared_prefix"``: sum of the lengths, with leading
+            tokens that several rows of the piece share counted once.
 
     Yields:
         Batches of rows.
@@ -161,25 +160,19 @@ PACKINGS = ("none", "packed", "shared_prefix")
 
 def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) -> Iterator[list[int]]:
     """Yield the row indices of each piece."""
-    # Sort rows by length, and keep those of a prompt next to its longest row so that they can share it
     lengths = [len(t) for t in ragged(rows, keys.TOKENS)]
-    order = sorted(range(len(rows)), key=[-n for n in lengths].__getitem__)
-    shared_lengths, group = [0] * len(rows), list(range(len(rows)))
+    order, shared = sorted(range(len(rows)), key=[-n for n in lengths].__getitem__), [0] * len(rows)
     if packing == "shared_prefix":
-        shared_lengths = prompt_lengths(ragged(rows, keys.ACTION_MASK))
-        groups = prompt_groups([t.cpu() for t in ragged(rows, keys.TOKENS)], shared_lengths)
-        group = [g for _, g in sorted((i, g) for g, members in enumerate(groups) for i in members)]
-        rank = {g: k for k, g in enumerate(dict.fromkeys(group[i] for i in order))}
-        order.sort(key=lambda i: rank[group[i]])
+        order, shared = prefix_order(ragged(rows, keys.TOKENS))
 
     # Fill pieces greedily up to the limits
     piece: list[int] = []
     tokens = 0
-    for i in order:
+    for i, prefix in zip(order, shared, strict=True):
         if packing == "none":
             added = lengths[piece[0] if piece else i]  # padded to the first row, the longest
         else:
-            added = lengths[i] - (shared_lengths[i] if piece and group[piece[-1]] == group[i] else 0)
+            added = lengths[i] - (prefix if piece else 0)
         if piece and (len(piece) == size or tokens + added > max_tokens):
             yield piece
             piece, tokens, added = [], 0, lengths[i]

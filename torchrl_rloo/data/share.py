@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
+import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import prompt_groups, prompt_lengths, ragged
+from torchrl_rloo.data.rows import prefix_order, ragged
 
 MAX_LOAD = 1.05  # largest number of tokens of a rank before rows are moved, as a multiple of the mean
 
@@ -45,8 +47,8 @@ def shares_of(rows: TensorDictBase, size: int, packing: str = "none") -> list[li
     Args:
         rows: all rows or pairs of a step, equal on all ranks, batch size ``[B]``.
         size: number of ranks.
-        packing: layout of the scorer. With ``"shared_prefix"``, rows that share a prompt stay on one rank unless their
-            group is larger than a rank's share.
+        packing: layout of the scorer. With ``"shared_prefix"``, rows that begin alike stay on one rank, unless their
+            distinct tokens are more than a rank's share.
 
     Returns:
         Ascending indices of the rows of each rank; a rank may have none.
@@ -60,11 +62,11 @@ def shares_of(rows: TensorDictBase, size: int, packing: str = "none") -> list[li
         [[0, 3], [1, 2]]
     """
     lengths = [sum(value.numel() for key, value in row.items(True, True) if _is_tokens(key)) for row in rows.unbind(0)]
-    units = [[i] for i in range(len(lengths))]
-    if packing == "shared_prefix" and lengths:
-        units = _prompt_units(rows, lengths, sum(lengths) / size)
-    shares = split_by_tokens([sum(lengths[i] for i in unit) for unit in units], size)
-    return [sorted(i for unit in share for i in units[unit]) for share in shares]
+    units = [(n, [i]) for i, n in enumerate(lengths)]
+    if packing == "shared_prefix" and keys.TOKENS in rows.keys(include_nested=True):  # pairs are not packed by prefix
+        units = _subtrees(ragged(rows, keys.TOKENS), size)
+    shares = split_by_tokens([tokens for tokens, _ in units], size)
+    return [sorted(i for unit in share for i in units[unit][1]) for share in shares]
 
 
 def shares_of_groups(metadata: TensorDictBase, size: int, trained: Sequence[bool] | None = None) -> list[list[int]]:
@@ -126,10 +128,21 @@ def _is_tokens(key: str | tuple[str, ...]) -> bool:
     return isinstance(key, tuple) and key[-2:] == keys.TOKENS
 
 
-def _prompt_units(rows: TensorDictBase, lengths: list[int], share: float) -> list[list[int]]:
-    """Return groups of rows that share a prompt, but single rows of a group larger than a share."""
-    tokens = [t.cpu() for t in ragged(rows, keys.TOKENS)]
-    units = []
-    for group in prompt_groups(tokens, prompt_lengths(ragged(rows, keys.ACTION_MASK))):
-        units += [group] if sum(lengths[i] for i in group) <= share else [[i] for i in group]
-    return units
+def _subtrees(tokens: list[torch.Tensor], size: int) -> list[tuple[int, list[int]]]:
+    """Return parts of the rows' token trie of at most a rank's share, or of one row, as distinct tokens and rows."""
+    order, shared = prefix_order(tokens)
+    lengths = [len(tokens[i]) for i in order]
+    share = (sum(lengths) - sum(shared)) / size
+    parts, whole = [(0, range(len(order)))] if order else [], []
+    while parts:
+        stem, part = parts.pop()
+        # Leave out the stem that other parts also have: a rank computes it once
+        count = lengths[part[0]] - stem + sum(lengths[k] - shared[k] for k in part[1:])
+        if count <= share or len(part) == 1:
+            whole.append((count, [order[k] for k in part]))
+            continue
+        # Cut where neighbors share the fewest tokens
+        fewest = min(shared[k] for k in part[1:])
+        cuts = [part[0], *(k for k in part[1:] if shared[k] == fewest), part[-1] + 1]
+        parts += [(fewest, range(*each)) for each in pairwise(cuts)]
+    return whole

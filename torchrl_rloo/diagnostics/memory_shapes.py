@@ -83,18 +83,17 @@ class Pass:
     @property
     def segments(self) -> list[Segment]:
         """Runs of tokens of a packed pass, see :class:`~torchrl_rloo.modules.packed_attention.AttentionPlan`."""
-        found: list[Segment] = []
-        size = 0
         group = self.group if self.packing == "shared_prefix" else 1
-        for first in range(0, self.rows, group):
-            members = min(group, self.rows - first)
-            shared = self.packing == "shared_prefix" and members > 1
-            prefix = Segment(size, self.prompt_tokens) if shared else Segment(0, 0)
-            found += [prefix] if shared else []
-            size += prefix.length
-            for _ in range(members):
-                found.append(Segment(size, self.row_tokens - 1 - prefix.length, prefix.start, prefix.length))
-                size += found[-1].length
+        found: list[Segment] = []
+        size, prompt = 0, range(0)
+        for row in range(self.rows):
+            if row % group == 0:
+                prompt = range(size, size + self.prompt_tokens)
+            prefix = (prompt,) if row % group else ()
+            segment = Segment(size, self.row_tokens - 1, prefix)
+            segment = segment._replace(length=segment.length - segment.prefix_length)
+            found += [segment] if segment.length else []
+            size += segment.length
         return found
 
     @property

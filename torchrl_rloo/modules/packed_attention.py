@@ -1,4 +1,4 @@
-"""Attention over a pack of rows in one sequence, in which each row attends only to itself and its shared prompt.
+"""Attention over a pack of rows in one sequence, in which each row attends only to its own tokens, shared or not.
 
 Transformers can replace a model's attention by name; the name is set for one forward pass only. A context variable
 holds the plan, since model families differ in the keyword arguments that they pass on. The full ``[N, N]`` mask is
@@ -8,6 +8,7 @@ never built.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.attention import attention_implementation
 from torchrl_rloo.modules.context_parallel import ContextGroup
 
@@ -35,42 +37,76 @@ class Segment(NamedTuple):
     Attributes:
         start: index of the first token in the pack.
         length: number of tokens, at least 1.
-        prefix_start: index of the first token of the prefix.
-        prefix_length: number of tokens of the prefix; 0 for none.
+        prefix: runs of the pack, in order, that the row has before this one.
     """
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    prefix: tuple[range, ...] = ()
+
+    @property
+    def prefix_length(self) -> int:
+        """Number of tokens of the prefix."""
+        return sum(map(len, self.prefix))
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Indices in the pack of the prefix and the run, ``[prefix_length + length]``."""
+        return index_runs([*self.prefix, range(self.start, self.start + self.length)])
+
+
+def index_runs(runs: Sequence[range]) -> torch.Tensor:
+    """Return the indices of runs, one after the other."""
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 class _Block:
-    """Segments of similar lengths as one rectangular attention call, padded on the right."""
+    """Segments of similar lengths as one rectangular attention call, padded on the right.
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device):
-        lengths = torch.tensor([s.length for s in segments])
-        column = torch.arange(int(lengths.max()))
-        self.real = (column < lengths[:, None]).flatten()
-        # Pad with a row's first token: padding follows all real tokens, so none attends to it
-        own = torch.tensor([[s.start] for s in segments]) + torch.where(column < lengths[:, None], column, 0)
-        prefix = torch.tensor([[s.prefix_start] for s in segments]) + torch.arange(segments[0].prefix_length)
-        self.queries = own.flatten().to(device)
-        self.keys = torch.cat([prefix, own], 1).flatten().to(device)
-        self.size, self.length, self.prefix_length = len(segments), len(column), segments[0].prefix_length
-        self.device = device
+    Rows of queries begin ``skipped`` tokens into each prefix. Queries of the rest of a prefix are computed for nothing.
+
+    Args:
+        first: first segment.
+    """
+
+    def __init__(self, first: Segment):
+        total = first.prefix_length + first.length
+        # Causal attention to the whole row skips half of the work, which a mask does not
+        self.skipped = 0 if first.length >= MIN_FILL * total else first.prefix_length
+        self.segments, self.length, self.shortest = [first], total - self.skipped, first.length
         self._masks: dict[int | None, torch.Tensor] = {}
+
+    def add(self, segment: Segment) -> bool:
+        """Add a segment with at least ``skipped`` tokens of prefix, and return True, unless its length differs."""
+        length = max(self.length, segment.prefix_length + segment.length - self.skipped)
+        shortest = min(self.shortest, segment.length)
+        if shortest < MIN_FILL * length:
+            return False
+        self.segments.append(segment)
+        self.length, self.shortest = length, shortest
+        return True
+
+    def finish(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the indices of queries and keys, and bool True for queries of the segments, ``[size * length]``."""
+        # Pad with index 0: padding follows all real tokens, so none attends to it
+        keys = pad([s.keys for s in self.segments])
+        self.shape, self.device = keys.shape, device
+        column = torch.arange(self.skipped, keys.shape[1])
+        starts = torch.tensor([[s.prefix_length] for s in self.segments])
+        stops = starts + torch.tensor([[s.length] for s in self.segments])
+        real = (starts <= column) & (column < stops)
+        return keys[:, self.skipped :].flatten(), keys.flatten(), real.flatten()
 
     def mask(self, window: int | None) -> torch.Tensor | None:
         """Return bool ``[L, P + L]``, True where a query attends to a key; None if plain causal attention is equal."""
-        if window is not None and window >= self.prefix_length + self.length:
+        total = self.shape[1]
+        if window is not None and window >= total:
             window = None
-        if window is None and not self.prefix_length:
+        if window is None and not self.skipped:
             return None
         if window not in self._masks:
-            total = self.prefix_length + self.length
             position = torch.arange(total, device=self.device)
-            back = position[self.prefix_length :, None] - position
+            back = position[self.skipped :, None] - position
             self._masks[window] = (back >= 0) & (back < (window or total))
         return self._masks[window]
 
@@ -90,22 +126,18 @@ class AttentionPlan:
         self.windows: list[int | None] = []  # sliding window of each attention call so far
 
     @cached_property
-    def blocks(self) -> tuple[list[_Block], torch.Tensor]:
-        """Attention calls, and the index ``[N]`` of each token in their concatenated padded outputs."""
-        # Group segments with prefixes of equal length and similar lengths, longest first
-        order = sorted(self.segments, key=lambda s: (s.prefix_length, -s.length))
-        members: list[list[Segment]] = []
-        for s in order:
-            first = members[-1][0] if members else None
-            if first and s.prefix_length == first.prefix_length and s.length >= MIN_FILL * first.length:
-                members[-1].append(s)
-            else:
-                members.append([s])
-        blocks = [_Block(m, self.device) for m in members]
+    def blocks(self) -> tuple[list[_Block], torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention calls, indices of their queries and keys, and the index ``[N]`` of each token in their outputs."""
+        # Group segments of similar lengths, by length of their prefixes, longest first
+        blocks: list[_Block] = []
+        for s in sorted(self.segments, key=lambda s: (s.prefix_length, -s.length)):
+            if not any(block.add(s) for block in blocks):
+                blocks.append(_Block(s))
         # Map each token to its place among the padded outputs
-        real = torch.cat([b.real for b in blocks]).nonzero()[:, 0]
-        tokens = torch.cat([torch.arange(s.start, s.start + s.length) for m in members for s in m])
-        return blocks, real[tokens.argsort()].to(self.device)
+        queries, keys, real = map(torch.cat, zip(*(block.finish(self.device) for block in blocks), strict=True))
+        tokens = index_runs([range(s.start, s.start + s.length) for block in blocks for s in block.segments])
+        places = real.nonzero()[:, 0][tokens.argsort()]
+        return blocks, *(index.to(self.device) for index in (queries, keys, places))
 
     @cached_property
     def ragged(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
@@ -113,14 +145,10 @@ class AttentionPlan:
 
         The indices are None if no segment has a prefix: the keys are then those of the pack, in order.
         """
-        keys = [
-            torch.cat([torch.arange(s.prefix_start, s.prefix_start + s.prefix_length), torch.arange(s.start, stop)])
-            for s in self.segments
-            for stop in [s.start + s.length]
-        ]
+        keys = [s.keys for s in self.segments]
         lengths = [torch.tensor([0, *(s.length for s in self.segments)]), torch.tensor([0, *map(len, keys)])]
         offsets = [n.cumsum(0).to(self.device, torch.int32) for n in lengths]
-        indices = torch.cat(keys).to(self.device) if any(s.prefix_length for s in self.segments) else None
+        indices = torch.cat(keys).to(self.device) if any(s.prefix for s in self.segments) else None
         return indices, *offsets, *(int(n.max()) for n in lengths)
 
 
@@ -170,24 +198,22 @@ def _attend_blocks(
     plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
     """Attend over ``[N, heads, D]`` in blocks of segments of similar length."""
-    blocks, places = plan.blocks
+    blocks, queries, keys, places = plan.blocks
+    query_shapes = [(b.shape[0], b.shape[1] - b.skipped) for b in blocks]
+    key_shapes = [b.shape for b in blocks]
 
-    def take(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-        rows = x.flatten(1).index_select(0, index)  # gather whole rows: three times as fast as single heads
-        return rows.view(size, -1, *x.shape[1:]).transpose(1, 2)
+    def take(x: torch.Tensor, index: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        # Gather whole rows, faster than single heads, at once: a gradient of all tokens for each block would be slow
+        parts = x.flatten(1).index_select(0, index).split([math.prod(shape) for shape in shapes])
+        return [part.view(*shape, *x.shape[1:]).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
     # Make one call per block, whose segments differ little in length and need little padding
     outputs = []
-    for block in blocks:
+    inputs = (take(q, queries, query_shapes), take(k, keys, key_shapes), take(v, keys, key_shapes))
+    for block, *states in zip(blocks, *inputs, strict=True):
         mask = block.mask(window)
         out = nn.functional.scaled_dot_product_attention(
-            take(q, block.queries, block.size),
-            take(k, block.keys, block.size),
-            take(v, block.keys, block.size),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            *states, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     # Restore the order of the tokens, without padding

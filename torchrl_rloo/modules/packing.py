@@ -3,7 +3,7 @@
 Packings differ in speed and memory, not in the result:
 
 * ``"packed"`` concatenates all rows.
-* ``"shared_prefix"`` also processes a prompt that several rows share only once.
+* ``"shared_prefix"`` also processes tokens with which several rows begin only once: prompts, turns and branches.
 
 Both leave out the last action token of each row and the tokens after it, since no prediction depends on them.
 """
@@ -11,16 +11,17 @@ Both leave out the last action token of each row and the tokens after it, since 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from torchrl_rloo.data.rows import PACKINGS, pad, prompt_groups, prompt_lengths
+from torchrl_rloo.data.rows import PACKINGS, pad, prefix_order
 from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.modules.context_parallel import context_group
-from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, Segment, forward_pack
+from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, Segment, forward_pack, index_runs
 
 PACKED = PACKINGS[1:]
 
@@ -181,44 +182,35 @@ class _Pack(NamedTuple):
 
 
 def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str, trim: bool) -> _Pack:
-    # Find the last needed token of each row, and the groups of rows that share a prompt
+    # Cut each row after its last needed token
     mask = pad(action_masks, False)
     stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist() if trim else [len(t) for t in tokens]
-    prompts, groups = [0] * len(tokens), [[i] for i in range(len(tokens))]
-    if packing == "shared_prefix":
-        prompts = prompt_lengths(action_masks)
-        groups = prompt_groups(tokens, prompts)
-    runs, segments = [], []
-    places = [(0, 0, 0)] * len(tokens)  # per row: length and start of the shared prompt, start of the rest
-    size = 0
+    if not any(stops):  # without action tokens, run the decoder anyway, so that its parameters are in the graph
+        stops[0] = 1
+    rows = [t[:stop] for t, stop in zip(tokens, stops, strict=True)]
+    # Append the tokens of each row that the row before it lacks
+    order, shared = prefix_order(rows) if packing == "shared_prefix" else (range(len(rows)), [0] * len(rows))
+    ids, positions, segments = [], [], []
+    paths: list[list[range]] = [[]] * len(rows)  # per row: its runs of the pack
+    size, path = 0, []
+    for i, length in zip(order, shared, strict=True):
+        path, own = _first(path, length), range(size, size + stops[i] - length)
+        if own:
+            segments.append(Segment(size, len(own), tuple(path)))
+            ids.append(rows[i][length:])
+            positions.append(range(length, stops[i]))
+            path, size = [*path, own], own.stop
+        paths[i] = path
+    # Map each action token to the pack index of the token before it
+    before = torch.cat([m.roll(-1)[:stop] for m, stop in zip(action_masks, stops, strict=True)])
+    predictors = index_runs([run for path in paths for run in path])[before]
+    return _Pack(torch.cat(ids), index_runs(positions), predictors, segments)
 
-    def append(row: int, start: int, stop: int, prefix: Segment) -> Segment:
-        nonlocal size
-        segment = Segment(size, stop - start, prefix.start, prefix.length)
-        if segment.length:
-            runs.append((row, start, stop))
-            segments.append(segment)
-        size += segment.length
-        return segment
 
-    # Append each shared prompt once, then the rest of its rows
-    for group in groups:
-        members = [i for i in group if stops[i]]
-        prompt = nothing = Segment(0, 0)
-        if len(members) > 1:
-            prompt = append(members[0], 0, prompts[members[0]], nothing)
-        for i in members:
-            own = append(i, prompt.length, stops[i], prompt)
-            places[i] = prompt.length, prompt.start, own.start
-    if not size:  # without action tokens, run the decoder anyway, so that its parameters are in the graph
-        append(0, 0, 1, Segment(0, 0))
-    # Map each action token to the pack index of the token before it, in the shared prompt or in the rest
-    row, column = mask[:, 1:].nonzero(as_tuple=True)
-    length, prompt_start, own_start = torch.tensor(places)[row].unbind(1)
-    predictors = column + torch.where(column < length, prompt_start, own_start - length)
-    ids = torch.cat([tokens[i][start:stop] for i, start, stop in runs])
-    positions = torch.cat([torch.arange(start, stop) for _, start, stop in runs])
-    return _Pack(ids, positions, predictors, segments)
+def _first(path: Sequence[range], length: int) -> list[range]:
+    """Return the first tokens of a path."""
+    starts = accumulate(map(len, path), initial=0)
+    return [run[: length - start] for run, start in zip(path, starts, strict=False) if start < length]
 
 
 def _action_states(

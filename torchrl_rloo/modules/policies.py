@@ -76,7 +76,7 @@ class TransformersWrapper(TurnPolicy):
         head: output head of the model, found by another wrapper. None finds and probes it, which all ranks of a sharded
             model must do together.
         packing: layout of scored rows: ``"none"`` (padded), ``"packed"`` (concatenated) or ``"shared_prefix"``
-            (concatenated, with a shared prompt processed once). Only time and memory differ.
+            (concatenated, with tokens that several rows begin with processed once). Only time and memory differ.
 
     Raises:
         ValueError: if ``record_support`` is set for a scorer or without truncation, ``num_samples`` is set for a
