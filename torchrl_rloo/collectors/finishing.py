@@ -14,7 +14,7 @@ from torchrl_rloo.data.segments import SAMPLE_KEYS, sampled_versions
 _TURN_KEYS = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
 # Entries of the last turn's "next" that the finished row keeps there
 _OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
-_OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra")
+_OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra", keys.ROLE_RECORD[1])
 # Entries that only the environment reads
 _DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
 # Entries of "next" that are not part of the state before the next turn

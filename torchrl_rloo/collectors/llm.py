@@ -29,9 +29,10 @@ from torchrl_rloo.collectors.staleness import OnStale, limit_staleness
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
+from torchrl_rloo.data.roles import split_roles
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.event_loop import EventLoop
-from torchrl_rloo.envs.stepping import adapt_to_policy
+from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
 from torchrl_rloo.weight_update.base import WeightUpdater
 
@@ -95,6 +96,7 @@ class LLMCollector(CollectorBase):
         audit: file that records every change of a group's state, see :class:`GroupLedger`; None writes none.
 
     Attributes:
+        roles: roles of the environment's agent, whose rows are delivered in place of the conversations'; or ``()``.
         policy_version: version of the newest weights that reached the policy.
         batches: number of delivered batches.
         dialog_turns: number of turns in delivered rows.
@@ -181,6 +183,7 @@ class LLMCollector(CollectorBase):
             weight_updater=weight_updater,
         )
         primer = find_primer(env, min_members)
+        self.roles = next((t.roles for t in transforms_of(env) if getattr(t, "roles", ())), ())
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
@@ -234,9 +237,12 @@ class LLMCollector(CollectorBase):
             RuntimeError: if the collector is shut down.
         """
         batch = self._next_batch()
-        rows = stack_rows(self._rows_of(batch))
+        found = self._rows_of(batch)
+        rows = stack_rows(found)
         # Count before postproc, which may drop rows
         after = self._count(batch, sum(map(len, ragged(rows, keys.TOKENS))))
+        if self.roles:
+            rows = stack_rows(split_roles(found, self.roles))
         if self.postproc is not None:
             rows = self.postproc(rows)
         if self.replay_buffer is not None:

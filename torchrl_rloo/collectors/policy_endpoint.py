@@ -146,7 +146,7 @@ class PolicyEndpoint:
             raise ValueError(f"the query leaves no token of max_tokens={self.env.token_limit}; shorten it")
         sample = partial(self._source.turn, order=order)
         session = AgentSession(self.env, row, sample, parser=self.parser, max_parallel=self.max_parallel)
-        return OpenConversation(self, session, self.server.add(session), self.version())
+        return OpenConversation(self, session, self.server.add(session.by_role), self.version())
 
     def close(self) -> None:
         """Stop the endpoint. Calls in flight are cancelled."""

@@ -153,7 +153,10 @@ class RayLLMCollector(LLMCollector):
         Raises:
             DatasetExhaustedError: if the dataset's epochs have ended.
             RuntimeError: if the collector is shut down.
+            ValueError: if the environment's agent has roles.
         """
+        if self.roles:
+            raise ValueError(f"roles={[r.name for r in self.roles]} cannot be split by reference; use collect()")
         batch = self._next_batch()
         self._deliver(self._count(batch, sum(int(row[keys.TOKEN_COUNT]) for row in batch.rows)))
         return self._references(batch)

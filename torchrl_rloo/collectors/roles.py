@@ -14,8 +14,6 @@ from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.agents.agents import AgentContext
 from torchrl_rloo.envs.agents.session import derive_seed
 
-ROLE = "role"
-
 
 class RoleConversation:
     """Conversation of a :class:`RolePlay`.
@@ -110,7 +108,8 @@ class RolePlay:
         seed = int(torch.randint(2**62, ())) if seed is None else seed
         conversations: dict[str, OpenConversation] = {}
         for i, (role, endpoint) in enumerate(self.endpoints.items()):
-            columns = {ROLE: role, keys.GROUP_ID: torch.tensor(group_id * len(self.endpoints) + i)}
+            columns = {keys.ROLE: role, keys.ROLE_ID: torch.tensor(i)}
+            columns |= {keys.GROUP_ID: torch.tensor(group_id * len(self.endpoints) + i)}
             try:
                 conversations[role] = endpoint.open(queries[role], seed=derive_seed(seed, role), **columns)
             except Exception:  # Withdraw the keys of the roles before it

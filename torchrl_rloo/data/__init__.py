@@ -18,6 +18,7 @@ from torchrl_rloo.data.preferences import (
 )
 from torchrl_rloo.data.prompts import PromptCounts, PromptDataset, load_prompts, longest_prompt, split_prompts
 from torchrl_rloo.data.rerolls import DeferredRerolls
+from torchrl_rloo.data.roles import Role, split_roles
 from torchrl_rloo.data.rows import (
     ActionTokens,
     action_tokens,
@@ -59,6 +60,7 @@ __all__ = [
     "PromptCounts",
     "PromptDataset",
     "PromptSampler",
+    "Role",
     "STOP_REASONS",
     "abstains",
     "action_tokens",
@@ -89,6 +91,7 @@ __all__ = [
     "refuse_segments",
     "render",
     "split_prompts",
+    "split_roles",
     "split_segments",
     "stack_rows",
     "stop_reason",

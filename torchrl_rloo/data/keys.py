@@ -45,6 +45,10 @@ Optional entries:
 ``VALUE_TARGET``              ``[T, 1]``   float32  regression target of the value estimate
 ``SAMPLE_WEIGHT``             ``[]``       float32  factor of the row's loss
 ``MULTIPLICITY``              ``[]``       int64    number of identical rows that this row represents
+``ROLE``                      non-tensor   -        name of the role, in rows of conversations of several roles
+``ROLE_ID``                   ``[]``       int64    index of the role
+``CONVERSATION_GROUP``        ``[]``       int64    ``GROUP_ID`` of the conversation that a role's row is part of
+``ROLE_RECORD``               non-tensor   -        roles of the samples, before rows are split by role
 ``TOKEN_COUNT``               ``[]``       int64    tokens of all samples of a row, in its metadata
 ``VERSION_COUNTS``            ``[n, 2]``   int64    policy versions, and the number of action tokens that each sampled
 ``ACTION_COUNT``              ``[]``       int64    action tokens of the sample in ``TOKENS``, in a row's metadata
@@ -96,6 +100,10 @@ STATE_VALUE = "state_value"
 VALUE_TARGET = "value_target"
 SAMPLE_WEIGHT = "sample_weight"
 MULTIPLICITY = "multiplicity"
+ROLE = "role"
+ROLE_ID = "role_id"
+CONVERSATION_GROUP = "conversation_group"
+ROLE_RECORD = ("next", "role_record")
 TOKEN_COUNT = "token_count"
 VERSION_COUNTS = "version_counts"
 ACTION_COUNT = "action_count"
@@ -127,6 +135,8 @@ RESERVED = frozenset(
         VALUE_TARGET,
         SAMPLE_WEIGHT,
         MULTIPLICITY,
+        ROLE_ID,
+        CONVERSATION_GROUP,
         TRAJECTORY_ID,
         NUM_TOOL_CALLS,
         TOKEN_COUNT,

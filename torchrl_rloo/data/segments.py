@@ -20,13 +20,13 @@ A sequence-level ratio is that of one sample, not the product over all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import make_tensorclass_like, stack_rows
+from torchrl_rloo.data.rows import copy_row, make_tensorclass_like, stack_rows
 
 # Entries about samples, which a step copies from the row to its "next"
 SAMPLE_KEYS = (keys.PREVIOUS_SEGMENTS, keys.ACTION_VERSIONS, keys.SUPPORT_IDS[0])
@@ -100,6 +100,32 @@ def split_segments(rows: TensorDictBase) -> TensorDictBase:
     return stack_rows([sample for row in rows.unbind(0) for sample in _samples(row)])
 
 
+def select_samples(row: TensorDictBase, indices: Sequence[int]) -> TensorDictBase:
+    """Return a copy of a finished row with only some of its samples.
+
+    Args:
+        row: a row; not changed.
+        indices: positions of the samples among all of the row, in order. The last one becomes the row's ``TOKENS``.
+            Without any, the row keeps the prompt of the first sample, without action tokens.
+
+    Raises:
+        ValueError: if the row has an entry with one value per token of the last sample.
+    """
+    _refuse_last_sample_keys(row)
+    parts = [*_previous_parts(row), _last_part(row)]
+    chosen = copy_row(row)
+    chosen.pop(keys.PREVIOUS_SEGMENTS, None)
+    if not indices:
+        first, prompt = parts[0], slice(0, _first_action(parts[0]["mask"]))
+        return drop_samples(_sample(chosen, {name: first[name][prompt] for name in _TOKEN_ENTRIES}))
+    *earlier, last = [parts[i] for i in indices]
+    if earlier:
+        joined = {name: torch.cat([part[name] for part in earlier]) for name in last}
+        joined["sizes"] = torch.tensor([len(part["tokens"]) for part in earlier])
+        chosen.set(keys.PREVIOUS_SEGMENTS, TensorDict(joined, batch_size=[]))
+    return _sample(chosen, last)
+
+
 def sampled_versions(row: TensorDictBase) -> torch.Tensor | None:
     """Return the policy versions of all action tokens of a trajectory, over all its samples.
 
@@ -148,15 +174,29 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
     if keys.PREVIOUS_SEGMENTS not in row.keys():
         yield row
         return
-    # Refuse entries that cover only the last sample
-    for key in LAST_SAMPLE_KEYS:
-        if row.get(key, None) is not None:
-            raise ValueError(f"a row of several samples has {key!r} of its last sample only; write it after the split")
+    _refuse_last_sample_keys(row)
     if (advantage := row.get(keys.ADVANTAGE, None)) is not None and advantage.numel() != 1:
         raise ValueError("a row of several samples has one advantage per token; use credit='trajectory'")
 
-    # Cut the concatenated entries back into samples
-    previous, rest = row[keys.PREVIOUS_SEGMENTS], row.exclude(keys.PREVIOUS_SEGMENTS)
+    # Yield samples with action tokens; the last one has none if the trajectory was cancelled before its turn
+    rest = row.exclude(keys.PREVIOUS_SEGMENTS)
+    sampled = [part for part in _previous_parts(row) if part["mask"].any()]
+    for part in sampled:
+        yield _sample(rest.copy(), part)
+    if rest[keys.ACTION_MASK].any() or not sampled:
+        yield _with_version(rest)
+
+
+def _refuse_last_sample_keys(row: TensorDictBase) -> None:
+    for key in LAST_SAMPLE_KEYS:
+        if row.get(key, None) is not None:
+            raise ValueError(f"a row of several samples has {key!r} of its last sample only; write it after the split")
+
+
+def _previous_parts(row: TensorDictBase) -> list[dict[str, torch.Tensor]]:
+    """Cut the concatenated entries of the previous samples back into samples."""
+    if (previous := row.get(keys.PREVIOUS_SEGMENTS, None)) is None:
+        return []
     sizes = previous["sizes"].tolist()
     parts = {name: previous[name].split(sizes) for name in _TOKEN_ENTRIES}
     actions = [int(mask.sum()) for mask in parts["mask"]]
@@ -165,20 +205,24 @@ def _samples(row: TensorDictBase) -> Iterator[TensorDictBase]:
             parts[name] = previous[name].split(actions)
     if "support_ids" in previous.keys():
         parts["support_ids"] = previous["support_ids"].split([int(n.sum()) for n in parts["support_sizes"]])
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
 
-    # Yield samples with action tokens; the last one has none if the trajectory was cancelled before its turn
-    sampled = [i for i, count in enumerate(actions) if count]
-    for i in sampled:
-        yield _sample(rest.copy(), {name: part[i] for name, part in parts.items()})
-    if rest[keys.ACTION_MASK].any() or not sampled:
-        yield _with_version(rest)
+
+def _last_part(row: TensorDictBase) -> dict[str, torch.Tensor]:
+    """Return the entries of a finished row's last sample."""
+    named = _TOKEN_ENTRIES | {"tokens": keys.TOKENS} | _ACTION_ENTRIES
+    return {name: value for name, key in named.items() if (value := row.get(key, None)) is not None}
+
+
+def _first_action(mask: torch.Tensor) -> int:
+    return int(mask.int().argmax()) if mask.any() else len(mask)
 
 
 def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBase:
-    """Set the token entries of a previous sample on a row, in place."""
+    """Set the token entries of a sample on a row, in place."""
     tokens, mask = part["tokens"], part["mask"]
     entries = {
-        "tokens": {"full": tokens, "prompt": tokens[: int(mask.int().argmax())]},
+        "tokens": {"full": tokens, "prompt": tokens[: _first_action(mask)]},
         "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
         "log_probs": {"full": part["log_probs"]},
     }
@@ -193,5 +237,5 @@ def _sample(row: TensorDictBase, part: dict[str, torch.Tensor]) -> TensorDictBas
 
 
 def _with_version(row: TensorDictBase) -> TensorDictBase:
-    versions = row.get(keys.ACTION_VERSIONS, None)
+    versions = sampled_versions(row)
     return row if versions is None or not len(versions) else row.set(keys.POLICY_VERSION, versions.min())

@@ -30,12 +30,13 @@ from torchrl_rloo.functional.choices import resolve
 from torchrl_rloo.functional.returns import rewards_to_go
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.ranks import make_reducer
-from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, estimator_name
+from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
 
 _REMEDIES: dict[NestedKey, str] = {
     keys.GROUP_ID: "a DataLoadingPrimer writes it",
     keys.PROMPT_ID: "a DataLoadingPrimer writes it; this estimator keeps a baseline for each prompt",
+    keys.ROLE_ID: "agent_env(roles=) writes it; this estimator keeps a baseline for each role",
     keys.REWARD: "a RewardTransform writes it",
     keys.REWARDS: "a RewardTransform writes it; credit='normalize_then_sum' reads each function's rewards",
     keys.TOKEN_REWARDS: "write there what each action token earned, or use credit='trajectory'",
@@ -197,7 +198,7 @@ class MCAdvantage(Transform):
         """Raise a KeyError if a row lacks an entry, or a ValueError if the credit refuses the row."""
         needed = [keys.GROUP_ID, *self.credit.reads]
         if estimator_option(self.estimator, "wants_prompts"):
-            needed.append(keys.PROMPT_ID)
+            needed.append(baseline_key(self.estimator))
         if self.kl is not None:
             needed += [keys.TOKENS, keys.ACTION_MASK, keys.REF_LOG_PROBS]
         for row in rows:

@@ -1,30 +1,36 @@
-"""Advantage estimator with a running baseline for each prompt."""
+"""Advantage estimator with a running baseline for each prompt, or for each role."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from torchrl_rloo.data import keys
+
+_KEYS = {"prompt": keys.PROMPT_ID, "role": keys.ROLE_ID}
+
 
 class RunningBaseline:
-    r"""Estimator that subtracts an exponential moving average of the prompt's rewards in earlier draws.
+    r"""Estimator that subtracts an exponential moving average of the rewards of the prompt, or role, in earlier draws.
 
     .. math:: A_i = r_i - b_p, \qquad b_p \leftarrow d \, b_p + (1 - d) \, \bar r_g
 
     All rows of a group use the baseline from before the group. A row's baseline does not depend on the row, and even a
     group of one row has a signal. Groups update it in the order of their index. A group in which all rows abstain
-    changes nothing. ``"prompt_id"`` tells prompts apart.
+    changes nothing. ``"prompt_id"`` tells prompts apart, and ``"role_id"`` roles (:class:`~torchrl_rloo.data.Role`).
 
     Args:
         decay: :math:`d`, weight of the old average, in ``[0, 1)``.
-        initial: baseline of a prompt that was never drawn.
+        initial: baseline of a prompt, or role, that was never drawn.
+        by: ``"prompt"``, or ``"role"`` for one baseline for each role over all prompts.
 
     Attributes:
-        baselines: current baseline of each prompt that was drawn, by prompt id.
+        baselines: current baseline of each prompt or role that was drawn, by its id.
+        key: entry of rows with that id.
 
     Raises:
-        ValueError: if ``decay`` is out of range.
+        ValueError: if ``decay`` is out of range, or ``by`` is unknown.
 
     Example:
         >>> baseline = RunningBaseline(decay=0.5)
@@ -35,10 +41,12 @@ class RunningBaseline:
 
     rescales, needs_group, wants_prompts = False, False, True
 
-    def __init__(self, *, decay: float = 0.9, initial: float = 0.0):
+    def __init__(self, *, decay: float = 0.9, initial: float = 0.0, by: Literal["prompt", "role"] = "prompt"):
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and below 1")
-        self.decay, self.initial = decay, initial
+        if by not in _KEYS:
+            raise ValueError(f"by={by!r} must be one of {list(_KEYS)}")
+        self.decay, self.initial, self.key = decay, initial, _KEYS[by]
         self.baselines: dict[int, float] = {}
 
     def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
@@ -47,7 +55,7 @@ class RunningBaseline:
         Args:
             rewards: ``[N]``, NaN where a row abstains.
             groups: ``[N]`` int64, index of each row's group.
-            prompts: ``[N]`` int64, id of each row's prompt.
+            prompts: ``[N]`` int64, id of each row's prompt, or role.
 
         Returns:
             ``[N]`` in the dtype of ``rewards``; 0 where a row abstains.

@@ -22,6 +22,11 @@ from torchrl_rloo.functional.choices import Choice, number_field
 from torchrl_rloo.functional.returns import rewards_to_go, spread_turns, turn_index, turn_rewards
 
 
+def baseline_key(estimator: Estimator) -> str:
+    """Return the entry of rows with the ids that an estimator with ``wants_prompts`` takes."""
+    return getattr(estimator, "key", keys.PROMPT_ID)
+
+
 class Groups(NamedTuple):
     """Complete groups and the estimator that compares their rows."""
 
@@ -37,7 +42,7 @@ class Groups(NamedTuple):
             ValueError: if the estimator returns another shape.
         """
         if estimator_option(self.estimator, "wants_prompts"):
-            prompts = torch.stack([row[keys.PROMPT_ID].reshape(()) for row in self.rows])
+            prompts = torch.stack([row[baseline_key(self.estimator)].reshape(()) for row in self.rows])
             advantages = self.estimator(returns, index, prompts)
         else:
             advantages = self.estimator(returns, index)

@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,8 @@ class AgentContext:
     Attributes:
         base_url: address of the endpoint, with ``/v1``, for clients of OpenAI.
         api_key: key of the conversation. It is valid until the agent has ended.
-        model: name of the model. The endpoint accepts any.
+        model: name of the model. The endpoint accepts any, unless the conversation has roles: it is then a role's.
+        roles: names of the conversation's roles; empty if it has none.
 
     Example:
         >>> AgentContext("http://127.0.0.1:8000/v1", "KEY").environment()["ANTHROPIC_BASE_URL"]
@@ -46,6 +47,21 @@ class AgentContext:
     base_url: str
     api_key: str
     model: str = MODEL
+    roles: tuple[str, ...] = ()
+
+    def role(self, name: str) -> AgentContext:
+        """Return the access of a role of the conversation. Its key is valid for calls of this role only.
+
+        Raises:
+            ValueError: if the conversation has no such role.
+
+        Example:
+            >>> AgentContext("http://127.0.0.1:8000/v1", "KEY", roles=("judge",)).role("judge").api_key
+            'KEY.judge'
+        """
+        if name not in self.roles:
+            raise ValueError(f"role={name!r} must be one of {list(self.roles)}; name roles in agent_env(roles=)")
+        return AgentContext(self.base_url, f"{self.api_key}.{name}", name)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables from which clients and frameworks read address, key and model."""
@@ -58,12 +74,18 @@ class AgentContext:
         }
         return variables | {"OPENAI_API_KEY": self.api_key, "ANTHROPIC_API_KEY": self.api_key}
 
-    def openai(self) -> Any:
+    def openai(self, role: str | None = None) -> Any:
         """Return a new ``openai.AsyncOpenAI``, to be used in ``async with``. It has no retries and uses no proxy.
+
+        Args:
+            role: role whose calls the client makes, whatever model they name; None leaves the role to the model.
 
         Raises:
             ImportError: if ``openai`` is not installed.
+            ValueError: if the conversation has no such role.
         """
+        if role is not None:
+            return self.role(role).openai()
         try:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         except ImportError as error:
@@ -241,8 +263,37 @@ def resolve_agent(agent: Agent | str | Sequence[str]) -> Agent:
     return agent
 
 
-def read_result(result: Any) -> tuple[float, dict[str, Any]]:
+def read_role_rewards(rewards: Any, roles: Collection[str]) -> dict[str, float]:
+    """Return the rewards of roles in an agent's result.
+
+    Args:
+        rewards: ``"rewards"`` of the result; None is the same as an empty dict.
+        roles: names of the roles that are trained.
+
+    Raises:
+        TypeError: if ``rewards`` does not map roles to numbers.
+        ValueError: if a reward is not finite, or the name that of no trained role.
+
+    Example:
+        >>> read_role_rewards({"white": 1}, ["white", "black"])
+        {'white': 1.0}
+    """
+    rewards = {} if rewards is None else rewards
+    if not (isinstance(rewards, Mapping) and all(isinstance(v, int | float) for v in rewards.values())):
+        raise TypeError(f"rewards={rewards!r:.200} must map roles to numbers")
+    if unknown := [name for name in rewards if name not in roles]:
+        raise ValueError(f"rewards has {unknown}, but the trained roles are {list(roles)}; use these")
+    if not all(map(math.isfinite, rewards.values())):
+        raise ValueError(f"rewards={rewards!r:.200} must be finite")
+    return {name: float(value) for name, value in rewards.items()}
+
+
+def read_result(result: Any, more: Collection[str] = ()) -> tuple[float, dict[str, Any]]:
     """Return the reward and the metrics of an agent's result.
+
+    Args:
+        result: what the agent returned.
+        more: further entries that it may have.
 
     Raises:
         TypeError: if the result is not None, a number, or a dict with ``reward``, ``call_rewards`` and ``metrics``.
@@ -254,10 +305,9 @@ def read_result(result: Any) -> tuple[float, dict[str, Any]]:
     """
     fields = result if isinstance(result, Mapping) else {"reward": result}
     reward, metrics = fields.get("reward"), fields.get("metrics") or {}
-    if not (set(fields) <= {"reward", "call_rewards", "metrics"} and isinstance(metrics, Mapping)):
-        raise TypeError(
-            f"result={result!r:.200} must have no other entries than 'reward', 'call_rewards' and 'metrics'"
-        )
+    allowed = ["reward", "call_rewards", "metrics", *more]
+    if not (set(fields) <= set(allowed) and isinstance(metrics, Mapping)):
+        raise TypeError(f"result={result!r:.200} must have no other entries than {allowed}")
     if not isinstance(reward, int | float | None):
         raise TypeError(f"reward={reward!r:.100} of an agent must be a number, or None for 0")
     if not math.isfinite(reward or 0.0):

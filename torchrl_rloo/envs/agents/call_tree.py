@@ -12,6 +12,7 @@ has it, and is context in the others.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,6 +255,21 @@ def join(path: Sequence[Call], new: Sequence[int] = (), trained: Sequence[bool] 
     if kept and all(sampled.support is not None for sampled in kept):
         support = Support(*(torch.cat(parts) for parts in zip(*(sampled.support for sampled in kept), strict=True)))
     return Sampled(torch.cat(tokens), torch.cat(masks), torch.cat(log_probs), versions, support)
+
+
+def rewarded_calls(calls: Sequence[Call], rewards: Mapping[str, float]) -> list[tuple[Call, float]]:
+    """Return the calls that have a reward, with it.
+
+    Raises:
+        ValueError: if ``rewards`` has an id of no response.
+    """
+    named = {name: call for call in calls for name in call.names}
+    found = []
+    for name, value in rewards.items():
+        if (call := named.get(re.split("[-_]", name, maxsplit=1)[-1])) is None:
+            raise ValueError(f"call_rewards has {name[:100]!r}, which is the id of no response of this conversation")
+        found.append((call, value))
+    return found
 
 
 def read_sample(row: TensorDictBase, prompt_length: int) -> Sampled:

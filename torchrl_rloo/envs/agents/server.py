@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -42,8 +42,8 @@ class EndpointServer:
     """HTTP server of any number of sessions, on a thread of this process.
 
     A key of 256 random bits names the session of a call: as bearer token, as ``x-api-key``, or in the path
-    ``/k/KEY/v1/...``. Other keys are refused. Paths are ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages``
-    and ``/v1/models``.
+    ``/k/KEY/v1/...``. A role follows the key after a dot, or is the model. Other keys are refused. Paths are
+    ``/v1/chat/completions``, ``/v1/responses``, ``/v1/messages`` and ``/v1/models``.
 
     Args:
         host: address to listen on. Others than those of this machine let other machines call.
@@ -88,7 +88,7 @@ class EndpointServer:
         self.hosts = frozenset(name.lower() for name in hosts)
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.gate = Gate(self.counts, max_connections, read_timeout)
-        self._sessions: dict[str, tuple[AgentSession, Exchanges]] = {}
+        self._sessions: dict[str, dict[str, tuple[AgentSession, Exchanges]]] = {}
         self._calls: Counter[str] = Counter()
         self._loop: EventLoop | None = None
         self._runner: web.AppRunner | None = None
@@ -128,14 +128,14 @@ class EndpointServer:
         self._listener = await loop.create_server(factory, self.host, self.port, backlog=1024)
         self.port = self._listener.sockets[0].getsockname()[1]
 
-    def add(self, session: AgentSession) -> str:
-        """Add a session, and return its key."""
+    def add(self, sessions: Mapping[str, AgentSession]) -> str:
+        """Add the sessions of a conversation by role, and return its key; without roles the only name is ``""``."""
         key = secrets.token_urlsafe(32)
-        self._sessions[key] = session, Exchanges()
+        self._sessions[key] = {role: (session, Exchanges()) for role, session in sessions.items()}
         return key
 
     def remove(self, key: str) -> None:
-        """Forget a session; its key is refused from now on."""
+        """Forget a conversation; its key is refused from now on."""
         self._sessions.pop(key, None)
         self._calls.pop(key, None)
 
@@ -206,9 +206,9 @@ class EndpointServer:
         """Return a handler that finds the session of a request, and limits its calls."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            key = _key(request)
-            session, exchanges = self._sessions.get(key, (None, None))
-            if session is None:
+            key, _, role = _key(request).partition(".")
+            sessions = self._sessions.get(key)
+            if sessions is None or (role and role not in sessions):
                 message = "the key is unknown, or its session has ended; use the key of a session that runs"
                 return self._refuse(request, "key", 401, message)
             if self._calls[key] >= self.max_waiting:
@@ -219,12 +219,14 @@ class EndpointServer:
                 if request.method != "POST":
                     return await answer(request)
                 body, repeated = await self._read(request)
+                asked = self._parse(body)
+                session, exchanges = sessions[role if role in sessions else _role(asked, sessions)]
                 digest, exchange = await exchanges.find(request.path, body, *repeated)
                 if request.transport is None:
                     raise ConnectionResetError
                 replies = partial(exchanges.replies, digest, exchange, repeated[0], request.transport)
                 self.counts["endpoint/retried"] += exchange is not None
-                return await answer(request, session, self._parse(body), replies)
+                return await answer(request, session, asked, replies)
             finally:
                 if exchange is not None:
                     exchange.sending -= 1
@@ -292,6 +294,13 @@ def _key(request: web.Request) -> str:
     bearer = request.headers.get("Authorization", "")
     bearer = bearer[len("Bearer ") :].strip() if bearer.startswith("Bearer ") else ""
     return request.match_info.get("key") or bearer or request.headers.get("x-api-key", "")
+
+
+def _role(body: dict[str, Any], roles: Collection[str]) -> str:
+    """Return the role that a request names as its model."""
+    if (name := body.get("model")) not in roles:
+        raise FormatError(f"model={name!r:.100} must be one of the roles {list(roles)}")
+    return name
 
 
 def _model(body: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,16 @@ from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
 from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, decode_response
-from torchrl_rloo.envs.agents.call_tree import Call, CallTree, Prompt, Sampled, message_key, read_sample, write_sample
+from torchrl_rloo.envs.agents.call_tree import (
+    Call,
+    CallTree,
+    Prompt,
+    Sampled,
+    message_key,
+    read_sample,
+    rewarded_calls,
+    write_sample,
+)
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, make_stepped_row
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
@@ -94,6 +102,7 @@ class AgentSession:
         limit: stop reason of the first limit that refused a call; None if none did.
         error: first error of the policy; None if there was none.
         broken: event that is set with ``error``.
+        version: oldest policy version that sampled a call; None if the policy does not report it.
     """
 
     def __init__(
@@ -118,7 +127,7 @@ class AgentSession:
         self._tasks: set[asyncio.Task] = set()
         self._ended = False
         self._first_prompt = tuple(map(message_key, row[keys.QUERY])) if isinstance(row[keys.QUERY], list) else ()
-        self._begun, self._version = 0, None
+        self._begun, self.version = 0, None
 
     # Calls
 
@@ -202,8 +211,8 @@ class AgentSession:
         row.set(keys.NUM_TURNS, torch.tensor(len(prompt.path)))
         row.set(keys.QUERY, make_non_tensor(prompt.conversation))
         row.set(keys.COMPLETION, make_non_tensor([]))
-        if self._version is not None:
-            row.set(keys.POLICY_VERSION, self._version)
+        if self.version is not None:
+            row.set(keys.POLICY_VERSION, self.version)
         self.env._set_context(row, context.tokens, context.mask, context.log_probs)
         write_sample(row, context)
         if ask.max_tokens is not None:
@@ -219,8 +228,8 @@ class AgentSession:
 
     def _record(self, prompt: Prompt, ask: Ask, row: TensorDictBase) -> Reply:
         version = row.get(keys.POLICY_VERSION, None)
-        if self._version is None or (version is not None and version < self._version):
-            self._version = version
+        if self.version is None or (version is not None and version < self.version):
+            self.version = version
         sampled = read_sample(row, len(prompt))
         text = decode_response(self.env.tokenizer, sampled.tokens.tolist())
         truncated = bool(row[keys.RESPONSE_TRUNCATED].any())
@@ -253,6 +262,16 @@ class AgentSession:
         ]
 
     # The finished row
+
+    @property
+    def by_role(self) -> dict[str, AgentSession]:
+        """This session, which has no role."""
+        return {"": self}
+
+    @property
+    def called(self) -> bool:
+        """True if the agent received a reply."""
+        return bool(self.tree.leaves())
 
     def last_stop_reason(self) -> str:
         """Return the stop reason of a conversation that the agent has ended, from the end of its last reply."""
@@ -292,40 +311,38 @@ class AgentSession:
         Raises:
             ValueError: if ``call_rewards`` has an id of no response.
         """
-        rewarded = self._rewarded(call_rewards or {})
+        rewarded = rewarded_calls(self.tree.calls, call_rewards or {})
+        self.count_tree()
         samples, leaves = self.tree.samples(), self.tree.leaves()
+        row = self.make_row(samples, reason, reward + sum(value for _, value in rewarded), len(self.tree.calls))
+        after = row["next"]
+        after.set(keys.COMPLETION, make_non_tensor(self.completion(leaves[-1]) if leaves else []))
+        if rewarded and len(samples) == 1:
+            after.set("call_rewards", _token_rewards([*leaves[0].prompt.path, leaves[0]], rewarded))
+        if self.version is not None:
+            row.set(keys.POLICY_VERSION, self.version)
+        return row
+
+    def count_tree(self) -> None:
+        """Add the counters of the ended calls to ``counts``."""
         self.counts += self.tree.counts
         self.counts["agent/orphans"] += self.tree.orphans()
+
+    def make_row(self, samples: Sequence[Sampled], reason: str, reward: float, calls: int) -> TensorDictBase:
+        """Return the conversation's row with these samples and outcome in ``"next"``, without a completion."""
         row = copy_row(self.row)
         after = make_stepped_row(row, "")
-        after.set(keys.NUM_TURNS, torch.tensor(len(self.tree.calls)))
-        after.set(keys.COMPLETION, make_non_tensor(self._completion(leaves[-1]) if leaves else []))
-        after.set("reward", torch.full((1, 1), reward + sum(value for _, value in rewarded)))
+        after.set(keys.NUM_TURNS, torch.tensor(calls))
+        after.set("reward", torch.full((1, 1), reward))
         for i, sample in enumerate(samples or [_unsampled(row)]):
             if i:
                 stash_segment(after)
             self.env._set_context(after, sample.tokens, sample.mask, sample.log_probs)
             write_sample(after, sample)
-        if rewarded and len(samples) == 1:
-            after.set("call_rewards", _token_rewards([*leaves[0].prompt.path, leaves[0]], rewarded))
         end_row(after, reason)
-        if self._version is not None:
-            row.set(keys.POLICY_VERSION, self._version)
         return row.set("next", after)
 
-    def _rewarded(self, rewards: Mapping[str, float]) -> list[tuple[Call, float]]:
-        """Return the calls that have a reward, with it."""
-        named = {name: call for call in self.tree.calls for name in call.names}
-        found = []
-        for name, value in rewards.items():
-            if (call := named.get(re.split("[-_]", name, maxsplit=1)[-1])) is None:
-                raise ValueError(
-                    f"call_rewards has {name[:100]!r}, which is the id of no response of this conversation"
-                )
-            found.append((call, value))
-        return found
-
-    def _completion(self, leaf: Call) -> Messages:
+    def completion(self, leaf: Call) -> Messages:
         """Return the messages after the conversation's query; of another prompt, all from the first reply on."""
         messages, named, size = leaf.conversation, leaf.prompt.keys, len(self._first_prompt)
         if named[:size] != self._first_prompt:

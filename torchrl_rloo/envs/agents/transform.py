@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -13,8 +14,17 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl.envs import Transform
 
 from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.roles import Role, make_roles
 from torchrl_rloo.envs import event_loop
-from torchrl_rloo.envs.agents.agents import Agent, AgentContext, read_call_rewards, read_result, resolve_agent
+from torchrl_rloo.envs.agents.agents import (
+    Agent,
+    AgentContext,
+    read_call_rewards,
+    read_result,
+    read_role_rewards,
+    resolve_agent,
+)
+from torchrl_rloo.envs.agents.roles import RoleSessions
 from torchrl_rloo.envs.agents.server import EndpointServer
 from torchrl_rloo.envs.agents.session import AgentSession, Sample
 from torchrl_rloo.envs.chat_rows import dataset_columns
@@ -47,12 +57,18 @@ class AgentTransform(TurnTransform):
     An agent that raises, or receives no reply, ends as ``"failed"``, unless a limit was reached. Its trajectory
     abstains.
 
+    With ``roles``, calls of each role make rows of their own (:func:`~torchrl_rloo.data.roles.split_roles`), which the
+    collector delivers in place of the conversation's. ``context.openai(role=...)`` is the client of a role; other
+    clients name the role as model. The result may have ``"rewards"`` by role, and ``score`` may return such a dict.
+    ``"reward"``, and reward functions of the environment, are for all roles. Limits hold for each role.
+
     Only a collector can run agents; ``env.step`` cannot.
 
     Args:
         agent: function, its dotted path, or a command as a list (:class:`CommandAgent`).
         parser: parser of tool calls in replies to calls with tools, or its name; None leaves them in the text.
-        max_parallel: maximum number of concurrent calls of an agent; others wait.
+        max_parallel: maximum number of concurrent calls of an agent, or of each role; others wait.
+        roles: :class:`~torchrl_rloo.data.Role` or name of each role; empty for an agent without roles.
         score: function ``f(calls, row) -> float`` of the whole session, sync or async, whose reward is added to the
             agent's. See :meth:`AgentSession.transcript` for ``calls``. None adds nothing.
 
@@ -62,8 +78,8 @@ class AgentTransform(TurnTransform):
             had rewards of unknown calls.
 
     Raises:
-        TypeError: if the agent is no function.
-        ValueError: if ``max_parallel`` is below 1, or the parser is unknown.
+        TypeError: if the agent is no function, or ``roles`` is no list.
+        ValueError: if ``max_parallel`` is below 1, the parser is unknown, or no role is trained.
 
     Example:
         >>> async def agent(context, row):
@@ -81,9 +97,10 @@ class AgentTransform(TurnTransform):
         *,
         max_parallel: int = 16,
         score: Score | None = None,
+        roles: Sequence[str | Role] = (),
     ):
         super().__init__()
-        self.score = score
+        self.score, self.roles = score, make_roles(roles)
         if max_parallel < 1:
             raise ValueError(f"max_parallel={max_parallel} must be at least 1")
         self.agent, self.max_parallel = resolve_agent(agent), max_parallel
@@ -116,9 +133,14 @@ class AgentTransform(TurnTransform):
             Exception: raised by the policy on a call.
         """
         server = await event_loop.call(self.server)
-        session = AgentSession(self.chat_env, row, sample, parser=self.parser, max_parallel=self.max_parallel)
-        key = server.add(session)
-        context = AgentContext(f"{server.url}/v1", key)
+        settings = {"parser": self.parser, "max_parallel": self.max_parallel}
+        session: AgentSession | RoleSessions
+        if self.roles:
+            session = RoleSessions(self.chat_env, row, sample, roles=self.roles, **settings)
+        else:
+            session = AgentSession(self.chat_env, row, sample, **settings)
+        key = server.add(session.by_role)
+        context = AgentContext(f"{server.url}/v1", key, roles=tuple(role.name for role in self.roles))
         calling = event_loop.call(
             _catching(self.agent), context, dataset_columns(row), timeout=self.chat_env.max_seconds
         )
@@ -138,15 +160,23 @@ class AgentTransform(TurnTransform):
             await asyncio.gather(agent, broken, return_exceptions=True)
 
     async def _finish(
-        self, session: AgentSession, agent: asyncio.Future[tuple[Any, Exception | None]], columns: dict[str, Any]
+        self,
+        session: AgentSession | RoleSessions,
+        agent: asyncio.Future[tuple[Any, Exception | None]],
+        columns: dict[str, Any],
     ) -> TensorDictBase:
         """Return the session's row, with the outcome of an agent that has ended."""
         (reward, metrics), call_rewards, reason = (0.0, {}), {}, session.limit
+        trained = [role.name for role in self.roles if not role.frozen]
+        of_roles: Counter[str] = Counter()
         try:
             result, error = agent.result()
             if error is not None:
                 raise error
-            (reward, metrics), call_rewards = read_result(result), read_call_rewards(result)
+            reward, metrics = read_result(result, ["rewards"] * bool(trained))
+            call_rewards = read_call_rewards(result)
+            if trained and isinstance(result, Mapping):
+                of_roles.update(read_role_rewards(result.get("rewards"), trained))
         except Exception as error:
             if isinstance(agent.exception(), TimeoutError):  # its own errors are part of its result
                 self.counts["agent/timed_out"] += 1
@@ -154,15 +184,18 @@ class AgentTransform(TurnTransform):
             elif reason is None:
                 _LOGGER.warning("an agent failed; its conversation abstains", exc_info=error)
                 reason = "failed"
-        leaves = session.tree.leaves()
         if reason is None:
-            reason = session.last_stop_reason() if leaves else "failed"
-            if not leaves:
+            reason = session.last_stop_reason() if session.called else "failed"
+            if not session.called:
                 _LOGGER.warning("an agent ended without a reply of the policy; its conversation abstains")
         try:
             if self.score is not None and reason != "failed":
-                reward += float(await event_loop.call(self.score, session.transcript(), columns))
-            row = session.finish(reason, reward, call_rewards)
+                scored = await event_loop.call(self.score, session.transcript(), columns)
+                if trained and isinstance(scored, Mapping):
+                    of_roles.update(read_role_rewards(scored, trained))
+                else:
+                    reward += float(scored)
+            row = session.finish(reason, reward, call_rewards, **({"role_rewards": of_roles} if trained else {}))
         except Exception as error:
             _LOGGER.warning("the rewards of an agent failed; its conversation abstains", exc_info=error)
             self.counts["agent/failed_rewards"] += 1
@@ -214,6 +247,7 @@ def agent_env(
     parser: str | Parser | None = None,
     max_parallel: int = 16,
     score: Score | None = None,
+    roles: Sequence[str | Role] = (),
     max_turns: int | None = 64,
     max_seconds: float | None = 600.0,
     transforms: Sequence[Transform] = (),
@@ -230,7 +264,8 @@ def agent_env(
         parser: see :class:`AgentTransform`.
         max_parallel: see :class:`AgentTransform`.
         score: see :class:`AgentTransform`.
-        max_turns: maximum number of calls of an agent; None disables it.
+        roles: see :class:`AgentTransform`.
+        max_turns: maximum number of calls of an agent, or of each role; None disables it.
         max_seconds: time limit of an agent, in seconds; None disables it.
         transforms: transforms of the rows' columns at a reset.
         **kwargs: further arguments of :class:`~torchrl_rloo.envs.DatasetChatEnv`, such as ``rewards``, ``max_tokens``.
@@ -243,7 +278,7 @@ def agent_env(
         >>> env.max_turns
         64
     """
-    played = AgentTransform(agent, parser, max_parallel=max_parallel, score=score)
+    played = AgentTransform(agent, parser, max_parallel=max_parallel, score=score, roles=roles)
     return DatasetChatEnv(
         dataset,
         tokenizer,
