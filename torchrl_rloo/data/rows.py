@@ -172,7 +172,7 @@ def _pieces(rows: TensorDictBase, size: int, max_tokens: float, packing: str) ->
         if packing == "none":
             added = lengths[piece[0] if piece else i]  # padded to the first row, the longest
         else:
-            added = lengths[i] - (prefix if piece else 0)
+            added = lengths[i] - prefix
         if piece and (len(piece) == size or tokens + added > max_tokens):
             yield piece
             piece, tokens, added = [], 0, lengths[i]
