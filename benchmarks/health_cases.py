@@ -220,7 +220,12 @@ def unseen(seeds: list[int], steps: int, count: int) -> dict[str, Case]:
         "calculator_openrlhf": ("task=calculator", "algorithm=rloo_openrlhf"),
         "guessing_grpo": ("task=guessing", "algorithm=grpo"),
         "pass_rate": ("curriculum.pass_rate={}",),
-        "stale_tis": ("sampler.share_weights=false", "sampler.sync_every=2", "algorithm=dapo", "loss.correction=tis"),
+        "stale_tis": (
+            "sampler.share_weights=false",
+            "sampler.sync_every=2",
+            "algorithm=dapo",
+            "loss={correction: tis, old_log_probs: proximal}",
+        ),
         "cispo_minibatches": ("algorithm=cispo", "plan.minibatches=2"),
         "hot": ("algorithm=dr_grpo", "generate.temperature=1.2"),
         "kl_target": ("kl.coeff=0.05", "kl.target=0.05"),
