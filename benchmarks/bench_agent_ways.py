@@ -85,7 +85,7 @@ def main() -> None:
         for way in args.ways:
             rows.append(summarize(way, seed, train(way, seed, args)))
             print_result(rows[-1])
-    print_table(rows)
+    print_table("The calculator task, by a tool and by agents", rows)
     for seed in args.seeds:
         if {"tool", "client"} <= set(args.ways):
             number = equal_rows(args.directory / f"tool-{seed}", args.directory / f"client-{seed}")
