@@ -202,7 +202,7 @@ def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], 
             path, size = [*path, own], own.stop
         paths[i] = path
     # Map each action token to the pack index of the token before it
-    before = torch.cat([m.roll(-1)[:stop] for m, stop in zip(action_masks, stops, strict=True)])
+    before = torch.cat([torch.cat([m[1:], m.new_zeros(1)])[:stop] for m, stop in zip(action_masks, stops, strict=True)])
     predictors = index_runs([run for path in paths for run in path])[before]
     return _Pack(torch.cat(ids), index_runs(positions), predictors, segments)
 
