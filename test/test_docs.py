@@ -148,7 +148,7 @@ def test_python_blocks_run_in_the_order_of_the_page(page: Path, fork_server, tmp
 
 # Commands of the pages write down their arguments instead of running.
 STUBS = "".join(
-    f"{name}() {{ printf '%s\\0' {name} \"$@\" >> commands; printf '\\n' >> commands; }}\n"
+    f"{name}() {{ printf '%s\\0' {name} \"$@\" >> commands; printf '\\036' >> commands; }}\n"
     for name in ("torchrl-rloo", "torchrun", "python", "pip", "make", "ray")
 )
 
@@ -157,7 +157,7 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
     """Return the commands of a page's shell blocks, as a shell reads them."""
     script = "\n".join([STUBS, "set -eu", "touch commands", *blocks(page, "bash")])
     subprocess.run(["bash", "-c", script], cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    return [line.split("\0")[:-1] for line in (folder / "commands").read_text().split("\n")[:-1]]
+    return [line.split("\0")[:-1] for line in (folder / "commands").read_text().split("\x1e")[:-1]]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "bash")], ids=identify)

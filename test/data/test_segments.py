@@ -14,7 +14,7 @@ from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.merging import merge_identical
 from torchrl_rloo.data.plain import from_plain, to_plain
 from torchrl_rloo.data.rows import make_tensorclass, stack_rows
-from torchrl_rloo.data.segments import refuse_segments, sampled_versions, split_segments, stash_segment
+from torchrl_rloo.data.segments import refuse_segments, sampled_versions, select_samples, split_segments, stash_segment
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
@@ -180,3 +180,23 @@ def test_a_trajectory_in_which_nothing_was_said_is_one_row() -> None:
     row.set(keys.ACTION_VERSIONS, torch.zeros(0, dtype=torch.long)).set(keys.POLICY_VERSION, torch.tensor(7))
     out = split_segments(stack_rows([row]))
     assert len(out) == 1 and keys.PREVIOUS_SEGMENTS not in out[0].keys() and int(out[0][keys.POLICY_VERSION]) == 7
+
+
+@pytest.mark.parametrize(("versions", "support"), [(True, True), (False, False)])
+@pytest.mark.parametrize("indices", [[0], [2], [0, 2], [0, 1, 2]])
+def test_some_samples_are_selected(indices, versions, support):
+    row = make_row(3, versions, support)
+    chosen = select_samples(row, indices)
+    assert (keys.PREVIOUS_SEGMENTS in chosen.keys()) is (len(indices) > 1)
+    check(split_segments(stack_rows([chosen])), indices, versions, support)
+    if versions:
+        assert int(chosen[keys.POLICY_VERSION]) == int(sampled_versions(chosen).min())
+    check(split_segments(stack_rows([row])), [0, 1, 2], versions, support)  # the row has not changed
+
+
+def test_no_sample_leaves_the_first_prompt_without_actions():
+    chosen = select_samples(make_row(3), [])
+    assert chosen[keys.TOKENS].tolist() == [0, 1] and not chosen[keys.ACTION_MASK].any()
+    assert len(sampled_versions(chosen)) == len(chosen[keys.SUPPORT_IDS]) == 0
+    with pytest.raises(ValueError, match="of its last sample only"):
+        select_samples(make_row(2).set(keys.TOKEN_REWARDS, torch.zeros(3)), [0])

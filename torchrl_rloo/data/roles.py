@@ -70,7 +70,7 @@ def make_roles(roles: Sequence[str | Role]) -> tuple[Role, ...]:
 
 
 def split_roles(rows: Sequence[TensorDictBase], roles: Sequence[Role]) -> list[TensorDictBase]:
-    """Split finished conversations into rows of their roles, with groups and rewards of their own.
+    """Split finished conversations into rows of their roles, with separate groups and rewards.
 
     A row has the ordinary schema. ``"role"`` and ``"role_id"`` tell its role, and ``"conversation_group"`` has the
     conversation's ``"group_id"`` ``g``. With ``R`` roles and ``G`` conversations in the group, the row's own

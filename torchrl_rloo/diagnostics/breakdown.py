@@ -83,21 +83,22 @@ def outcome_metrics(statistics: RowStatistics) -> dict[str, torch.Tensor]:
     }
 
 
-def task_metrics(statistics: RowStatistics, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the metrics of each task of a mixture.
+def named_metrics(statistics: RowStatistics, kind: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the metrics of each task of a mixture, or of each role.
 
     Args:
         statistics: numbers about all ``B`` rows.
-        tasks: ``B`` names.
+        kind: first part of the metrics' names: ``"tasks"`` or ``"roles"``.
+        names: ``B`` names.
     """
     metrics = {}
-    for task in sorted(set(tasks)):
-        mine = torch.tensor([other == task for other in tasks])
+    for name in sorted(set(names)):
+        mine = torch.tensor([other == name for other in names])
         found = part_metrics(statistics, mine) | {
             "reward": statistics.rewards[mine].nanmean(),
             "frac_reward_zero_std": share_of_equal_groups(statistics.rewards[mine], statistics.groups[mine]),
         }
-        metrics |= {f"tasks/{task}/{name}": value for name, value in found.items()}
+        metrics |= {f"{kind}/{name}/{metric}": value for metric, value in found.items()}
     return metrics
 
 

@@ -20,10 +20,10 @@ from torchrl_rloo.diagnostics.breakdown import (
     answer_metrics,
     diversity_metrics,
     group_metrics,
+    named_metrics,
     outcome_metrics,
     row_statistics,
     share_of_equal_groups,
-    task_metrics,
 )
 from torchrl_rloo.functional import combine_rewards, nanstd
 from torchrl_rloo.rewards.answers import extract_answer
@@ -59,6 +59,9 @@ DEFINITIONS = {
     "tasks/<task>/share": "share of the rows that belong to one task of a mixture",
     "tasks/<task>/<reward|frac_reward_zero_std|mean_length|clipped_ratio|entropy|kl>": "the metric over the rows of one"
     " task",
+    "roles/<role>/share": "share of the rows that belong to one role of conversations of several",
+    "roles/<role>/<reward|frac_reward_zero_std|mean_length|clipped_ratio|entropy|kl>": "the metric over the rows of one"
+    " role; the reward is the mean return",
     "outcome/<solved|unsolved>/share": "share of the rows with a reward of at least 1 (solved), or below 1",
     "outcome/<solved|unsolved>/<entropy|kl|mean_length|clipped_ratio>": "the metric over these rows; not logged without"
     " such rows, and kl is over all their tokens",
@@ -255,8 +258,11 @@ def completion_metrics(
         Values by name; :data:`DEFINITIONS` defines each.
     """
     # Rewards: of the batch, its groups and each reward function
-    scores = rows[keys.RAW_REWARDS if keys.RAW_REWARDS in rows.keys(True) else keys.REWARDS]
-    rewards = combine_rewards(scores, reward_weights) if reward_names else rows[keys.REWARD].reshape(len(rows))
+    if reward_names:
+        scores = rows[keys.RAW_REWARDS if keys.RAW_REWARDS in rows.keys(True) else keys.REWARDS]
+        rewards, columns = combine_rewards(scores, reward_weights), scores.unbind(-1)
+    else:
+        rewards, columns = rows[keys.REWARD].reshape(len(rows)), ()
     given = rewards[~rewards.isnan()]
     metrics = {
         "reward": given.mean(),
@@ -265,7 +271,7 @@ def completion_metrics(
         "frac_reward_zero_std": share_of_equal_groups(rewards, rows[keys.GROUP_ID]),
         "frac_abstained": rewards.isnan().float().mean(),
     }
-    for name, column in zip(reward_names, scores.unbind(-1), strict=True):
+    for name, column in zip(reward_names, columns, strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean()
         metrics[f"rewards/{name}/std"] = nanstd(column)
         metrics[f"rewards/{name}/abstained"] = column.isnan().float().mean()
@@ -290,7 +296,10 @@ def completion_metrics(
     if extract is not None and keys.COMPLETION in rows.keys():
         metrics |= answer_metrics(statistics, [extract_answer(extract, row[keys.COMPLETION]) for row in rows.unbind(0)])
     if keys.TASK in rows.keys():
-        metrics |= task_metrics(statistics, [row[keys.TASK] for row in rows.unbind(0)])
+        metrics |= named_metrics(statistics, "tasks", [row[keys.TASK] for row in rows.unbind(0)])
+    if keys.ROLE in rows.keys():
+        returns = statistics._replace(rewards=rows[keys.REWARD].reshape(len(rows)))
+        metrics |= named_metrics(returns, "roles", [row[keys.ROLE] for row in rows.unbind(0)])
     return {name: float(value) for name, value in metrics.items()}
 
 

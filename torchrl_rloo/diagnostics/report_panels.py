@@ -40,6 +40,7 @@ _DEFAULT_PANELS = (
     ),
     Panel("Mean score of each reward function", "score", ("rewards/*/mean",), least=2),
     Panel("Mean reward of each task", "reward", ("tasks/*/reward",)),
+    Panel("Mean reward of each role", "reward", ("roles/*/reward",)),
     Panel("Held-out entropy and KL", "nats per token", ("eval/*sampled_entropy", "eval/*sampled_kl"), points=True),
     Panel(
         "Held-out diversity of a prompt's samples",

@@ -12,6 +12,7 @@ import torch
 
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import Role, keys, load_prompts, split_segments, stop_reason, tensor_rows
+from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
@@ -91,6 +92,8 @@ def test_each_role_has_rows_groups_rewards_and_a_baseline(tokenizer):
         text = tokenizer.decode(row[keys.TOKENS].tolist())
         assert row["role"] in text and ("black" if white else "white") not in text
         assert len(row[keys.COMPLETION]) == (1 if white else 3) and stop_reason(row) == "ended"
+    metrics = completion_metrics(rows, [], [])
+    assert metrics["roles/white/reward"] == pytest.approx(1.5) and metrics["roles/black/mean_length"] == 4
     found = MCAdvantage().inv(tensor_rows(rows))
     for group in rows[keys.CONVERSATION_GROUP].unique().tolist():
         for role, expected in (("white", [0.0, 1.0, 2.0]), ("black", [0.0, -1.0, -4.0])):
@@ -154,7 +157,7 @@ def test_samples_of_a_role_are_compared_within_one_conversation(tokenizer):
 
 
 def test_a_running_baseline_for_each_role(tokenizer):
-    """Of groups of one conversation, for players with different returns."""
+    """Groups have one conversation, and players different returns."""
 
     async def game(context, row):
         async with context.openai("white") as white, context.openai("black") as black:

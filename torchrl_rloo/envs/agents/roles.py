@@ -96,7 +96,7 @@ class RoleSessions:
 
         Args:
             reason: name in :data:`~torchrl_rloo.data.stop_reasons.STOP_REASONS`. ``"failed"`` and ``"time"`` hold for
-                all roles; others have the reasons of their own last replies.
+                all roles; others have the reasons of their last replies.
             reward: reward of all roles.
             call_rewards: further rewards, by the ids of the responses that they are for.
             role_rewards: further reward of each role; roles that it lacks have none.

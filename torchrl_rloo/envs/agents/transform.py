@@ -57,7 +57,7 @@ class AgentTransform(TurnTransform):
     An agent that raises, or receives no reply, ends as ``"failed"``, unless a limit was reached. Its trajectory
     abstains.
 
-    With ``roles``, calls of each role make rows of their own (:func:`~torchrl_rloo.data.roles.split_roles`), which the
+    With ``roles``, calls of each role make separate rows (:func:`~torchrl_rloo.data.roles.split_roles`), which the
     collector delivers in place of the conversation's. ``context.openai(role=...)`` is the client of a role; other
     clients name the role as model. The result may have ``"rewards"`` by role, and ``score`` may return such a dict.
     ``"reward"``, and reward functions of the environment, are for all roles. Limits hold for each role.
