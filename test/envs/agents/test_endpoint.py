@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.error import HTTPError
@@ -14,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 from anthropic import Anthropic
-from openai import BadRequestError, InternalServerError, OpenAI
+from openai import BadRequestError, InternalServerError, OpenAI, Timeout
 
 from torchrl_rloo.collectors import PolicyEndpoint
 from torchrl_rloo.data import keys
@@ -220,6 +221,25 @@ def test_a_failed_policy_is_an_error_of_the_conversation(world) -> None:
         client.chat.completions.create(model="m", messages=QUERY)
     with pytest.raises(RuntimeError, match="out of memory"):
         here.conversation.finish()
+
+
+def test_the_client_waits_for_a_busy_event_loop(world, monkeypatch) -> None:
+    here = world("one")
+    monkeypatch.setattr("openai._base_client.DEFAULT_TIMEOUT", Timeout(600, connect=0.05))
+
+    async def keep_busy() -> None:
+        while True:
+            time.sleep(0.1)
+            await asyncio.sleep(0)
+
+    async def call() -> None:
+        busy = asyncio.ensure_future(keep_busy())
+        async with here.conversation.context.openai() as client:
+            await client.chat.completions.create(model="m", messages=QUERY)
+        busy.cancel()
+
+    asyncio.run(call())
+    assert int(here.conversation.finish()[keys.NUM_TURNS]) == 1
 
 
 def test_a_disconnected_call_is_cancelled_and_leaves_no_tokens(world, tokenizer) -> None:

@@ -77,6 +77,8 @@ class AgentContext:
     def openai(self, role: str | None = None) -> Any:
         """Return a new ``openai.AsyncOpenAI``, to be used in ``async with``. It has no retries and uses no proxy.
 
+        Its requests have no time limit, since the agent has one; that of OpenAI's client gives up a busy endpoint after 5 s.
+
         Args:
             role: role whose calls the client makes, whatever model they name; None leaves the role to the model.
 
@@ -92,7 +94,9 @@ class AgentContext:
             raise ImportError("AgentContext.openai requires openai; pip install torchrl_rloo[agents]") from error
         # The endpoint has no TLS; a context with all certificates would take 30 ms
         direct = DefaultAsyncHttpxClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, http_client=direct)
+        return AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, timeout=None, max_retries=0, http_client=direct
+        )
 
 
 Agent = Callable[[AgentContext, dict[str, Any]], Any | Awaitable[Any]]
