@@ -16,7 +16,15 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 GRAY = "#7a8694"
 COLORS = ("#2f7fd6", "#2e9e5b", "#d98a1f")
-CURVES = ("reward", "rewards/accuracy", "eval/greedy", "eval/sampled", "eval/pair_accuracy")
+CURVES = (
+    "reward",
+    "rewards/accuracy",
+    "eval/greedy",
+    "eval/sampled",
+    "eval/pair_accuracy",
+    "right_moves",
+    "first_player",
+)
 
 
 def draw(path: Path, runs: list[Path]) -> None:

@@ -20,6 +20,7 @@ TUTORIALS = (
     "own_data_and_reward",
     "tool_environment",
     "multi_turn_game",
+    "self_play",
     "async_staleness",
     "postprocess_buffer",
     "own_method",

@@ -93,6 +93,16 @@ NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
         {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},
         r"ended as '.*step 0: reward .*ended as '",
     ),
+    "self_play.py": (
+        "addition",
+        {
+            "LESSONS = 80": "LESSONS = 30",
+            "STEPS = 16": "STEPS = 1",
+            "range(2, 8)": "range(2, 4)",
+            "batch=6": "batch=2",
+        },
+        r"first of 2 stones, group \d+: return .*step 0: right moves 0\.\d\d",
+    ),
     "async_staleness.py": (
         "addition",
         {
@@ -109,7 +119,7 @@ NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
     ),
     "own_method.py": (
         "addition",
-        {"STEPS = 24": "STEPS = 1"},
+        {"STEPS = 16": "STEPS = 1"},
         r"equals its loops.*by loops.*RLOO with a clip: 0\.\d\d ->",
     ),
 }
