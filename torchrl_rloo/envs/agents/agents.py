@@ -77,7 +77,7 @@ class AgentContext:
     def openai(self, role: str | None = None) -> Any:
         """Return a new ``openai.AsyncOpenAI``, to be used in ``async with``. It has no retries and uses no proxy.
 
-        Its requests have no time limit, as the agent has one: OpenAI's default gives up a busy endpoint after 5 s.
+        Its requests have no time limit, as the agent has one: OpenAI's default leaves a busy endpoint after 5 s.
 
         Args:
             role: role whose calls the client makes, whatever model they name; None leaves the role to the model.
