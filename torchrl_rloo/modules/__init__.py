@@ -15,6 +15,7 @@ from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 from torchrl_rloo.modules.reference import AdapterReference, frozen_copy, frozen_reference
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
+from torchrl_rloo.modules.role_adapters import RoleAdapters
 from torchrl_rloo.modules.scoring import ScoredActions
 from torchrl_rloo.modules.sharded_files import load_shards
 from torchrl_rloo.modules.turns import TurnPolicy
@@ -24,6 +25,7 @@ from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 __all__ = [
     "AdapterReference",
     "RewardModel",
+    "RoleAdapters",
     "ScoredActions",
     "Scorer",
     "TransformersWrapper",

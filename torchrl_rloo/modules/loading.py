@@ -268,20 +268,22 @@ def count_trained(model: torch.nn.Module) -> int:
     return number
 
 
-def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.Module:
+def add_adapter(model: PreTrainedModel, config: Mapping[str, Any], name: str = "default") -> torch.nn.Module:
     """Add a LoRA adapter (Hu et al. 2021, arXiv 2106.09685) to a model; only the adapter is trained.
 
     Args:
-        model: base model; its weights are frozen, and may be quantized.
+        model: base model; its weights are frozen, and may be quantized. A ``PeftModel`` of this function gets one more
+            adapter, which is trained but not active; see :class:`~torchrl_rloo.modules.RoleAdapters`.
         config: arguments of ``peft.LoraConfig``, such as ``r`` and ``target_modules``.
+        name: name of the adapter.
 
     Returns:
         The ``PeftModel``, in evaluation mode.
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model already has an adapter, a name is unknown, or ``lora_dropout`` is not 0. A policy
-            trains in evaluation mode, without dropout, so that its log-probs equal the sampler's.
+        ValueError: if the model already has an adapter, or one of this name, a name is unknown, or ``lora_dropout`` is
+            not 0. A policy trains in evaluation mode, without dropout, so that its log-probs equal the sampler's.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -294,7 +296,7 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
             "that trainer and sampler agree. Set it to 0, or regularize with weight decay or a KL term"
         )
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError as error:
         raise ImportError("an adapter requires peft: pip install 'torchrl_rloo[peft]'") from error
     known = [field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name != "task_type"]
@@ -303,8 +305,20 @@ def add_adapter(model: PreTrainedModel, config: Mapping[str, Any]) -> torch.nn.M
         raise ValueError(
             f"unknown names {unknown} in lora={dict(config)}{hint}; use r, lora_alpha, target_modules, ..."
         )
+    settings = LoraConfig(task_type="CAUSAL_LM", **config)
     with _adapters_off_meta():
-        adapted = get_peft_model(use_exact_products(model), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+        if not isinstance(model, PeftModel):
+            adapted = get_peft_model(use_exact_products(model), settings, adapter_name=name).eval()
+        elif name in model.peft_config:
+            raise ValueError(
+                f"name={name!r} must differ from the adapters that the model has, {list(model.peft_config)}"
+            )
+        else:
+            frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+            model.add_adapter(name, settings)
+            for parameter in set(model.parameters()) - frozen:  # peft trains the active adapter only
+                parameter.requires_grad_(True)
+            adapted = model.eval()
     return omit_quantization_states(adapted) if four_bit_layers(adapted) else adapted
 
 

@@ -26,7 +26,8 @@ class RoleSessions:
 
     Args:
         env: see :class:`AgentSession`.
-        row: see :class:`AgentSession`. Samples of roles differ by the names of the roles.
+        row: see :class:`AgentSession`. Samples of roles differ by the names of the roles. The policy finds
+            ``"role_id"``.
         sample: see :class:`AgentSession`.
         roles: roles of the conversation.
         **settings: further arguments of each :class:`AgentSession`.
@@ -39,8 +40,9 @@ class RoleSessions:
     def __init__(self, env: ChatEnv, row: TensorDictBase, sample: Sample, *, roles: Sequence[Role], **settings: Any):
         self.roles, self.broken = roles, asyncio.Event()
         self.by_role: dict[str, AgentSession] = {}
-        for role in roles:
+        for i, role in enumerate(roles):
             own = copy_row(row)
+            own.set(keys.ROLE_ID, torch.tensor(i))
             if (seed := row.get(keys.SEED, None)) is not None:
                 own.set(keys.SEED, torch.tensor(derive_seed(int(seed), role.name)))
             session = self.by_role[role.name] = AgentSession(env, own, sample, **settings)
