@@ -157,30 +157,49 @@ class CommandAgent:
         if self.memory is not None:  # the shell limits itself and becomes the command
             command = ["/bin/sh", "-c", f'ulimit -d {self.memory // 1024} && exec "$@"', "sh", *command]
         variables = short_environment() | self.environment | context.environment()
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
-            with tempfile.TemporaryFile() as text:
-                text.write(json.dumps(row, default=str).encode())
-                text.seek(0)
-                helper = HelperProcess(
-                    reaped_command(command, variables, folder),
-                    variables,
-                    cwd=folder,
-                    stdin=text,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-            try:
-                output, errors = await _in_thread(_read_tails, helper.process)
-            except asyncio.CancelledError:
-                await _terminate(helper, self.grace)
-                raise
-            finally:
-                helper.end()
-        if (code := helper.process.returncode) != 0:
-            raise RuntimeError(
-                f"{os.path.basename(self.command[0])} exited with code {code}: {errors[-_SHOWN:].strip()}"
+        return await run_command(command, variables, row, grace=self.grace, name=os.path.basename(self.command[0]))
+
+
+async def run_command(
+    command: Sequence[str], variables: Mapping[str, str], row: dict[str, Any], *, grace: float, name: str
+) -> dict[str, Any] | None:
+    """Run an agent's command in a temporary folder to its end; cancelling it ends the command and its children.
+
+    Args:
+        command: program and its arguments.
+        variables: environment of the program.
+        row: written to its standard input, as JSON.
+        grace: seconds between SIGTERM and SIGKILL when this is cancelled.
+        name: name of the agent in errors.
+
+    Returns:
+        The JSON object in the last line of the output, or None.
+
+    Raises:
+        RuntimeError: if the command exits with another code than 0.
+    """
+    with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryFile() as text:
+            text.write(json.dumps(row, default=str).encode())
+            text.seek(0)
+            helper = HelperProcess(
+                reaped_command(command, variables, folder),
+                variables,
+                cwd=folder,
+                stdin=text,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        return _last_object(output)
+        try:
+            output, errors = await in_thread(_read_tails, helper.process)
+        except asyncio.CancelledError:
+            await _terminate(helper, grace)
+            raise
+        finally:
+            helper.end()
+    if (code := helper.process.returncode) != 0:
+        raise RuntimeError(f"{name} exited with code {code}: {errors[-_SHOWN:].strip()}")
+    return _last_object(output)
 
 
 async def _terminate(helper: HelperProcess, grace: float) -> None:
@@ -212,7 +231,7 @@ def _read_tails(process: subprocess.Popen) -> tuple[str, str]:
     return tuple(tail.decode(errors="replace") for tail in tails.values())
 
 
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function that waits on a separate thread, since thousands may wait."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
