@@ -68,7 +68,10 @@ class EnvSession(TextSession):
         Raises:
             TypeError: if ``step`` returns an unknown result.
         """
-        # Unify the forms of a step's result
+        return await self._outcome(*await self._take(text))
+
+    async def _take(self, text: str) -> tuple[Any, Any, bool, bool, Any]:
+        """Step the environment, and return its result as Gymnasium does; at most one of its two ends is set."""
         result = await call(self.env.step, text if self.action is None else await call(self.action, text))
         info: Any = {}
         if hasattr(result, "observation"):
@@ -86,13 +89,14 @@ class EnvSession(TextSession):
                 f"step returned {result!r:.200}; it must return (observation, reward, terminated, truncated, info), "
                 "(observation, reward, done[, info]), or a result with .observation, .reward and .done"
             )
-        # An ended environment gives no feedback
-        ended = bool(done) or bool(truncated)
+        return observation, reward, bool(done) and not truncated, bool(truncated), info
+
+    async def _outcome(self, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Any) -> Outcome:
         return Outcome(
-            feedback=None if ended else await self._text(observation),
+            feedback=None if terminated or truncated else await self._text(observation),  # an end has no feedback
             reward=_number(reward),
-            terminated=bool(done) and not truncated,
-            truncated=bool(truncated),
+            terminated=terminated,
+            truncated=truncated,
             metrics=_plain(info),
         )
 
