@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ class Shell:
     made: list[Shell]
 
     def __init__(self, folder):
-        self.folder, self.commands, self.closed = folder / str(len(self.made)), [], 0
-        self.folder.mkdir()
+        self.folder, self.commands, self.closed = tempfile.mkdtemp(dir=folder), [], 0
         self.made.append(self)
 
     def reset(self, *, seed=None, options=None):
