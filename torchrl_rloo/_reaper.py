@@ -120,7 +120,7 @@ def reap(trainer: int) -> None:
         return
     # Block the signals before the fork, so that none is lost
     reaper = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED | {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -146,6 +146,11 @@ def reap(trainer: int) -> None:
             os.kill(reaper, -code)
     finally:
         os._exit(code & 255)
+
+
+def adopt_orphans() -> None:
+    """Make orphans below this process its children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:

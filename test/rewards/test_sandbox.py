@@ -390,7 +390,7 @@ WITHOUT = """
 import struct, sys
 from torchrl_rloo.rewards import sandbox_kernel as kernel
 from torchrl_rloo.rewards.sandbox import Sandbox
-i = kernel._instruction
+i = kernel.instruction
 refuse, allow = i(0x06, 0x00050026), i(0x06, 0x7FFF0000)
 if sys.argv[1] == "landlock":
     body = [i(0x20, 0), i(0x15, 444, 0, 1), refuse, allow]

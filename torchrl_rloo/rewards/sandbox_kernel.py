@@ -92,11 +92,11 @@ _MMAP, _MADVISE = (9, 222), (28, 233)
 # Calls from this number on have one number on all machines. ENOSYS makes libraries fall back on older calls
 _FIRST_COMMON = 424
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of SYSCALLS, AUDIT_ARCH
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of SYSCALLS, AUDIT_ARCH
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_PATH, __O_TMPFILE
 _OPEN_REFUSED = 0o3 | 0o100 | 0o1000 | 0o10000000 | 0o20000000
 _CLONE_THREAD = 0x10000
-_CLONE_NAMESPACES = 0x7E020000
+CLONE_NAMESPACES = 0x7E020000
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. F_SETOWN could send signals to any process
 _FCNTL_ALLOWED = (0, 1, 2, 3, 1030)
 _MMAP_REFUSED = 0x2000 | 0x40000  # MAP_LOCKED, MAP_HUGETLB
@@ -106,9 +106,9 @@ _MADVISE_ALLOWED = (0, 1, 2, 3, 4, 8, 14, 15, 102, 103)
 
 _STARTER_BYTES = 2 << 30  # address space of a starter
 
-_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+LOAD, EQUAL, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 22, 24, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -119,7 +119,7 @@ class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -132,20 +132,20 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     Raises:
         OSError: (ENOSYS) if the machine is neither x86-64 nor aarch64.
     """
-    if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"no system call numbers for {machine}, only for {', '.join(_ARCHITECTURES)}")
-    column, arch = _ARCHITECTURES[machine]
-    refuse = _instruction(_RETURN, _ERRNO | errno.EPERM)
-    allow = _instruction(_RETURN, _ALLOW)
+    if machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"no system call numbers for {machine}, only for {', '.join(ARCHITECTURES)}")
+    column, arch = ARCHITECTURES[machine]
+    refuse = instruction(RETURN, ERRNO | errno.EPERM)
+    allow = instruction(RETURN, ALLOW)
 
     def argument(index: int, high: bool = False) -> bytes:
-        return _instruction(_LOAD, _ARGUMENTS + 8 * index + 4 * high)  # both machines are little-endian
+        return instruction(LOAD, ARGUMENTS + 8 * index + 4 * high)  # both machines are little-endian
 
     def without(index: int, flags: int) -> list[bytes]:
-        return [argument(index), _instruction(_AND, flags), _instruction(_EQUAL, 0, 0, 1), allow, refuse]
+        return [argument(index), instruction(AND, flags), instruction(EQUAL, 0, 0, 1), allow, refuse]
 
     def one_of(index: int, values: Sequence[int]) -> list[bytes]:
-        return [argument(index), *(i for value in values for i in (_instruction(_EQUAL, value, 0, 1), allow)), refuse]
+        return [argument(index), *(i for value in values for i in (instruction(EQUAL, value, 0, 1), allow)), refuse]
 
     conditions = {
         _OPEN: without(1, _OPEN_REFUSED),
@@ -155,37 +155,37 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
         _FCNTL: one_of(1, _FCNTL_ALLOWED),
         _CLONE: [  # threads but no processes
             argument(0),
-            _instruction(_AND, _CLONE_THREAD | _CLONE_NAMESPACES),
-            _instruction(_EQUAL, _CLONE_THREAD, 0, 1),
+            instruction(AND, _CLONE_THREAD | CLONE_NAMESPACES),
+            instruction(EQUAL, _CLONE_THREAD, 0, 1),
             allow,
             refuse,
         ],
         _PRLIMIT: [  # only to read its own limits: the process must be 0, the pointer to new ones null
             argument(0),
-            _instruction(_EQUAL, 0, 0, 5),
+            instruction(EQUAL, 0, 0, 5),
             argument(2),
-            _instruction(_EQUAL, 0, 0, 3),
+            instruction(EQUAL, 0, 0, 3),
             argument(2, high=True),
-            _instruction(_EQUAL, 0, 0, 1),
+            instruction(EQUAL, 0, 0, 1),
             allow,
             refuse,
         ],
     }
     # Check the architecture and the range of the number, then the allowed calls
     program = [
-        _instruction(_LOAD, _ARCH),
-        _instruction(_EQUAL, arch, 1, 0),
-        _instruction(_RETURN, _KILL_PROCESS),  # 32-bit calls
-        _instruction(_LOAD, _NUMBER),
-        _instruction(_AT_LEAST, _FIRST_COMMON, 0, 1),  # includes x32 calls
-        _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+        instruction(LOAD, ARCH),
+        instruction(EQUAL, arch, 1, 0),
+        instruction(RETURN, KILL_PROCESS),  # 32-bit calls
+        instruction(LOAD, NUMBER),
+        instruction(AT_LEAST, _FIRST_COMMON, 0, 1),  # includes x32 calls
+        instruction(RETURN, ERRNO | errno.ENOSYS),
     ]
     for numbers in SYSCALLS.values():
         if (number := numbers[column]) is not None:
-            program += [_instruction(_EQUAL, number, 0, 1), allow]
+            program += [instruction(EQUAL, number, 0, 1), allow]
     for numbers, body in conditions.items():
         if (number := numbers[column]) is not None:
-            program += [_instruction(_EQUAL, number, 0, len(body)), *body]
+            program += [instruction(EQUAL, number, 0, len(body)), *body]
     return b"".join([*program, refuse])
 
 

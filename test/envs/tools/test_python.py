@@ -306,7 +306,7 @@ def test_pickles_and_survives_a_fork(sessions: PythonSessions, session: PythonSe
 
 def test_a_missing_layer_is_refused_by_default():
     def work(tell: Callable[[object], int]) -> None:
-        i = kernel._instruction  # no Landlock from here on
+        i = kernel.instruction  # no Landlock from here on
         kernel.install_filter(i(0x20, 0) + i(0x15, 444, 0, 1) + i(0x06, 0x00050026) + i(0x06, 0x7FFF0000))
         try:
             PythonInterpreter()

@@ -9,16 +9,20 @@ from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.search import SearchTool
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
+from torchrl_rloo.envs.tools.workspace import Workspace
+from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 
 __all__ = [
     "PARSERS",
     "Columns",
+    "FileEditTool",
     "MCPTools",
     "MalformedCall",
     "PythonBlocks",
     "PythonInterpreter",
     "RegexParser",
     "SearchTool",
+    "ShellTool",
     "State",
     "Tool",
     "ToolCall",
@@ -26,6 +30,7 @@ __all__ = [
     "ToolRegistry",
     "ToolResult",
     "ToolSession",
+    "Workspace",
     "calculator",
     "tool",
 ]

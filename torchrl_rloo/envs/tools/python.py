@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tools.python_sessions import GRACE_S, PythonSession, PythonSessions, SessionResult
-from torchrl_rloo.envs.tools.tool import Tool, ToolError
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
 
 _MESSAGES = {
     "error": "The code raised an exception:",
@@ -22,10 +22,6 @@ _MESSAGES = {
     "lost": "The interpreter was killed from outside.",
     "too_long": "The code is longer than 64 kB and was not run.",
 }
-
-
-class _LateError(ToolError, TimeoutError):
-    """Call that took too long, with the tool's own message."""
 
 
 class PythonInterpreter(Tool):
@@ -76,7 +72,7 @@ class PythonInterpreter(Tool):
         text = self._text(result)
         if result.reason == "ok":
             return text
-        raise _LateError(text) if result.reason in ("timed_out", "cpu") else ToolError(text)
+        raise ToolTimeoutError(text) if result.reason in ("timed_out", "cpu") else ToolError(text)
 
     async def close(self, state: PythonSession) -> None:
         """End the session's process."""

@@ -86,6 +86,21 @@ class ToolSession:
         async with self._order_locks[tool.state_key]:
             return await self._make(tool, arguments, deadline)
 
+    async def open_state(self, tool: Tool) -> Any:
+        """Return the trajectory's state of a tool, opened if no call has done that.
+
+        Args:
+            tool: tool with a state.
+
+        Raises:
+            RuntimeError: if the state cannot be opened, or the session is closed.
+        """
+        async with self._order_locks[tool.state_key]:
+            outcome = await self._state(tool, self.timeout, float("inf"))
+        if not outcome.ok:
+            raise RuntimeError(f"the state of tool {tool.name} could not be opened: {outcome.value}")
+        return outcome.value
+
     async def _make(self, tool: Tool, arguments: dict[str, Any], deadline: float) -> ToolResult:
         limit = self.timeout if tool.timeout is None else min(self.timeout, tool.timeout)
         remaining = deadline - time.monotonic()

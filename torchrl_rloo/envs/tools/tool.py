@@ -18,6 +18,10 @@ class ToolError(Exception):
     """Error of a tool whose message is shown to the policy as it is; the call counts as failed."""
 
 
+class ToolTimeoutError(ToolError, TimeoutError):
+    """Error of a tool whose call took too long, with the tool's own message."""
+
+
 class State(dict):
     """Dict that a function keeps for one trajectory; a parameter annotated with it is hidden from the policy."""
 

@@ -5,6 +5,7 @@ from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
 from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
 from torchrl_rloo.envs.transforms.ray_primer import RayDataLoadingPrimer
+from torchrl_rloo.envs.transforms.repository import RepositoryTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
@@ -28,6 +29,7 @@ __all__ = [
     "KLRewardTransform",
     "NormalizeRewards",
     "RayDataLoadingPrimer",
+    "RepositoryTransform",
     "RewardTransform",
     "ScoreNames",
     "ShapingTransform",

@@ -1,0 +1,134 @@
+"""Tools ``shell`` and ``edit``, which work on the folder of their conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.envs.tools.workspace import GRACE_S, Workspace, WorkspaceFolder
+
+_MESSAGES = {
+    "timed_out": "The command ran for longer than {timeout:g} s and was stopped, with all its processes.",
+    "memory": "The command exceeded the memory limit of {megabytes} MB and was stopped.",
+    "processes": "The command started more than {processes} processes and was stopped.",
+    "output": "The command printed more than 1 MB and was stopped.",
+    "unavailable": "The command could not be started.",
+}
+_ARGUMENTS = {  # of the file operations: those that must be given, and the others
+    "view": (("path",), ("first", "last")),
+    "create": (("path", "content"), ()),
+    "replace": (("path", "old", "new"), ()),
+}
+
+
+class _WorkspaceTool(Tool):
+    """Tool with the folder of the conversation as its state, which the tools of a workspace share."""
+
+    def __init__(self, workspace: Workspace, name: str, description: str, properties: dict, required: list[str]):
+        self.workspace = workspace
+        parameters = {"type": "object", "properties": properties, "required": required}
+        super().__init__(name, description, parameters, timeout=workspace.timeout + GRACE_S)
+        self.state_key = workspace
+
+    def open(self, columns: Mapping[str, Any]) -> WorkspaceFolder:
+        """Open the folder with the row's first files."""
+        return self.workspace.open(columns.get(self.workspace.files))
+
+    def close(self, state: WorkspaceFolder) -> None:
+        """Remove the folder and end its processes."""
+        state.close()
+
+
+class ShellTool(_WorkspaceTool):
+    """Tool ``shell``, which runs commands in the folder of the conversation.
+
+    The policy reads what the command printed and its exit code, if that is not 0. Files persist between calls, other
+    state of the shell does not. All processes of a command end with it.
+
+    Args:
+        workspace: folders and limits; tools with the same workspace share them.
+
+    Example:
+        >>> shell = ShellTool(Workspace())
+        >>> shell.name, shell.parameters["required"]
+        ('shell', ['command'])
+    """
+
+    def __init__(self, workspace: Workspace):
+        super().__init__(
+            workspace,
+            "shell",
+            "Runs a command of bash in the working folder and returns what it prints. Files persist between calls; "
+            "the current folder, variables and background processes do not. There is no network.",
+            {"command": {"type": "string", "description": "Command, such as: ls; python3 -m unittest"}},
+            ["command"],
+        )
+
+    async def call(self, state: WorkspaceFolder, /, command: str) -> str:
+        """Run a command and return what the policy reads.
+
+        Raises:
+            ToolError: if the command exceeded a limit; a timeout is also a ``TimeoutError``.
+        """
+        result, space = await state.run(command), self.workspace
+        output = result.output.rstrip("\n")
+        if result.reason == "exit":
+            code = f"[exit code {result.code}]" if result.code else ""
+            return "\n".join(part for part in (output, code) if part) or "(no output)"
+        limits = {"timeout": space.timeout, "megabytes": space.memory >> 20, "processes": space.processes}
+        text = _MESSAGES[result.reason].format(**limits)
+        text = f"{text}\nBefore that it had printed:\n{output}" if output else text
+        raise ToolTimeoutError(text) if result.reason == "timed_out" else ToolError(text)
+
+
+class FileEditTool(_WorkspaceTool):
+    """Tool ``edit``, which shows and changes text files in the folder of the conversation.
+
+    ``view`` shows numbered lines of a file, or the entries of a folder. ``create`` writes a whole file. ``replace``
+    replaces a text that occurs exactly once. No path leads out of the folder, also not through links. Errors tell the
+    policy what to do.
+
+    Args:
+        workspace: folders and limits; tools with the same workspace share them.
+
+    Example:
+        >>> edit = FileEditTool(Workspace())
+        >>> edit.name, edit.parameters["required"]
+        ('edit', ['action', 'path'])
+    """
+
+    def __init__(self, workspace: Workspace):
+        super().__init__(
+            workspace,
+            "edit",
+            "Shows and changes text files in the working folder. Action view shows a file with line numbers, or the "
+            "entries of a folder; create writes a whole file; replace replaces old, which must occur exactly once in "
+            "the file, by new.",
+            {
+                "action": {"type": "string", "enum": list(_ARGUMENTS), "description": "What to do."},
+                "path": {"type": "string", "description": "Path in the working folder, such as src/main.py."},
+                "content": {"type": "string", "description": "For create: text of the whole file."},
+                "old": {"type": "string", "description": "For replace: text to replace, without line numbers."},
+                "new": {"type": "string", "description": "For replace: text to put there."},
+                "first": {"type": "integer", "description": "For view: first line, from 1."},
+                "last": {"type": "integer", "description": "For view: last line."},
+            },
+            ["action", "path"],
+        )
+
+    async def call(self, state: WorkspaceFolder, /, action: str, **arguments: Any) -> str:
+        """Do a file operation and return what the policy reads.
+
+        Raises:
+            ToolError: if arguments are missing or do not belong to the action, or the operation fails.
+        """
+        required, optional = _ARGUMENTS[action]
+        if missing := [name for name in required if name not in arguments]:
+            raise ToolError(f"action {action} requires {', '.join(missing)}: add what is missing")
+        if other := [name for name in arguments if name not in required + optional]:
+            raise ToolError(f"action {action} takes no {', '.join(other)}: leave it out, or use another action")
+        done, text = await state.edit(action, **arguments)
+        if not done:
+            raise ToolError(text)
+        return text
