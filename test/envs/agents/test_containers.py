@@ -20,7 +20,7 @@ from torchrl_rloo.modules import vLLMWrapper
 ASK = """
 row="$(cat)"; body='{"model": "m", "messages": [{"role": "user", "content": "abc"}]}'
 wget -qO- --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" \
-  --post-data "$body" "$OPENAI_BASE_URL/chat/completions" > reply || exit 1
+  --post-data "$body" "$OPENAI_BASE_URL/chat/completions" > /dev/null || exit 1
 echo "{\\"reward\\": 2, \\"metrics\\": {\\"row\\": ${#row}, \\"pid\\": $$}}"
 """
 
