@@ -46,6 +46,7 @@ EXTRAS = {
         "mcp>=2.3,<3",  # official SDK for tools of MCP servers; vllm 0.32 also requires mcp 2
         "bm25s>=0.3,<0.4",  # search that depends only on numpy; rank-bm25 is no longer maintained
     ],
+    "browser": ["playwright>=1.55,<2"],  # drives a system Chromium by its protocol, with waiting that works
     "agents": ["openai>=2,<4"],  # client for agents in this process; any other client works without it
     "ray": ["ray>=2.60,<3"],  # rollouts on a cluster: actors, object store, placement; tested with 2.60
     "ray-jobs": ["ray[default]>=2.60,<3"],  # job server and dashboard of Ray, for `ray job submit`
@@ -68,6 +69,7 @@ EXTRAS["test"] = [
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
     *EXTRAS["agents"],
+    *EXTRAS["browser"],
     "anthropic>=0.60,<3",  # a second client of the endpoint
     "openai-agents>=0.24,<0.25",  # a framework of agents, as an example; its minor versions break interfaces
     *EXTRAS["ray"],

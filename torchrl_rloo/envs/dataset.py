@@ -172,7 +172,7 @@ _REMEDIES |= {"chat": "pass it to load_prompts", "system_prompt": "pass it to lo
 _TOOLS_REMEDY = "use ToolTransform(tools) of torchrl_rloo.envs.transforms"
 _TORCHRL_REMEDIES = {
     "AddThinkingPrompt": "use AddThinkingPrompt of torchrl_rloo.envs.transforms",
-    "BrowserTransform": _TOOLS_REMEDY,
+    "BrowserTransform": "use BrowserTransform of torchrl_rloo.envs.transforms",
     "ExecuteToolsInOrder": _TOOLS_REMEDY,
     "IncrementalTokenizer": "leave it out",
     "MCPToolTransform": _TOOLS_REMEDY,

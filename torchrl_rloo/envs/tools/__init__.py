@@ -1,5 +1,6 @@
 """Tools that the policy may call, and parsers that read its calls."""
 
+from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import MCPTools
@@ -14,6 +15,7 @@ from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 
 __all__ = [
     "PARSERS",
+    "Browser",
     "Columns",
     "FileEditTool",
     "MCPTools",

@@ -1,5 +1,6 @@
 """Transforms that turn a ChatEnv into a task: data, feedback, tools, rewards, KL."""
 
+from torchrl_rloo.envs.transforms.browser import BrowserTransform
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
@@ -20,6 +21,7 @@ from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
 from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
 
 __all__ = [
+    "BrowserTransform",
     "AddThinkingPrompt",
     "CalibrateScores",
     "ClipRewards",
