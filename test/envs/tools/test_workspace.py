@@ -21,6 +21,7 @@ from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 
 MB = 1 << 20
 PYTHON = "python3"
+TMP = "/tmp"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def keepers() -> list[int]:
 
 # --------------------------------------------------------------------------------------------- what a command can reach
 def test_files_persist_between_commands_and_the_shell_does_not(folder):
-    assert run(folder, "cd lib; x=1; echo hi > c.txt; echo oh > /tmp/d").code == 0
-    assert run(folder, "pwd; cat lib/c.txt /tmp/d; echo $x").output == "/workspace\nhi\noh\n\n"
+    assert run(folder, "cd lib; x=1; echo hi > c.txt; echo oh > $TMPDIR/d").code == 0
+    assert run(folder, "pwd; cat lib/c.txt $TMPDIR/d; echo $x").output == "/workspace\nhi\noh\n\n"
     assert run(folder, "echo out; echo err >&2; exit 3") == CommandResult("exit", 3, "out\nerr\n")
     assert run(folder, "kill -9 $$").code == -signal.SIGKILL
 
@@ -159,7 +160,7 @@ def test_ids_own_no_file_of_the_trainer(folder):
 DAEMON = (
     f"{PYTHON} - <<'END'\nimport os, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n"
     "signals = __import__('signal')\nfor n in (1, 2, 15): signals.signal(n, signals.SIG_IGN)\n"
-    "open('/tmp/daemon', 'w').close()\ntime.sleep(1000)\nEND\nwhile ! test -e /tmp/daemon; do sleep 0.01; done"
+    "open('daemon', 'w').close()\ntime.sleep(1000)\nEND\nwhile ! test -e daemon; do sleep 0.01; done"
 )
 
 
@@ -199,7 +200,7 @@ def test_limits_that_the_command_can_handle(folder):
     assert "MemoryError" in run(folder, f"{PYTHON} -c 'bytes(300 << 20)'").output
     assert (
         "No space left"
-        in run(folder, "dd if=/dev/zero of=a bs=1M count=5; dd if=/dev/zero of=/tmp/b bs=1M count=5").output
+        in run(folder, "dd if=/dev/zero of=a bs=1M count=5; dd if=/dev/zero of=$TMPDIR/b bs=1M count=5").output
     )
     assert "No space left" in python(
         folder, "import os; os.remove('a')\nfor i in range(9999): open(f'f{i}', 'x').close()"
@@ -255,20 +256,20 @@ WAYS_OUT = [
     "lib/../../etc/passwd",
     "link/passwd",
     "file",
-    "/proc/self/root/etc/passwd",
+    "/proc/self/root" + "/etc/passwd",
     "loop",
-    "/tmp/x",
+    TMP + "/x",
 ]
 
 
 def test_paths_cannot_leave_the_folder(folder):
-    run(folder, "ln -s /etc link; ln -s /etc/passwd file; ln -s loop loop; echo 1 > /tmp/x; ln -s ../x up")
+    run(folder, "ln -s /etc link; ln -s /etc/passwd file; ln -s loop loop; echo 1 > $TMPDIR/x; ln -s ../x up")
     for path in [*WAYS_OUT, "up"]:
         for operation, more in (("view", {}), ("create", {"content": "x"}), ("replace", {"old": "1", "new": "2"})):
             done, text = edit(folder, operation, path=path, **more)
             assert not done, (path, operation, text)
-    assert run(folder, "cat /tmp/x").output == "1\n"
-    assert run(folder, "ln /etc/passwd hard; ln /tmp/x hard").code == 1
+    assert run(folder, "cat $TMPDIR/x").output == "1\n"
+    assert run(folder, "ln /etc/passwd hard; ln $TMPDIR/x hard").code == 1
     run(folder, "ln a.txt hard")
     assert "several hard links: copy it" in edit(folder, "create", path="hard", content="")[1]
 
@@ -367,10 +368,10 @@ except SandboxUnavailableError as error:
 weaker = Workspace(allow_weaker=True)
 print(len(weaker.missing))
 with weaker.open({"a": "1"}) as folder:
-    print(asyncio.run(folder.run("cat a; (setsid sleep 1000 &); pwd")).output)
+    print(asyncio.run(folder.run("cat a; (setsid sleep 98765 &); pwd")).output)
     print(asyncio.run(folder.run("sleep 1000", 0.2)).reason)
     print(asyncio.run(folder.edit("create", path="../x", content="")))
-    print(asyncio.run(folder.run("ps ax | grep -c 'slee[p] 1000'")).output)
+    print(asyncio.run(folder.run("ps ax | grep -c 'slee[p] 98765'")).output)
 """
 
 

@@ -301,7 +301,8 @@ def main() -> None:
                 keeper.end_children()
         except OSError as error:
             missing.append(str(error))
-    channel.sendall(json.dumps({"missing": missing}).encode() + b"\n")
+    place = None if keeper is None or isolated else keeper.folder
+    channel.sendall(json.dumps({"missing": missing, "place": place}).encode() + b"\n")
     if keeper is not None:
         try:
             keeper.serve(channel)
