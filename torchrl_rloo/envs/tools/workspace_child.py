@@ -154,7 +154,7 @@ class Keeper:
         }
         if self.isolated:
             spaces.set_identity()
-            limits[resource.RLIMIT_NPROC] = processes + 1  # with the keeper
+            limits[resource.RLIMIT_NPROC] = 2 * processes + 1  # a bound until the count sees them
         for name, value in limits.items():
             hard = resource.getrlimit(name)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
