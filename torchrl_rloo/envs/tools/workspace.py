@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -168,6 +169,7 @@ class WorkspaceFolder:
 
     def __init__(self, settings: dict[str, Any], files: dict[str, str], timeout: float):
         self._files, self._timeout = files, timeout
+        self._place: str | None = None  # of a folder that is not in memory
         self._channel, other = socket.socketpair()
         with other:
             command = [sys.executable, "-I", "-S", "-B", str(_SCRIPT)]
@@ -181,10 +183,11 @@ class WorkspaceFolder:
             )
         try:
             self._channel.settimeout(_START_SECONDS)
-            missing = json.loads(self._channel.makefile("rb").readline() or b'{"missing": ["the keeper ended"]}')
-            if missing["missing"]:
+            hello = json.loads(self._channel.makefile("rb").readline() or b'{"missing": ["the keeper ended"]}')
+            self._place = hello.get("place")
+            if hello["missing"]:
                 raise SandboxUnavailableError(
-                    f"a workspace cannot be isolated here: {'; '.join(missing['missing'])}. It requires Linux 5.14 or "
+                    f"a workspace cannot be isolated here: {'; '.join(hello['missing'])}. It requires Linux 5.14 or "
                     "later on x86-64 or aarch64, with user namespaces (user.max_user_namespaces, no filter of the "
                     "container against unshare and mount). Use allow_weaker=True to run commands as your user"
                 )
@@ -284,6 +287,8 @@ class WorkspaceFolder:
         """End all processes of the folder and remove it. Later calls do nothing."""
         self._channel.close()
         self._helper.end()
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def __enter__(self) -> WorkspaceFolder:
         return self

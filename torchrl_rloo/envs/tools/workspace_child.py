@@ -154,7 +154,7 @@ class Keeper:
         }
         if self.isolated:
             spaces.set_identity()
-            limits[resource.RLIMIT_NPROC] = processes + 1  # with the keeper
+            limits[resource.RLIMIT_NPROC] = 2 * processes + 1  # a bound until the count sees them
         for name, value in limits.items():
             hard = resource.getrlimit(name)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -301,7 +301,8 @@ def main() -> None:
                 keeper.end_children()
         except OSError as error:
             missing.append(str(error))
-    channel.sendall(json.dumps({"missing": missing}).encode() + b"\n")
+    place = None if keeper is None or isolated else keeper.folder
+    channel.sendall(json.dumps({"missing": missing, "place": place}).encode() + b"\n")
     if keeper is not None:
         try:
             keeper.serve(channel)
