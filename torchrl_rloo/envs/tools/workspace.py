@@ -188,8 +188,9 @@ class WorkspaceFolder:
             if hello["missing"]:
                 raise SandboxUnavailableError(
                     f"a workspace cannot be isolated here: {'; '.join(hello['missing'])}. It requires Linux 5.14 or "
-                    "later on x86-64 or aarch64, with user namespaces (user.max_user_namespaces, no filter of the "
-                    "container against unshare and mount). Use allow_weaker=True to run commands as your user"
+                    "later on x86-64 or aarch64, with user namespaces. Set "
+                    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), raise user.max_user_namespaces, or let "
+                    "the container unshare and mount. Use allow_weaker=True to run commands as your user"
                 )
             self._channel.setblocking(False)
         except BaseException:
