@@ -12,6 +12,7 @@ import copy
 import random
 import signal
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ from support.ray_cluster import functions_by_value, ray_cluster  # noqa: F401  f
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
+from torchrl_rloo.envs.tools import Workspace
+from torchrl_rloo.rewards.sandbox import SandboxUnavailableError
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; its children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -89,11 +92,27 @@ END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # othe
 WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enough to earn some rewards
 
 
+# Parts of the names of tests that need user namespaces
+WORKSPACES = ("test_workspace", "repository", "docs/how-to/tools.md", "envs.tools.workspace")
+
+
+@cache
+def missing_workspace() -> str:
+    """Return why this system cannot isolate a workspace, or nothing."""
+    try:
+        Workspace()
+    except SandboxUnavailableError as error:
+        return str(error)
+    return ""
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests per worker, by shared engines or by file, with slow groups first."""
     slow = set()
     for item in items:
+        if any(name in item.nodeid for name in WORKSPACES) and (missing := missing_workspace()):
+            item.add_marker(pytest.mark.skip(missing))
         if item.get_closest_marker("xdist_group") is None:
             shares = set(SHARED) & set(getattr(item, "fixturenames", ()))
             name = GROUP if shares else item.path.relative_to(item.config.rootpath).as_posix()

@@ -103,10 +103,6 @@ tokenizer = build_tokenizer()
 actor = TransformersWrapper(build_model(tokenizer, seed=0), tokenizer=tokenizer, generate=False)
 reference = frozen_reference(actor)
 """,
-    "docs/how-to/tools.md": """
-from torchrl_rloo.embedded import build_tokenizer
-tokenizer = build_tokenizer()
-""",
     "docs/how-to/cluster.md": _PARTS
     + """
 from torchrl_rloo.engines import TransformersEngine

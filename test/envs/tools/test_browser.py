@@ -187,10 +187,10 @@ def test_conversations_share_nothing(browser, sites):
 
 @needs_browser
 def test_a_page_that_hangs_and_a_browser_that_dies(sites):
-    browser = Browser([sites[0]], timeout=3.0)
+    browser = Browser([sites[0]], timeout=6.0)
     visit, other = Visit(browser), Visit(browser)
     other("open", url=f"http://{sites[0]}/green")
-    with pytest.raises(ToolTimeoutError, match="took longer than 3 s and the page was closed"):
+    with pytest.raises(ToolTimeoutError, match="took longer than 6 s and the page was closed"):
         visit("open", url=f"http://{sites[0]}/spin")
     assert "Price: 3" in visit("open", url=f"http://{sites[0]}/green") and "Price: 3" in other("read")
     killed = [

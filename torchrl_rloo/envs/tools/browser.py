@@ -14,6 +14,7 @@ from torchrl_rloo.envs.tools.browser_hosts import check_hosts, is_allowed
 from torchrl_rloo.envs.tools.browser_process import BrowserProcess, Tab
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
 
+START_S = 30.0  # limit of the browser's start
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _ARGUMENTS = {  # of the actions: those that must be given, and the others
     "open": (("url",), ()),
@@ -83,7 +84,7 @@ class Browser(Tool):
         allowed_hosts: hosts, as ``"example.org"``, ``"*.example.org"`` for all below it, or ``"127.0.0.1:8000"`` for
             one port. A host without a port has the default ports of http and https only.
         program: Chromium or Chrome; None finds it.
-        timeout: limit of a call, in seconds.
+        timeout: limit of an action, in seconds. The start of the browser may take 30 s more.
         page_chars: characters of a page that one call shows; ``read`` shows the other parts.
         sandbox: whether Chromium isolates its pages by its own sandbox. None uses it unless this process is root, for
             whom Chromium has none.
@@ -136,7 +137,7 @@ class Browser(Tool):
             "Shows web pages as text. open an address, click on a numbered item, type into a field, go back, or read "
             f"the page or another part of it. Hosts: {', '.join(self.allowed_hosts)}.",
             {"type": "object", "properties": properties, "required": ["action"]},
-            timeout=timeout + 5.0,
+            timeout=timeout + START_S,
         )
         self.program, self.limit, self.page_chars = os.path.abspath(found), timeout, page_chars
         self.sandbox = os.geteuid() != 0 if sandbox is None else sandbox
@@ -184,7 +185,10 @@ class Browser(Tool):
     def _running(self) -> BrowserProcess:
         with self._lock:
             if self._process is None or self._owner != os.getpid():
-                self._process, self._owner = BrowserProcess(self.program, self.allowed_hosts, self.sandbox), os.getpid()
+                self._process, self._owner = (
+                    BrowserProcess(self.program, self.allowed_hosts, self.sandbox, START_S),
+                    os.getpid(),
+                )
             return self._process
 
     def _check_url(self, url: str) -> None:
@@ -204,12 +208,13 @@ class Browser(Tool):
         process = self._process
 
         async def act() -> str:
-            lost = await tab.prepare(await process.browser(), process, self.limit)
+            lost = await tab.prepare(browser, process, self.limit)
             if lost and action != "open":
                 raise ToolError("the browser was restarted and the page is lost: open an address again")
             return await self._do(tab, action, arguments)
 
         try:
+            browser = await process.browser()  # its start has a separate limit
             return await asyncio.wait_for(act(), self.limit)
         except (asyncio.TimeoutError, TimeoutError):
             await tab.close()

@@ -52,8 +52,8 @@ class Tab:
 class BrowserProcess:
     """One process of Chromium with a thread for its messages."""
 
-    def __init__(self, program: str, hosts: Sequence[str], sandbox: bool):
-        self.program, self.sandbox, self.hosts = program, sandbox, hosts
+    def __init__(self, program: str, hosts: Sequence[str], sandbox: bool, start: float):
+        self.program, self.sandbox, self.hosts, self.start = program, sandbox, hosts, start
         self._loop = EventLoop("browser")
         self._closed_port = socket.socket()  # bound, so that nothing else listens there, and never listening
         self._closed_port.bind(("127.0.0.1", 0))
@@ -80,6 +80,7 @@ class BrowserProcess:
                     executable_path=self.program,
                     chromium_sandbox=self.sandbox,
                     proxy=proxy,
+                    timeout=1000 * self.start,
                     args=["--force-webrtc-ip-handling-policy=disable_non_proxied_udp"],
                 )
             return self._browser
