@@ -99,7 +99,7 @@ class BrowserProcess:
                 await self._playwright.stop()
 
         try:
-            self._loop.run(stop())
+            self._loop.run(asyncio.wait_for(stop(), self.start))
         finally:
             self._loop.close()
             self._closed_port.close()
