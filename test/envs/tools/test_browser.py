@@ -65,6 +65,9 @@ class Site(BaseHTTPRequestHandler):
             status, headers = 302, {"Location": f"http://{self.other}/redirected"}
         elif parts.path == "/long":
             body = "<title>Long</title>" + "".join(f"<p>line {i:03}</p>" for i in range(100))
+        elif parts.path == "/menu":
+            body = """<title>Menu</title><button onclick="this.hidden = true; more.hidden = false">More</button>
+                <a id="more" href="/green" hidden>Green</a>"""
         elif parts.path == "/spin":
             body = "<title>Spin</title><script>while (true) {}</script>"
         self.send_response(status)
@@ -155,6 +158,15 @@ def test_long_pages_have_parts_and_errors_say_what_to_do(browser, sites):
         visit("type", item=4, text="huge")
     with pytest.raises(ToolError, match="a checkbox takes no text"):
         visit("type", item=5, text="x")
+    visit.close()
+
+
+@needs_browser
+def test_numbers_are_those_of_the_last_reading(browser, sites):
+    visit = Visit(browser)
+    assert "[1] button More" in visit("open", url=f"http://{sites[0]}/menu")
+    assert visit("click", item=1).endswith("[1] link Green")
+    assert visit("click", item=1).startswith("Green")  # and not the button, which is hidden now
     visit.close()
 
 

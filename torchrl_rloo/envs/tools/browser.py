@@ -63,6 +63,8 @@ _READ = """
     if (tag === "TD" || tag === "TH") out.push(" ");
     if (block) out.push("\\n");
   };
+  const item = "data-browser-item";
+  document.querySelectorAll(`[${item}]`).forEach((e) => e.removeAttribute(item));  // of an earlier reading
   if (document.body) walk(document.body);
   return [document.title, out.join("").replace(/ +/g, " ").replace(/ ?\\n[ \\n]*/g, "\\n").trim()];
 }
