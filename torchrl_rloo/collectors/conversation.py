@@ -26,6 +26,7 @@ from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.activity import Activity, ActivityWindow, Presence, set_present
+from torchrl_rloo.envs.agents.agents import BrokenAgentError
 from torchrl_rloo.envs.stepping import RowStepper, open_rows
 
 _LOGGER = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ class GroupRunner:
         while True:
             try:
                 row = await (sample(conversation.row) if player is None else player.play(conversation.row, sample))
-            except EngineDeadError:
+            except (EngineDeadError, BrokenAgentError):
                 raise
             except Exception as error:
                 if getattr(getattr(self.source.policy, "engine", None), "closed", False):

@@ -184,6 +184,22 @@ def test_a_failed_policy_ends_its_agent_and_counts_as_a_failed_turn(bpe) -> None
         World(bpe, stubborn, fail).collect(max_consecutive_failures=2)
 
 
+def test_agents_that_never_work_end_the_run(bpe) -> None:
+    async def broken(context: AgentContext, row: dict[str, Any]) -> None:
+        raise ImportError("requires a_package; pip install a_package")
+
+    with pytest.raises(RuntimeError, match="the first 4 agents all failed, the last with ImportError: requires a_pack"):
+        World(bpe, broken).collect()
+
+    async def breaks_once_it_works(context: AgentContext, row: dict[str, Any]) -> None:
+        if row["place"] > 0:
+            raise ImportError("lost")
+        await answer(context, row)
+
+    world = World(bpe, breaks_once_it_works, rows=[ROWS[0], *[row | {"place": 1} for row in ROWS[1:]]])
+    assert len(world.collect()) == 4 and world.counts["agent/failed"] == 3
+
+
 # Commands
 
 

@@ -19,6 +19,7 @@ from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.agents.agents import (
     Agent,
     AgentContext,
+    BrokenAgentError,
     read_call_rewards,
     read_result,
     read_role_rewards,
@@ -107,6 +108,7 @@ class AgentTransform(TurnTransform):
         self.parser = None if parser is None else resolve_parser(parser)
         self._server: EndpointServer | None = None
         self._owner = os.getpid()
+        self._broken, self._ever_ended = 0, False  # failures before any agent ended without one
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process starts another server
@@ -131,6 +133,7 @@ class AgentTransform(TurnTransform):
 
         Raises:
             Exception: raised by the policy on a call.
+            BrokenAgentError: if a whole batch of agents failed, and none has ever ended otherwise.
         """
         server = await event_loop.call(self.server)
         settings = {"parser": self.parser, "max_parallel": self.max_parallel}
@@ -173,6 +176,7 @@ class AgentTransform(TurnTransform):
             result, error = agent.result()
             if error is not None:
                 raise error
+            self._ever_ended = True
             reward, metrics = read_result(result, ["rewards"] * bool(trained))
             call_rewards = read_call_rewards(result)
             if trained and isinstance(result, Mapping):
@@ -182,6 +186,7 @@ class AgentTransform(TurnTransform):
                 self.counts["agent/timed_out"] += 1
                 reason = "time"
             elif reason is None:
+                self._check_works(error)
                 _LOGGER.warning("an agent failed; its conversation abstains", exc_info=error)
                 reason = "failed"
         if reason is None:
@@ -203,6 +208,14 @@ class AgentTransform(TurnTransform):
         self.counts["agent/failed"] += reason == "failed"
         row["next"].set("log_extra", NonTensorData(metrics))
         return row
+
+    def _check_works(self, error: Exception) -> None:
+        """Raise if a whole batch of agents has failed, and none has ever ended well."""
+        self._broken += 1
+        if not self._ever_ended and self._broken >= self.chat_env.batch_size.numel():
+            raise BrokenAgentError(
+                f"the first {self._broken} agents all failed, the last with {type(error).__name__}: {error}"
+            ) from error
 
     async def process_turn(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Refuse a step, since an agent owns its loop.
