@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchrl_rloo"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 400
+MAX_LINES = 600
 
 # Top to bottom: a folder imports only from later ones
 FOLDERS = (
