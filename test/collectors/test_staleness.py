@@ -104,6 +104,8 @@ def make_row(versions: list[int], previous: list[int] = ()) -> TensorDictBase:
 def test_stale_tokens_leave_the_loss_in_all_samples_of_a_row(on_stale: str) -> None:
     row, fresh, counts = make_row([3, 5, 2], previous=[1, 4]), make_row([4, 5]), Counter()
     limited, untouched = limit_staleness([row, fresh], 5, 1, on_stale, counts)
+    if on_stale == "mask":
+        assert limited[keys.POLICY_VERSION].item() == 4, "the oldest version that is left, of all samples"
     assert untouched is fresh and row[keys.ACTION_MASK].sum() == 3, "the given rows do not change"
     last, before = limited[keys.ACTION_VERSIONS].tolist(), limited[keys.PREVIOUS_SEGMENTS]
     masked = on_stale == "mask"

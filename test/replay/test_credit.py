@@ -172,6 +172,21 @@ def test_equal_returns_by_different_tokens_give_exactly_zero():
     assert {v[0] for v in written(rows, 2, credit="turn").values()} == {0.0}
 
 
+@pytest.mark.parametrize("credit", ["turn", "token"])
+def test_a_row_with_one_unknown_token_reward_abstains(credit):
+    rows = [[[1.0], [0.0, NAN]], [[0.5], [1.0]], [[0.0], [0.25]]]
+
+    def write(rewards: list[float]) -> dict[int, list[float]]:
+        made = [
+            make_row(0, row, ident=i, reward=reward) for i, (row, reward) in enumerate(zip(rows, rewards, strict=True))
+        ]
+        return written(made, 3, credit=credit, kl=KL("token", 0.2))
+
+    found = write([1.0, 1.5, 0.25])
+    assert found[0] == [0.0] * 3, "its reward is known, but not what each token earned; so it has no KL either"
+    assert found == write([NAN, 1.5, 0.25]) and any(found[1])
+
+
 # KL at each token
 
 
@@ -273,10 +288,12 @@ def test_whitening_after_token_kl_goes_over_all_action_tokens():
     close(written(rows, 2, normalize=Whiten(2), **settings), expected)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("settings", [{}, {"credit": "turn"}, {"credit": "token"}])
-def test_rewards_that_differ_by_rounding_become_no_signal(settings):
+def test_rewards_that_differ_by_rounding_become_no_signal(settings, sign):
     rewards = torch.full((7,), 1000.1)
     rewards[::3] = torch.nextafter(rewards[::3], torch.tensor(2000.0))
+    rewards *= sign
     rows = [make_row(0, [[r]], ident=i) for i, r in enumerate(rewards.tolist())]
     assert any(a != [0.0] for a in written([r.clone() for r in rows], 7, **settings).values())
     found = written(rows, 7, normalize=Whiten(1), **settings)

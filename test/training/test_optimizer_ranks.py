@@ -83,13 +83,14 @@ def difference(model: nn.Module, reference: nn.Module) -> float:
     return max(float((whole(p.detach()) - q.detach()).abs().max()) for p, q in pairs)
 
 
-def train(name: str, steps: int = STEPS) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+def train(name: str, steps: int = STEPS, **settings: object) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     """Train a sharded model and a whole one on the same gradients; return both with their optimizers.
 
     Those of Muon and 8-bit AdamW are not clipped: both round, so the last bit of the norm would decide some roundings.
     """
     models = sharded(build()), build()
-    optimizers = [make_optimizer(model, name, lr=1e-2, **SETTINGS.get(name, {})) for model in models]
+    settings = SETTINGS.get(name, {}) | settings
+    optimizers = [make_optimizer(model, name, lr=1e-2, **settings) for model in models]
     schedules = [make_schedule(optimizer, STEPS, "cosine") for optimizer in optimizers]
     for step in range(steps):
         set_gradients(*models, step)
@@ -114,6 +115,8 @@ def check_optimizers(rank: int) -> None:
         print(f"{name}: {found:.1e} of {moved:.1e}", flush=True)
         assert moved > 1e-5, name
         assert found < 1e-6, (name, found)
+    (model, _), (reference, _) = train("muon", steps=2, nesterov=False)
+    assert difference(model, reference) < 1e-6 < difference(reference, train("muon", steps=2)[1][0])
 
 
 def check_states(rank: int) -> None:

@@ -44,6 +44,13 @@ CASES: dict[str, dict[str, Any]] = {
     | {"reference": 0.1, "advantage": {"estimator": "reinforce"}},
     "no signal": {"preset": "dr_grpo", "parallel": "fsdp", "rewards": 1.0},
     "lost on one rank": {"preset": "rloo", "parallel": "ddp", "kl": None, "lost": {"1": [0, 2, 5, 8]}},
+    "rows of two ranks": {
+        "preset": "dapo",
+        "parallel": "ddp",
+        "packing": "packed",
+        "ranks": {"context_parallel": 2},
+        "model": {"heads": (4, 2)},
+    },
 }
 OF_THREE = ("KL in the reward", "whitened", "entropy", "samples", "a rank without rows", "lost on one rank")
 
@@ -54,7 +61,7 @@ def test_ranks_with_own_rows_give_the_weights_of_one_process(size, tmp_path: Pat
     (tmp_path / "cases.json").write_text(json.dumps(list(cases.values())))
     results = run_ranks(fork_server, own_rows.__file__, tmp_path, size).results()
     for number, (name, case) in enumerate(cases.items()):
-        expected = own_rows.train_own_rows({k: v for k, v in case.items() if k != "parallel"}, None)
+        expected = own_rows.train_own_rows({k: v for k, v in case.items() if k not in ("parallel", "ranks")}, None)
         for rank, of_rank in enumerate(results):
             assert number < len(of_rank), f"rank {rank} ended before {name!r}"
             found = of_rank[number]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -335,6 +336,35 @@ def test_fill_before_the_first_push_gives_the_initial_weights_if_training_has_no
         trained.lm_head.weight.add_(1.0)
     with pytest.raises(WeightSyncError, match=r"no snapshot of version 0; call initialize\(\)"):
         late.fill(engines[0])
+
+
+def test_a_fill_trusts_no_version_number_after_a_restart_or_a_resume(make_engine):
+    """An engine that restarted, or one filled before a checkpoint was loaded, may have other weights of that number."""
+    engine = make_engine()
+    publisher = WeightPublisher(nn.Linear(2, 2), Group(engine))
+    fills = 0
+    for change in (lambda: None, engine.restart, lambda: publisher.resume_from(0), lambda: None):
+        change()
+        publisher.fill(engine)
+        fills += [step for step, _ in steps(engine)].count("finish")
+        assert engine.version == publisher.current_version == 0
+    assert fills == 3, "one fill at the start, one for each change"
+
+
+def test_a_fill_from_an_older_snapshot_lowers_no_version(make_engine, monkeypatch):
+    """Rows of a member that loaded the newer version and failed later must not be newer than the current one."""
+    engines = [make_engine(), make_engine()]
+    group = Group(*engines)
+    publisher = WeightPublisher(nn.Linear(2, 2), group, timeout=0.5)
+    publisher.push_weights()
+    monkeypatch.setattr(engines[0], "resume", Mock(side_effect=EngineError("late")))
+    engines[1].fail_updates["finish"] = [EngineError("no memory")]
+    with pytest.raises(WeightSyncError, match="version 2 of the weights did not arrive"):
+        publisher.push_weights()
+    assert engines[0].version == publisher.current_version == 2
+    engines[1].restart()
+    publisher.fill(engines[1])
+    assert (engines[1].version, publisher.current_version) == (1, 2)
 
 
 def test_initialize_sends_the_current_weights_once_under_the_current_version(make_engine):

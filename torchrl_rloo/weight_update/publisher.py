@@ -279,7 +279,7 @@ class Publisher(WeightUpdater):
         self._release_current()
         self._snapshot = publication.snapshot
         self._note_push(publication)
-        self._current_version, self._filled = max(self._current_version, publication.version), True
+        self._current_version, self._filled = publication.version, True
 
     def _fill(self, peer: Peer, snapshot: Snapshot) -> None:
         """Send a snapshot to one engine and load it."""
@@ -316,7 +316,7 @@ class Publisher(WeightUpdater):
             publication.cancel(error.purpose if isinstance(error, PeerError) else "the push", cause)
             # Some engines may have loaded the version and sample with it from now on
             if publication.version in publication.versions():
-                self._current_version = max(self._current_version, publication.version)
+                self._current_version = publication.version
             if publication.snapshot is not None:
                 self._release(publication.snapshot)
             self._open = None

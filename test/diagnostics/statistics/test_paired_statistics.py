@@ -103,6 +103,13 @@ def test_equal_differences_have_an_interval_of_some_width_or_none(first, gain):
     assert math.isnan(scaled.low) and math.isnan(scaled.high) and scaled.p_value == test.p_value
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_scores_are_shares_only_if_those_of_both_policies_are(swap):
+    shares, others = torch.tensor([0.25, 0.5, 0.75]), torch.tensor([1.25, 1.5, 1.75])
+    test = paired_test(*((others, shares) if swap else (shares, others)))
+    assert math.isnan(test.low) and math.isnan(test.high)
+
+
 def test_equal_differences_have_the_binary_interval_of_as_many_changes():
     test = paired_test(torch.tensor([0.5, 0.25, 0.75, 0.5]), torch.tensor([0.75, 0.5, 1.0, 0.75]))
     assert (test.low, test.high) == paired_binary_interval(1, 0, 4)
