@@ -47,7 +47,7 @@ CASES += [
     {"preset": "rloo_trl", "steps": 2, "parallel": "fsdp", "samples": True},
     {"preset": "rloo_trl", "steps": 20, "parallel": "fsdp"},
     {"preset": "dr_grpo", "steps": 1, "parallel": "fsdp", "rewards": 1.0},
-    {"preset": "grpo", "steps": 1, "parallel": "fsdp", "accumulate": {"micro_batch_size": 2}, "minibatches": 5},
+    {"preset": "grpo", "steps": 1, "parallel": "fsdp", "accumulate": {"micro_batch_size": 1}, "minibatches": 5},
 ]
 
 
