@@ -262,11 +262,14 @@ def attempt_reward(
 
 
 def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a completion, or the content of its last assistant message ("" without one)."""
+    """Return the text of a completion, or the content of its last assistant message ("" without one).
+
+    A message without a role counts as the assistant's.
+    """
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):
-        if message["role"] == "assistant":
+        if message.get("role", "assistant") == "assistant":
             return message.get("content") or ""  # content is None or missing in a message of tool calls
     return ""
 
