@@ -556,7 +556,7 @@ def report_progress(run: Run, problem: Problem, source: SharedSource, writer: Ro
     done, plan = run.step - 1, problem.plan
     if writer is not None:
         writer.step = run.step
-    problem.rewards.report_progress(done, plan.steps, plan.epochs(done), source.num_tokens)
+    problem.rewards.report_progress(done, plan.steps, plan.epochs(done), source.num_tokens, run.logger.history)
 
 
 def score_old_log_probs(
