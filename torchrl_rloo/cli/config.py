@@ -210,12 +210,16 @@ class KLConfig:
     estimator: str | None = None  # estimator of the KL: k1, k2 or k3; null: the method's
     clip: float | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
     target: float | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
+    sync_every: int = 0  # steps between moves of the reference towards the model; 0: it stays the initial model
+    sync_share: float = 0.6  # share of the model's weights in a move of the reference; 1 replaces it
 
     def __post_init__(self):
-        for name in ("where", "estimator", "clip", "target"):
-            if self.coeff == 0 and getattr(self, name) is not None:
-                value = getattr(self, name)
+        for name in ("where", "estimator", "clip", "target", "sync_every"):
+            value = getattr(self, name)
+            if self.coeff == 0 and value not in (None, 0):
                 raise ValueError(f"kl.{name}={value} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
+        if not self.sync_every and self.sync_share != KLConfig.sync_share:
+            raise ValueError(f"kl.sync_share={self.sync_share} has no effect with kl.sync_every=0; set kl.sync_every")
 
 
 @dataclass
