@@ -156,7 +156,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
-    parts |= {"reference": reference if cfg.kl.sync_every else None, "entropy_coeff": method.adaptive_entropy}
+    parts |= {"reference": reference if cfg.reference.sync_every else None, "entropy_coeff": method.adaptive_entropy}
     settings = c.run_settings(cfg) | DISPLAY | {"health": problem.health}
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with (
@@ -201,7 +201,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
             with run.time("sync"):  # 4. push the weights to the sampler, and move the reference
                 if run.is_due(cfg.sampler.sync_every):
                     source.update_policy_weights_()
-                if run.is_due(cfg.kl.sync_every):
+                if run.is_due(cfg.reference.sync_every):
                     scorer.update()
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
@@ -232,14 +232,16 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
         cfg.algorithm,
         loss=cfg.loss,
         advantage=cfg.advantage,
-        kl=non_null_fields(cfg.kl, "sync_every", "sync_share"),
+        kl=non_null_fields(cfg.kl),
         max_new_tokens=cfg.generate.max_new_tokens,
         prompts_per_step=cfg.plan.prompts_per_step,
         num_generations=cfg.plan.num_generations,
         reward_weights=rewards.weights,
     )
-    if cfg.kl.sync_every and method.kl is None:
-        raise ValueError(f"kl.sync_every={cfg.kl.sync_every} has no effect: {cfg.algorithm} has no KL; set kl.coeff")
+    if cfg.reference.sync_every and method.kl is None:
+        raise ValueError(
+            f"reference.sync_every={cfg.reference.sync_every} has no effect: {cfg.algorithm} has no KL; set kl.coeff"
+        )
     # Load the model, the prompts, and the turns of a conversation
     name = ranks.broadcast(lambda: resolve_model(cfg.model.name, cfg.seed, task.name, log=print), "start model")
     settings = non_null_fields(cfg.model, "name", "kwargs") | {"device": str(ranks.device)}
@@ -339,7 +341,7 @@ def make_reference(
         return modules.AdapterReference(trainer)
     distribute(cfg, problem, ranks, model)
     scorer = trainer.get_new_version(model=model)
-    return modules.MovingReference(scorer, problem.model, cfg.kl.sync_share) if cfg.kl.sync_every else scorer
+    return modules.MovingReference(scorer, problem.model, cfg.reference.share) if cfg.reference.sync_every else scorer
 
 
 def distribute(cfg: Config, problem: Problem, ranks: Ranks, model: PreTrainedModel) -> None:

@@ -140,7 +140,12 @@ def test_rows_rewards_and_settings_of_trl(tiny, tmp_path, monkeypatch):
     source.write_text("".join(json.dumps({"prompt": f"{n}+1 TL;DR:", "completion": " x"}) + "\n" for n in range(20)))
     more = ["task=custom", f"data.source={source}", "data.chat=false", "plan.steps=3", "optimizer.lr=3e-3"]
     more += ["reward.functions=[trl_rewards.unique_characters,trl_rewards.curriculum,repetition_penalty]"]
-    more += ["kl.coeff=0.05", "kl.sync_every=2", "kl.sync_share=1", "loss.entropy_coeff={target: 100, step: 0.01}"]
+    more += [
+        "kl.coeff=0.05",
+        "reference.sync_every=2",
+        "reference.share=1",
+        "loss.entropy_coeff={target: 100, step: 0.01}",
+    ]
     run([*tiny, *more], tmp_path / "whole")
     run([*tiny, *more, "stop_after=2"], tmp_path / "resumed")
     run([*tiny, *more], tmp_path / "resumed")

@@ -210,16 +210,24 @@ class KLConfig:
     estimator: str | None = None  # estimator of the KL: k1, k2 or k3; null: the method's
     clip: float | None = None  # bound of the KL of a token, in nats, for where=token; null: the method's
     target: float | None = None  # KL to hold by adapting the coefficient, in nats per action token; null: constant
-    sync_every: int = 0  # steps between moves of the reference towards the model; 0: it stays the initial model
-    sync_share: float = 0.6  # share of the model's weights in a move of the reference; 1 replaces it
 
     def __post_init__(self):
-        for name in ("where", "estimator", "clip", "target", "sync_every"):
-            value = getattr(self, name)
-            if self.coeff == 0 and value not in (None, 0):
+        for name in ("where", "estimator", "clip", "target"):
+            if self.coeff == 0 and getattr(self, name) is not None:
+                value = getattr(self, name)
                 raise ValueError(f"kl.{name}={value} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
-        if not self.sync_every and self.sync_share != KLConfig.sync_share:
-            raise ValueError(f"kl.sync_share={self.sync_share} has no effect with kl.sync_every=0; set kl.sync_every")
+
+
+@dataclass
+class ReferenceConfig:
+    """Reference model of the KL."""
+
+    sync_every: int = 0  # steps between moves of the reference towards the model; 0: it stays the initial model
+    share: float = 0.6  # share of the model's weights in a move; 1: replace the reference
+
+    def __post_init__(self):
+        if not self.sync_every and self.share != ReferenceConfig.share:
+            raise ValueError(f"reference.share={self.share} has no effect with reference.sync_every=0; set sync_every")
 
 
 @dataclass
@@ -368,6 +376,24 @@ def check_ks(ks: list[int], num_samples: int, section: str = "eval") -> None:
         raise ValueError(
             f"{section}.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples"
         )
+
+
+def check_reference(reference: ReferenceConfig, kl: KLConfig, **initial: Any) -> None:
+    """Raise if the reference is to move, but there is none, or a setting takes the initial model for it.
+
+    Args:
+        reference: settings of the reference.
+        kl: settings of the KL.
+        **initial: settings that require the initial model as the reference, None if they are off.
+
+    Raises:
+        ValueError: if they cannot be combined.
+    """
+    moves = f"reference.sync_every={reference.sync_every}"
+    if reference.sync_every and kl.coeff == 0:
+        raise ValueError(f"{moves} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
+    for name in (name for name, value in initial.items() if reference.sync_every and value is not None):
+        raise ValueError(f"{moves} cannot be combined with {name}, which compares with the initial model; set it to 0")
 
 
 def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def _has_reference(cfg: Any) -> bool:
 
     plan = {"prompts_per_step": cfg.plan.prompts_per_step, "num_generations": cfg.plan.num_generations}
     plan["max_new_tokens"] = cfg.generate.max_new_tokens
-    return make_method(cfg.algorithm, kl=non_null_fields(cfg.kl, "sync_every", "sync_share"), **plan).kl is not None
+    return make_method(cfg.algorithm, kl=non_null_fields(cfg.kl), **plan).kl is not None
 
 
 def _sampling(cfg: Any) -> Any:

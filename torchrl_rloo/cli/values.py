@@ -19,10 +19,10 @@ AT_LEAST = {
         "generate.temperature",
         "inference.parity_every",
         "kl.coeff",
-        "kl.sync_every",
         "log.samples",
         "log.samples_every",
         "optimizer.weight_decay",
+        "reference.sync_every",
         "sampler.sync_every",
         "schedule.warmup_steps",
     ),
@@ -72,13 +72,13 @@ ABOVE_0 = (
     "generate.repetition_penalty",
     "generate.top_p",
     "kl.clip",
-    "kl.sync_share",
     "kl.target",
     "optimizer.lr",
+    "reference.share",
     "reward.executor.timeout",
     "train.max_grad_norm",
 )
-AT_MOST_1 = ("generate.min_p", "generate.top_p", "kl.sync_share", "schedule.final_fraction")
+AT_MOST_1 = ("generate.min_p", "generate.top_p", "reference.share", "schedule.final_fraction")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHOICES = {
     "algorithm": (  # objectives.PRESETS without those that train a critic
