@@ -138,7 +138,7 @@ class MathJudge:
         first = worker.receive()
         second = worker.receive() if first and gold is not None else None
         self._idle.append(worker)
-        if first is None or first and gold is not None and second is None:
+        if not describe and (first is None or first and gold is not None and second is None):
             self.timeouts += 1
             self.lost_seconds += time.monotonic() - start
             self._example = f"{text[-200:]!r} for gold {gold!r:.200}"
