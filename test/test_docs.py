@@ -46,6 +46,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
     *(p for p in sorted(DOCS.rglob("*.md")) if not set(p.relative_to(DOCS).parts) & set(GENERATED)),
+    *(DOCS / "coming-from" / f"{name}.md" for name in LIBRARIES),
     *(ROOT / "tutorials" / f"{name}.py" for name in TUTORIALS),
 ]
 FENCE = re.compile(r"^(`{3,})(\S*)[^\n]*\n(.*?)^\1$", re.DOTALL | re.MULTILINE)
@@ -63,7 +64,9 @@ def load(path: Path):
 
 
 def read_page(page: Path) -> str:
-    """Return the Markdown of a page; that of a tutorial is in its cells of text."""
+    """Return the Markdown of a page; that of a tutorial is in its cells of text, that of a library its introduction."""
+    if page.parent.name == "coming-from" and page.stem in LIBRARIES:
+        return LIBRARIES[page.stem]["introduction"]
     text = page.read_text()
     if page.suffix == ".md":
         return text

@@ -110,6 +110,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
+    parts |= {"reference": reference if cfg.reference.sync_every else None, "entropy_coeff": method.adaptive_entropy}
     settings = c.run_settings(cfg) | sync.DISPLAY | {"health": problem.health}
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with (
@@ -146,6 +147,8 @@ def train(cfg: Config, ranks: Ranks) -> None:
             with run.time("sync"):  # 4. publish the weights; conversations in flight continue with them
                 if run.is_due(cfg.sampler.sync_every):
                     source.update_policy_weights_()
+                if run.is_due(cfg.reference.sync_every):
+                    scorer.update()
             sync.log_update(run, method, outputs, norms, len(metadata))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts

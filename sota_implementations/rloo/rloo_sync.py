@@ -156,6 +156,7 @@ def train(cfg: Config, ranks: Ranks) -> None:
     # Run: resumes, checkpoints, logs and stops
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "buffer": buffer, "source": source}
     parts |= {"sampler": sampler if sampler is not model else None, "kl_coeff": method.adaptive_kl}
+    parts |= {"reference": reference if cfg.reference.sync_every else None, "entropy_coeff": method.adaptive_entropy}
     settings = c.run_settings(cfg) | DISPLAY | {"health": problem.health}
     run = Run(cfg.output_dir, plan.steps, parts, **settings, ranks=ranks)
     with (
@@ -197,9 +198,11 @@ def train(cfg: Config, ranks: Ranks) -> None:
                     norms.append(optimizer_step(model, optimizer, scheduler, cfg.train.max_grad_norm))
                 buffer.empty()
                 catch_up(scheduler, step * plan.optimizer_steps // plan.steps)
-            with run.time("sync"):  # 4. push the weights to the sampler
+            with run.time("sync"):  # 4. push the weights to the sampler, and move the reference
                 if run.is_due(cfg.sampler.sync_every):
                     source.update_policy_weights_()
+                if run.is_due(cfg.reference.sync_every):
+                    scorer.update()
             log_update(run, method, outputs, norms, len(sampled))
             run.log({"learning_rate": scheduler.get_last_lr()[0]} | meters(advantage, engine, *source.parts))
             if run.is_due(cfg.eval.every) or run.is_last:  # 5. evaluate on held-out prompts
@@ -235,6 +238,10 @@ def load_problem(cfg: Config, ranks: Ranks) -> Problem:
         num_generations=cfg.plan.num_generations,
         reward_weights=rewards.weights,
     )
+    if cfg.reference.sync_every and method.kl is None:
+        raise ValueError(
+            f"reference.sync_every={cfg.reference.sync_every} has no effect: {cfg.algorithm} has no KL; set kl.coeff"
+        )
     # Load the model, the prompts, and the turns of a conversation
     name = ranks.broadcast(lambda: resolve_model(cfg.model.name, cfg.seed, task.name, log=print), "start model")
     settings = non_null_fields(cfg.model, "name", "kwargs") | {"device": str(ranks.device)}
@@ -323,14 +330,18 @@ def make_trainer(cfg: Config, problem: Problem, ranks: Ranks) -> TransformersWra
 
 def make_reference(
     cfg: Config, problem: Problem, ranks: Ranks, trainer: TransformersWrapper, model: PreTrainedModel | None
-) -> TransformersWrapper | modules.AdapterReference | None:
-    """Build the scorer of the initial model: a copy, sharded like the model, or the model without its adapter."""
+) -> TransformersWrapper | modules.AdapterReference | modules.MovingReference | None:
+    """Build the scorer of the initial model: a copy, sharded like the model, or the model without its adapter.
+
+    The copy may move towards the model.
+    """
     if problem.method.kl is None:
         return None
     if model is None:
         return modules.AdapterReference(trainer)
     distribute(cfg, problem, ranks, model)
-    return trainer.get_new_version(model=model)
+    scorer = trainer.get_new_version(model=model)
+    return modules.MovingReference(scorer, problem.model, cfg.reference.share) if cfg.reference.sync_every else scorer
 
 
 def distribute(cfg: Config, problem: Problem, ranks: Ranks, model: PreTrainedModel) -> None:
@@ -556,7 +567,7 @@ def report_progress(run: Run, problem: Problem, source: SharedSource, writer: Ro
     done, plan = run.step - 1, problem.plan
     if writer is not None:
         writer.step = run.step
-    problem.rewards.report_progress(done, plan.steps, plan.epochs(done), source.num_tokens)
+    problem.rewards.report_progress(done, plan.steps, plan.epochs(done), source.num_tokens, run.logger.history)
 
 
 def score_old_log_probs(
@@ -617,12 +628,15 @@ def log_rollouts(run: Run, cfg: Config, problem: Problem, step_rows: StepRows, s
 
 
 def log_update(run: Run, method: Preset, outputs: list[RLOOLossOutput], norms: list[torch.Tensor], rows: int) -> None:
-    """Log metrics of loss and optimizer, if the step had a signal, and adapt the KL coefficient."""
+    """Log metrics of loss and optimizer, if the step had a signal, and adapt the coefficients."""
     run.log(merge_outputs(outputs, num_updates=len(norms)))
     run.log({"grad_norm": float(torch.stack(norms).mean())} if norms else {})
     run.log({"kl_coeff": float(method.kl.coeff)} if method.kl else {})
     if method.adaptive_kl is not None:
         method.adaptive_kl.update(run.metrics["kl"], rows)
+    if method.adaptive_entropy is not None:
+        run.log({"entropy_coeff": float(method.adaptive_entropy)})
+        method.adaptive_entropy.update(run.metrics["entropy"])
 
 
 def make_background(cfg: Config, ranks: Ranks) -> diagnostics.EvaluationProcess | None:

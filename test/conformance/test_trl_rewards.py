@@ -1,4 +1,4 @@
-"""TRL's reward functions, recorded: ours give the same scores, to completions as text and as messages.
+"""TRL's reward functions, recorded: ours give the same scores, to completions as text and as messages, in both calls.
 
 See ``test_trl.py`` for where ``trl_cases.json`` comes from.
 """
@@ -6,12 +6,14 @@ See ``test_trl.py`` for where ``trl_cases.json`` comes from.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchrl_rloo import rewards
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.formats import think_format
 from torchrl_rloo.rewards.lengths import SoftOverlong
@@ -47,6 +49,34 @@ def test_our_reward_gives_the_recorded_scores(name, messages):
     columns = {"solution": inputs["solutions"]} if "solutions" in inputs else {}
     call = call_reward(OURS[inputs["function"]](inputs), RewardBatch(["?"] * len(expected), completions, ids, columns))
     assert call.scores == [value if value is None else pytest.approx(value, abs=1e-5) for value in expected]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trls_name_takes_trls_call(name):
+    """The columns come after the completions, by position, as TRL's documentation calls its functions."""
+    inputs, expected = CASES[name]["inputs"], CASES[name]["outputs"]["rewards"]
+    function, logged = getattr(rewards, inputs["function"]), {}
+    settings = {
+        k: inputs[k] for k in ("max_completion_len", "soft_punish_cache", "ngram_size", "max_penalty") if k in inputs
+    }
+    settings |= {"max_len": inputs["max_len"]} if "max_len" in inputs else {}
+    ids = inputs.get("completion_ids") or [[1] * n for n in inputs.get("lengths", [])]
+    completions = [[{"content": text}] for text in inputs.get("contents", [])]
+    if settings:
+        function = pickle.loads(pickle.dumps(function(**settings)))
+        arguments = [completions, inputs["solutions"], ids] if "solutions" in inputs else [ids]
+    elif "solutions" in inputs:
+        arguments = [completions, inputs["solutions"]]
+        arguments += [inputs["reasoning_delimiters"]] if "reasoning_delimiters" in inputs else []
+    else:
+        arguments = [completions]
+    scores = function(*arguments, prompts=["?"] * len(expected), log_extra=logged.__setitem__, truncated=[])
+    assert scores == [value if value is None else pytest.approx(value, abs=1e-5) for value in expected]
+    if "accuracy_reward" in inputs["function"]:
+        assert logged["solution"] == inputs["solutions"] and {len(v) for v in logged.values()} == {len(expected)}
+        assert [g == "[unparseable]" for g in logged["gold_parsed"]] == [score is None for score in scores]
+        right = [answer for answer, score in zip(logged["answer_parsed"], scores, strict=True) if score == 1]
+        assert not {"[unparseable]", "[skipped]"} & set(right)
 
 
 def test_every_function_is_recorded():

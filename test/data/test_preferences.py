@@ -65,6 +65,7 @@ PAIRS = [
     ("chat_template.default", {"messages": [SYSTEM, ASK], "chosen": GOOD, "rejected": BAD}, WITH_SYSTEM),
     ("chat_template.default", {"messages": "2+2?", **TEXTS}, ONE),
     ("user_defined.default", {"prompt": "2+2?", **TEXTS}, ("2+2?", "4", "5")),
+    ("user_defined.default", {"prompt": "2+2?", "system": "Be brief.", **TEXTS}, ("2+2?", "4", "5")),
 ]
 LABELED_LAYOUTS = {
     "argilla": {"instruction": "2+2?", "completion": "4"},
@@ -80,6 +81,7 @@ LABELED = [
     ("chatml", LABELED_LAYOUTS["ultra"], ([ASK], [GOOD])),
     ("llama3", LABELED_LAYOUTS["argilla"], ([ASK], [GOOD])),
     ("user_defined.default", {"prompt": "2+2?", "completion": "4"}, ("2+2?", "4")),
+    ("user_defined.default", {"prompt": "2+2?", "system": "Be brief.", "completion": "4"}, ("2+2?", "4")),
 ]
 
 
@@ -205,7 +207,6 @@ INTEL, CHAT, DEFAULT, USER = "chatml.intel", "chatml.argilla_chat", "chat_templa
             "message 0 of column 'messages' must have the fields of message_property_map",
         ),
         (DEFAULT, {"messages": [said("human", "2+2?")], **TEXTS}, "unknown role 'human'; valid: .*add it to roles"),
-        (USER, {"prompt": "2+2?", "system": "x", **TEXTS}, "prompt_format='{prompt}' must contain .*field_system=None"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column_and_a_remedy(type_, row, fault):

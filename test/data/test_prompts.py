@@ -338,7 +338,7 @@ def test_columns_are_renamed_then_chosen():
 
 
 RESERVED = (
-    "tokens masks log_probs next group_id group_size policy_version advantage completion num_turns reward done "
+    "tokens masks log_probs next group_id group_size policy_version advantage num_turns reward done "
     "terminated truncated seed history text query"
 ).split()
 
@@ -353,6 +353,17 @@ def test_a_column_with_a_reserved_name(name: str):
     renamed = load_prompts(rows, column_map={name: f"dataset_{name}"})
     assert renamed.columns == (f"dataset_{name}",)
     assert load_prompts(rows, prompt_column="prompt", columns=[]).columns == ()
+
+
+def test_the_answers_of_rows_for_fine_tuning_are_left_out_and_said(caplog, monkeypatch):
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    rows = [{"prompt": "TL;DR:", "completion": " Short.", "completion_ids": [1], "subreddit": "x"}]
+    assert load_prompts(rows).rows == [{"query": "TL;DR:", "subreddit": "x"}]
+    assert "columns ['completion', 'completion_ids'] are left out" in caplog.text
+    assert load_prompts(rows, column_map={"completion": "reference"}).columns == ("reference", "subreddit")
+    for named in ({"columns": ["completion"]}, {"column_map": {"subreddit": "completion", "completion": "c"}}):
+        with raises("columns ['completion'] have reserved names"):
+            load_prompts(rows, **named)
 
 
 def shouted(row):

@@ -16,6 +16,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform, RewardTransform
 from torchrl_rloo.envs.transforms import reward as reward_module
 from torchrl_rloo.modules import TransformersWrapper
+from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import TrainerState
 from torchrl_rloo.rewards.runner import RewardFailureError
 
@@ -409,6 +410,38 @@ def test_first_rewards_that_are_all_equal_are_logged_once(
         outcome(env, Says(tokenizer, ["a"] * 4))
     assert len(caplog.messages) == len(expected)
     assert all(part in message for part, message in zip(expected, caplog.messages, strict=True))
+    assert "Reward" not in caplog.text
+
+
+def test_equal_rewards_of_a_function_for_texts_are_explained(tokenizer, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(reward_module, "FIRST_TRAJECTORIES", 4)
+
+    def length(completions, **columns):  # of a list with one message
+        return [float(len(completion)) for completion in completions]
+
+    outcome(make_env(tokenizer, [length, "think_format"]), Says(tokenizer, ["a", "bb", "ccc", "dddd"]))
+    (message,) = caplog.messages
+    assert message.endswith(
+        "Reward length: it expects texts, but gets chat messages: set data.chat=false "
+        "(load_prompts(chat=False)) for text prompts, or read completion[-1]['content']."
+    )
+
+
+def test_functions_see_the_metrics_of_the_run(tokenizer):
+    """In a worker process, only one that names the state sees them, since they are sent with each call."""
+
+    def named(completions, trainer_state, **others):
+        return [float(len(trainer_state.log_history))] * len(completions)
+
+    def others(completions, **columns):
+        return [float(len(columns["trainer_state"].log_history))] * len(completions)
+
+    for executor, expected in ((None, [1000, 1000]), (ProcessExecutor(1), [1000, 0])):
+        transform = RewardTransform([named, others], executor=executor)
+        transform.report_progress(3, 9, 0.5, 100, [{"step": n, "reward": 0.5} for n in range(2000)])
+        assert transform.trainer_state.log_history[-1] == {"step": 1999, "reward": 0.5}
+        assert outcome(make_env(tokenizer, transform), Says(tokenizer, "abcd"))[keys.REWARDS][0].tolist() == expected
+        transform.close()
 
 
 @pytest.mark.parametrize("place", ["transforms", "after_rewards"])

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.modules.reference import AdapterReference, frozen_reference
+from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_reference
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +129,21 @@ def test_an_adapter_is_left_as_it_was(fails: bool, make_adapter, rows) -> None:
 def test_a_policy_without_adapter_is_refused(policy) -> None:
     with pytest.raises(TypeError, match="frozen_reference"):
         AdapterReference(policy)
+
+
+def test_a_moving_reference_takes_its_share_of_the_current_weights(policy, rows) -> None:
+    reference = MovingReference(frozen_reference(policy), policy.model, share=0.25)
+    held, expected = reference.score(rows).log_probs, snapshot(policy.model)
+    for seed in range(3):
+        drift(policy.model, seed)
+        assert torch.equal(reference.score(rows).log_probs, held)
+        reference.update()
+        held = reference.score(rows).log_probs
+        expected = {name: 0.75 * expected[name] + 0.25 * p for name, p in snapshot(policy.model).items()}
+        close_weights(reference.scorer.model, expected)
+    MovingReference(reference.scorer, policy.model, share=1).update()
+    assert torch.equal(reference.score(rows).log_probs, scores(policy, rows))
+    assert not held.requires_grad and not reference.generate and reference.distribution == policy.distribution
+    for share in (0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="share="):
+            MovingReference(reference.scorer, policy.model, share)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 
 
 def test_the_kl_coefficient_follows_a_slow_loop():
@@ -35,6 +35,22 @@ def test_a_resumed_controller_continues_the_same():
     for value in (0.45, 0.9, 0.1):
         first.update(value, 7), second.update(value, 7)
         assert float(second) == float(first) and second.state_dict() == first.state_dict()
+
+
+def test_the_entropy_coefficient_moves_by_steps_and_is_off_above_the_target(caplog):
+    coefficient = AdaptiveEntropyCoefficient(target=0.5, initial=0.25, step=0.25, maximum=0.5)
+    seen, inner = [float(coefficient)], [0.25]
+    for entropy in (0.4, 0.3, 0.6, 0.5, float("nan"), 0.9, 0.8, 0.7, 0.1):
+        coefficient.update(entropy)
+        resumed = AdaptiveEntropyCoefficient(target=0.5, step=0.25, maximum=0.5)
+        resumed.load_state_dict(coefficient.state_dict())
+        coefficient = resumed
+        seen.append(float(coefficient)), inner.append(coefficient.state_dict()["value"])
+    assert seen == [0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0, 0, 0.25] and "entropy=nan is not finite" in caplog.text
+    assert inner == [0.25, 0.5, 0.5, 0.25, 0.5, 0.5, 0.25, 0, 0, 0.25]
+    for wrong in ({"target": 0}, {"step": -1}, {"initial": 2}, {"minimum": 0.1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            AdaptiveEntropyCoefficient(**wrong)
 
 
 def test_a_missing_measurement_changes_nothing_and_is_logged(caplog):

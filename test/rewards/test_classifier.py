@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen2Config,
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.rewards.classifier import SequenceClassifier, scored_ids
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward
+from torchrl_rloo.rewards.registry import load_reward
+from torchrl_rloo.rewards.runner import RewardRunner
 
 ROUNDING = 1e-5  # float32, for scores around 1
 TEXTS = ["7", "a longer answer, with words", "", "12 + 30 = 42", "x" * 40]
@@ -93,13 +96,31 @@ def test_a_model_that_knows_no_padding_or_another_learns_the_tokenizers(pad_toke
     assert model.config.pad_token_id == build_tokenizer().pad_token_id
 
 
-def test_a_tokenizer_without_padding_takes_the_models_or_is_refused():
+def test_a_tokenizer_without_padding_takes_the_models_or_rows_are_scored_one_by_one():
     tokenizer = build_tokenizer()
+    expected = pytest.approx(scores(SequenceClassifier(build_classifier(), tokenizer=tokenizer), rows()), abs=ROUNDING)
     tokenizer.pad_token = None
-    with pytest.raises(ValueError, match="no pad token"):
-        scores(SequenceClassifier(build_classifier(pad_token_id=None), tokenizer=tokenizer, name="rm"), rows())
-    expected = scores(SequenceClassifier(build_classifier(), tokenizer=build_tokenizer()), rows())
-    assert scores(SequenceClassifier(build_classifier(), tokenizer=tokenizer), rows()) == pytest.approx(expected)
+    bare = SequenceClassifier(build_classifier(pad_token_id=None), tokenizer=tokenizer, name="rm")
+    assert scores(bare, rows()) == expected and tokenizer.pad_token is None
+    assert scores(SequenceClassifier(build_classifier(), tokenizer=tokenizer), rows()) == expected
+
+
+def test_a_model_or_a_directory_among_the_rewards_is_a_reward_model(directory, monkeypatch):
+    """As in TRL, with its own tokenizer; a language model and a path without a model are refused by name."""
+    module = Qwen2ForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    monkeypatch.chdir(directory.parent)
+    runner = RewardRunner([str(directory), {"_target_": "stop_properly", "function": module}, "boxed_accuracy"])
+    assert runner.names[0] == "my-reward-model" and len(runner.names) == 3
+    expected = scores(SequenceClassifier(directory), chats())
+    batch = replace(chats(), columns={"answer": ["7"] * len(TEXTS)})
+    for column in (*runner(batch).scores[:2], *RewardRunner(directory.name)(batch).scores):
+        assert column == pytest.approx(expected, abs=ROUNDING)
+    assert load_reward("org/reward-model").__name__ == "reward-model"
+    with pytest.raises(FileNotFoundError, match="nowhere/model"):
+        load_reward("./nowhere/model")
+    model = build_model(build_tokenizer(), seed=0)
+    with pytest.raises(ValueError, match="is a language model; pass a sequence classifier"):
+        RewardRunner([{"_target_": "sequence_classifier", "model": model, "tokenizer": build_tokenizer()}])
 
 
 def test_an_encoder_with_its_own_special_tokens():
@@ -256,7 +277,7 @@ def test_a_module_from_a_directory_finds_its_tokenizer_and_name(directory):
     reward = SequenceClassifier(Qwen2ForSequenceClassification.from_pretrained(directory))
     assert reward.__name__ == "my-reward-model"
     assert scores(reward, rows()) == scores(SequenceClassifier(directory), rows())
-    with pytest.raises(ValueError, match="pass tokenizer="):
+    with pytest.raises(ValueError, match=r"pass SequenceClassifier\(model, tokenizer="):
         scores(SequenceClassifier(build_classifier()), rows())
 
 

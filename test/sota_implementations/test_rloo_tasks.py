@@ -119,6 +119,46 @@ def test_own_prompts_and_rewards(tiny, tmp_path, importable):
     check_metric_names(tmp_path / "out")
 
 
+TRL_REWARDS = """
+def unique_characters(completions, **kwargs):  # for TRL's standard format: texts
+    return [len(set(c)) for c in completions]
+
+def curriculum(prompts, completion_ids, trainer_state, log_metric=None, **kwargs):
+    assert all(isinstance(prompt, str) for prompt in prompts) and trainer_state.is_world_process_zero
+    rewards = [entry["reward"] for entry in trainer_state.log_history if "reward" in entry]
+    log_metric("finished_steps", len(rewards))
+    log_metric("steps", [trainer_state.global_step, trainer_state.max_steps] == [len(rewards), 3])
+    return [len(set(ids)) / 100 for ids in completion_ids]
+"""
+
+
+def test_rows_rewards_and_settings_of_trl(tiny, tmp_path, monkeypatch):
+    """Texts stay texts, answers are left out, the reference moves every second step, the entropy bonus adapts."""
+    (tmp_path / "trl_rewards.py").write_text(TRL_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "tldr.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{n}+1 TL;DR:", "completion": " x"}) + "\n" for n in range(20)))
+    more = ["task=custom", f"data.source={source}", "data.chat=false", "plan.steps=3", "optimizer.lr=3e-3"]
+    more += ["reward.functions=[trl_rewards.unique_characters,trl_rewards.curriculum,repetition_penalty]"]
+    more += [
+        "kl.coeff=0.05",
+        "reference.sync_every=2",
+        "reference.share=1",
+        "loss.entropy_coeff={target: 100, step: 0.01}",
+    ]
+    run([*tiny, *more], tmp_path / "whole")
+    run([*tiny, *more, "stop_after=2"], tmp_path / "resumed")
+    run([*tiny, *more], tmp_path / "resumed")
+    records = read_jsonl(tmp_path / "whole" / "metrics.jsonl")[1:]
+    assert [r["logged/finished_steps"] for r in records] == [0, 1, 2]
+    assert {r["logged/steps"] for r in records} == {1}
+    near, far, moved = (abs(r["kl"]) for r in records)
+    assert max(near, moved) < 1e-5 < 1e-3 < far, "the reference of the third step is the model that sampled it"
+    assert [r["entropy_coeff"] for r in records] == [0, 0.01, 0.02]
+    assert records == read_jsonl(tmp_path / "resumed" / "metrics.jsonl")[1:]
+    check_metric_names(tmp_path / "whole")
+
+
 def test_mixture_draws_rewards_judges_and_logs_each_task(tiny, tmp_path):
     source = tmp_path / "gsm8k.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in TASKS["gsm8k"].synthetic_rows("train", 40, 0)))

@@ -118,7 +118,13 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
         policy: policy with the start weights.
         memory: whether to plan the memory of a step.
     """
-    from torchrl_rloo.diagnostics.checks import Facts, probe_rewards, required_columns, sample_start
+    from torchrl_rloo.diagnostics.checks import (
+        Facts,
+        find_form_hints,
+        probe_rewards,
+        required_columns,
+        sample_start,
+    )
 
     # Score constructed completions, and completions of the start model
     plan, rewards, method, tokenizer = problem.plan, problem.rewards, problem.method, problem.wrapper["tokenizer"]
@@ -151,6 +157,7 @@ def gather_facts(cfg: Any, problem: Any, policy: TurnPolicy, *, memory: bool = F
         functions=rewards.names,
         learned_reward=any(_is_learned(function) for function in rewards.functions),
         probes=probe_rewards(rewards.functions, train, tokenizer, **scoring),
+        form_hints=find_form_hints(rewards.functions, train, tokenizer, rewards.executor),
         temperature=cfg.generate.temperature,
         loss=method.loss_arguments,
         kl_coeff=0.0 if method.kl is None else float(method.kl.coeff),

@@ -219,6 +219,18 @@ class KLConfig:
 
 
 @dataclass
+class ReferenceConfig:
+    """Reference model of the KL."""
+
+    sync_every: int = 0  # steps between moves of the reference towards the model; 0: it stays the initial model
+    share: float = 0.6  # share of the model's weights in a move; 1: replace the reference
+
+    def __post_init__(self):
+        if not self.sync_every and self.share != ReferenceConfig.share:
+            raise ValueError(f"reference.share={self.share} has no effect with reference.sync_every=0; set sync_every")
+
+
+@dataclass
 class OptimizerConfig:
     """Optimizer of the trained weights, which are float32."""
 
@@ -364,6 +376,24 @@ def check_ks(ks: list[int], num_samples: int, section: str = "eval") -> None:
         raise ValueError(
             f"{section}.ks={ks}: {wrong} are not between 1 and num_samples={num_samples}; raise num_samples"
         )
+
+
+def check_reference(reference: ReferenceConfig, kl: KLConfig, **initial: Any) -> None:
+    """Raise if the reference is to move, but there is none, or a setting takes the initial model for it.
+
+    Args:
+        reference: settings of the reference.
+        kl: settings of the KL.
+        **initial: settings that require the initial model as the reference, None if they are off.
+
+    Raises:
+        ValueError: if they cannot be combined.
+    """
+    moves = f"reference.sync_every={reference.sync_every}"
+    if reference.sync_every and kl.coeff == 0:
+        raise ValueError(f"{moves} has no effect with kl.coeff=0; set kl.coeff (null: the method's)")
+    for name in (name for name, value in initial.items() if reference.sync_every and value is not None):
+        raise ValueError(f"{moves} cannot be combined with {name}, which compares with the initial model; set it to 0")
 
 
 def check_clip_range(reward: RewardConfig, advantage: dict[str, Any]) -> None:

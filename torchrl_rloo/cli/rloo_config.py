@@ -29,6 +29,7 @@ class RLOOConfig(c.RunConfig):
     environment: s.EnvironmentConfig = field(default_factory=s.EnvironmentConfig)
     reward: c.RewardConfig = field(default_factory=c.RewardConfig)
     kl: c.KLConfig = field(default_factory=c.KLConfig)
+    reference: c.ReferenceConfig = field(default_factory=c.ReferenceConfig)
     optimizer: c.OptimizerConfig = field(default_factory=c.OptimizerConfig)
     schedule: c.ScheduleConfig = field(default_factory=c.ScheduleConfig)
     sampler: s.SamplerConfig = field(default_factory=s.SamplerConfig)
@@ -53,5 +54,6 @@ class RLOOConfig(c.RunConfig):
         check_stored(self)
         if self.reward.executor.mode == "ray" and not self.on_cluster:
             raise ValueError("reward.executor.mode=ray requires a cluster; use rloo_async, or mode=process")
+        c.check_reference(self.reference, self.kl, lora=self.lora, background=self.eval.background)
         c.check_clip_range(self.reward, self.advantage)
         c.check_trained_weights(self.model, self.train, self.lora)

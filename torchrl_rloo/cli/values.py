@@ -22,6 +22,7 @@ AT_LEAST = {
         "log.samples",
         "log.samples_every",
         "optimizer.weight_decay",
+        "reference.sync_every",
         "sampler.sync_every",
         "schedule.warmup_steps",
     ),
@@ -73,10 +74,11 @@ ABOVE_0 = (
     "kl.clip",
     "kl.target",
     "optimizer.lr",
+    "reference.share",
     "reward.executor.timeout",
     "train.max_grad_norm",
 )
-AT_MOST_1 = ("generate.min_p", "generate.top_p", "schedule.final_fraction")
+AT_MOST_1 = ("generate.min_p", "generate.top_p", "reference.share", "schedule.final_fraction")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHOICES = {
     "algorithm": (  # objectives.PRESETS without those that train a critic

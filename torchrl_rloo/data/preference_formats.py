@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.templates import Messages
 
 Example = dict[str, Any]
@@ -364,9 +365,9 @@ def _rename_fields(row: Mapping, column: str, properties: Mapping[str, str], rol
 def _fill_prompt(row: Mapping, field_prompt: str, field_system: str | None, prompt_format: str) -> str:
     system = _require_text(row[field_system], field_system) if field_system and _is_given(row, field_system) else ""
     if system and "{system}" not in prompt_format:
-        raise ValueError(
-            f"prompt_format={prompt_format!r} must contain {{system}} for column {field_system!r}; add it, or set "
-            "field_system=None"
+        notify_once(
+            f"column {field_system!r} is left out, as in axolotl: prompt_format={prompt_format!r} does not contain "
+            "{system}; add it to train on the system texts"
         )
     return _fill(
         "prompt_format",

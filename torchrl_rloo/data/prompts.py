@@ -22,6 +22,7 @@ from torchrl_rloo.lookup import import_object
 
 _MAX_NAME_CHARS = 200
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")
+_ANSWER_COLUMNS = (keys.COMPLETION, "completion_ids")  # of rows for fine-tuning: here the policy writes them
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ def load_prompts(
     limit: int | None = None,
 ) -> PromptDataset:
     """Read prompts and check every row.
+
+    Columns ``completion`` and ``completion_ids``, of rows for fine-tuning, are left out as in TRL: the policy writes
+    them. ``column_map={"completion": "reference"}`` keeps one under another name.
 
     Args:
         source: hub id, ``.jsonl``, ``.json``, ``.parquet`` or ``.csv`` file (whose values stay text), directory from
@@ -320,7 +324,11 @@ def _choose_columns(
     others = [name for name in names if name != prompt_column]
     if isinstance(columns, str) or not set(columns or ()) <= set(others):
         raise ValueError(f"columns={columns!r} must be a list of names from {others}")
-    kept = others if columns is None else list(columns)
+    answers = [] if columns is not None else [n for n in others if n in _ANSWER_COLUMNS and source_name[n] == n]
+    if answers:
+        keep = {name: "reference" for name in answers[:1]}
+        notify_once(f"columns {answers} are left out, since the policy writes them; to keep one, set column_map={keep}")
+    kept = [name for name in (others if columns is None else columns) if name not in answers]
     if reserved := [name for name in kept if name in keys.RESERVED or name == keys.TOOLS]:
         renamed = {source_name[name]: f"dataset_{name}" for name in reserved}
         raise ValueError(f"columns {reserved} have reserved names; set column_map={renamed} or columns")

@@ -113,6 +113,7 @@ DEFINITIONS = {
     "entropy/with_signal": "mean entropy of the trainer's distribution per action token of the rows passed to the "
     "loss, without rows of advantage 0 if they are dropped, in nats",
     "kl_coeff": "coefficient of the KL to the reference in the step",
+    "entropy_coeff": "coefficient of the entropy bonus in the step, if it follows a target",
     "kl_to_ref/with_signal": "mean of the loss's estimator of KL(current weights || reference) per action token of the "
     "rows passed to the loss",
     "loss_<kl_to_ref|kl_to_inference|entropy|router|centering|batch_sum>": "weighted term of the loss",

@@ -13,7 +13,7 @@ from torchrl_rloo.modules.merging import save_merged
 from torchrl_rloo.modules.packing import action_hidden, supports_packing
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
-from torchrl_rloo.modules.reference import AdapterReference, frozen_copy, frozen_reference
+from torchrl_rloo.modules.reference import AdapterReference, MovingReference, frozen_copy, frozen_reference
 from torchrl_rloo.modules.reward_model import RewardModel, encode_pairs, load_reward_model
 from torchrl_rloo.modules.role_adapters import RoleAdapters
 from torchrl_rloo.modules.scoring import ScoredActions
@@ -24,6 +24,7 @@ from torchrl_rloo.modules.vllm_policy import vLLMWrapper
 
 __all__ = [
     "AdapterReference",
+    "MovingReference",
     "RewardModel",
     "RoleAdapters",
     "ScoredActions",

@@ -1,4 +1,4 @@
-"""References for a KL term: scorers with frozen weights.
+"""References for a KL term: scorers whose weights no optimizer changes.
 
 Like a scoring policy, each has ``score(rows)``, ``generate`` (False) and ``distribution``. Scores have no gradient.
 """
@@ -6,6 +6,7 @@ Like a scoring policy, each has ``score(rows)``, ``generate`` (False) and ``dist
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,6 +104,54 @@ class AdapterReference:
         """Score the rows' action tokens with the base model, then enable the adapter again."""
         with adapter_disabled(self.scorer.model):
             return self.scorer.score(rows)
+
+
+class MovingReference:
+    """Reference that each :meth:`update` moves towards the training model.
+
+    ``reference = share * model + (1 - share) * reference``, of all weights (Gorbatovski et al. 2024, arXiv 2404.09656).
+    A share of 1 replaces the reference by the model. Save ``scorer.model`` in checkpoints.
+
+    Args:
+        scorer: scorer of a copy of the model, such as :func:`frozen_reference`, distributed like the model.
+        model: training model.
+        share: share of the model's weights, above 0 and at most 1.
+
+    Raises:
+        ValueError: if ``share`` is out of range.
+
+    Example::
+
+        reference = MovingReference(frozen_reference(policy), policy.model, share=0.6)
+        if step % 64 == 0:
+            reference.update()
+    """
+
+    generate = False
+
+    def __init__(self, scorer: TransformersWrapper, model: torch.nn.Module, share: float = 0.6):
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} must be above 0 and at most 1")
+        self.scorer, self.share, self._training = scorer, share, model
+        self._lock = threading.Lock()  # a collector that samples ahead scores while the loop trains
+
+    @property
+    def distribution(self) -> SamplingDistribution:
+        """Sampled distribution, which log-probs refer to."""
+        return self.scorer.distribution
+
+    @torch.no_grad()
+    def score(self, rows: TensorDictBase) -> ScoredActions:
+        """Score the rows' action tokens with the reference's current weights."""
+        with self._lock:
+            return self.scorer.score(rows)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the reference towards the current weights of the model."""
+        with self._lock:
+            for mine, new in zip(self.scorer.model.parameters(), self._training.parameters(), strict=True):
+                mine.lerp_(new.to(mine), self.share)
 
 
 @contextmanager

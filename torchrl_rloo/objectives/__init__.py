@@ -1,6 +1,6 @@
 """Losses: TensorDict modules around ``torchrl_rloo.functional``."""
 
-from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.normalizers import Normalizers
 from torchrl_rloo.objectives.output import LossOutput, RLOOLossOutput, merge_outputs
@@ -14,6 +14,7 @@ from torchrl_rloo.objectives.value import ValueLoss, ValueLossOutput
 __all__ = [
     "KL",
     "PRESETS",
+    "AdaptiveEntropyCoefficient",
     "AdaptiveKLCoefficient",
     "LossOutput",
     "Normalizers",

@@ -68,3 +68,74 @@ class AdaptiveKLCoefficient:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the coefficient from :meth:`state_dict`."""
         self._value = float(state["value"])
+
+
+class AdaptiveEntropyCoefficient:
+    """Entropy coefficient that grows while the entropy is at most its target, and is off while it is above.
+
+    Each update adds ``step`` at or below the target and subtracts it above. ``float`` is 0 after an entropy above the
+    target, and before the first update.
+
+    Source: He et al. 2025, arXiv 2505.22312; defaults and ties of TRL.
+
+    Args:
+        target: entropy to hold, in nats per action token.
+        initial: initial coefficient.
+        step: change of the coefficient in an update.
+        minimum: lower bound of the coefficient.
+        maximum: upper bound of the coefficient.
+
+    Raises:
+        ValueError: if ``target`` or ``step`` is not above 0, or the others are not finite, at least 0 and in order.
+
+    Example:
+        >>> coefficient = AdaptiveEntropyCoefficient(target=0.2)
+        >>> coefficient.update(0.1)
+        >>> float(coefficient)
+        0.005
+        >>> coefficient.update(0.3)
+        >>> float(coefficient)
+        0.0
+    """
+
+    def __init__(
+        self,
+        target: float = 0.2,
+        initial: float = 0.0,
+        step: float = 0.005,
+        minimum: float = 0.0,
+        maximum: float = 1.0,
+    ):
+        for name, value in (("target", target), ("step", step)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be a number above 0")
+        if not 0 <= minimum <= initial <= maximum < math.inf:
+            raise ValueError(
+                f"minimum={minimum}, initial={initial}, maximum={maximum} must be finite, at least 0 and in order"
+            )
+        self.target, self.step, self.minimum, self.maximum = float(target), float(step), float(minimum), float(maximum)
+        self._value, self._on = float(initial), False
+
+    def __float__(self) -> float:
+        return self._value if self._on else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the coefficient to a measured entropy, in nats. One that is not finite is logged and changes nothing.
+
+        Args:
+            entropy: measured entropy.
+        """
+        if not math.isfinite(entropy):
+            _LOGGER.warning("entropy=%s is not finite; the coefficient stays at %g", entropy, float(self))
+            return
+        self._on = entropy <= self.target
+        moved = self._value + (self.step if self._on else -self.step)
+        self._value = min(max(moved, self.minimum), self.maximum)
+
+    def state_dict(self) -> dict[str, float | bool]:
+        """Return the current coefficient, and whether it is on."""
+        return {"value": self._value, "on": self._on}
+
+    def load_state_dict(self, state: Mapping[str, float | bool]) -> None:
+        """Restore the coefficient from :meth:`state_dict`."""
+        self._value, self._on = float(state["value"]), bool(state["on"])

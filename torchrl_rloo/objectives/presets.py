@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from torchrl_rloo.lookup import did_you_mean
-from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.rloo import RLOOLoss
 
@@ -42,6 +42,12 @@ class Preset:
         """Coefficient of the KL if it follows a target; None if it is constant."""
         coeff = None if self.kl is None else self.kl.coeff
         return coeff if isinstance(coeff, AdaptiveKLCoefficient) else None
+
+    @property
+    def adaptive_entropy(self) -> AdaptiveEntropyCoefficient | None:
+        """Coefficient of the entropy bonus if it follows a target; None if it is constant."""
+        coeff = self.loss.get("entropy_coeff")
+        return coeff if isinstance(coeff, AdaptiveEntropyCoefficient) else None
 
     @property
     def loss_arguments(self) -> dict[str, Any]:
@@ -164,6 +170,8 @@ def make_method(
         name: name in :data:`PRESETS`.
         loss: arguments of :class:`~torchrl_rloo.objectives.RLOOLoss` that replace the method's. A mapping without a
             name, e.g. ``{"surrogate": {"low": 0.1}}``, changes fields of the method's own choice.
+            ``{"entropy_coeff": {"target": 0.2}}`` holds the arguments of an
+            :class:`~torchrl_rloo.objectives.AdaptiveEntropyCoefficient`.
         advantage: arguments of :class:`~torchrl_rloo.replay.MCAdvantage` that replace the method's, likewise.
         kl: KL to the reference. None disables it. ``"default"`` keeps the method's. A mapping changes fields of the
             method's KL: one moved to another place keeps only its coefficient, and a method without a KL gets one in
@@ -195,6 +203,13 @@ def make_method(
     _check_keys("loss", loss, LOSS_KEYS, "loss")
     _check_keys("advantage", advantage, ADVANTAGE_KEYS, "token")
     loss, advantage = _merge_settings(preset.loss, loss), _merge_settings(preset.advantage, advantage)
+
+    if isinstance(entropy := loss.get("entropy_coeff"), Mapping):
+        known = tuple(inspect.signature(AdaptiveEntropyCoefficient).parameters)
+        if unknown := [key for key in entropy if key not in known]:
+            hint = did_you_mean(unknown[0], known)
+            raise ValueError(f"loss.entropy_coeff.{unknown[0]} is unknown{hint}; valid: {list(known)}")
+        loss["entropy_coeff"] = AdaptiveEntropyCoefficient(**entropy)
 
     # Fill in the numbers that depend on the run
     if _get_name(loss["aggregation"]) == "constant":

@@ -39,6 +39,14 @@ from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 from torchrl_rloo.rewards.stopping import StopProperly
 from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.rewards.trl import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
 from torchrl_rloo.rewards.wrapping import RewardWrapper
 
 __all__ = [
@@ -79,13 +87,19 @@ __all__ = [
     "StopProperly",
     "ThreadExecutor",
     "TrainerState",
+    "accuracy_reward",
     "boxed_accuracy",
     "call_reward",
     "call_reward_async",
     "final_text",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "last_boxed",
     "load_reward",
     "make_executor",
+    "reasoning_accuracy_reward",
     "reward_name",
     "think_format",
+    "think_format_reward",
 ]

@@ -33,7 +33,8 @@ class SequenceClassifier:
         tokenizer: tokenizer, or its hub id or directory. None loads it from the path of the model.
         name: name in logs. None uses the last part of the model's path.
         label: index of the logit to use as the score. None requires a model with one label.
-        batch_size: rows per forward pass.
+        batch_size: rows per forward pass; 1 if neither tokenizer nor model has a pad token, by which classifiers find
+            the end of a text.
         max_length: maximum number of tokens per row. None uses the limit of the model.
         truncation: treatment of longer rows. None abstains, because a score needs both ends. ``"left"`` drops the
             beginning and ``"right"`` the end, which holds the position that most classifiers score.
@@ -46,8 +47,7 @@ class SequenceClassifier:
 
     Raises:
         ValueError: if a setting is out of range. At the first call, if the model has several labels and ``label`` is
-            None, or the checkpoint has no classification head. At the first call, if neither tokenizer nor model has a
-            pad token, which classifiers need to find the end of a text.
+            None, is a language model, or its checkpoint has no classification head.
         ImportError: at the first call, if an adapter is loaded without peft.
 
     Example:
@@ -122,9 +122,10 @@ class SequenceClassifier:
             # Score rows of similar length together, to save padding
             order = sorted((i for i, ids in enumerate(rows) if ids and not overlong[i]), key=lambda i: -len(rows[i]))
             scores: list[float | None] = [None] * len(rows)
+            size = 1 if tokenizer.pad_token_id is None else self.batch_size
             with self._on_device(model):
-                for start in range(0, len(order), self.batch_size):
-                    batch = order[start : start + self.batch_size]
+                for start in range(0, len(order), size):
+                    batch = order[start : start + size]
                     for i, score in zip(batch, self._forward(model, tokenizer, [rows[i] for i in batch]), strict=True):
                         scores[i] = score
             return scores
@@ -179,8 +180,8 @@ class SequenceClassifier:
             else:
                 model = self.model.to(**_drop_none(device=place, dtype=self.dtype and parse_dtype(self.dtype)))
             tokenizer = self._load_tokenizer(model)
-            _check_labels(model, self.label, self.__name__)
-            _set_pad_token(model, tokenizer, self.__name__)
+            _check_head(model, self.label, self.__name__)
+            _set_pad_token(model, tokenizer)
             self._loaded = model, tokenizer
         return self._loaded
 
@@ -193,7 +194,10 @@ class SequenceClassifier:
         if source is None:
             source = self.model if isinstance(self.model, str) else _path_of(model)
         if source == "":
-            raise ValueError(f"reward model {self.__name__} is a module without name_or_path; pass tokenizer=")
+            raise ValueError(
+                f"reward model {self.__name__} is a module without name_or_path; pass SequenceClassifier(model, "
+                "tokenizer=...)"
+            )
         if not isinstance(source, str | os.PathLike):
             return source
         kwargs = {k: v for k, v in self.model_kwargs.items() if k in HUB_KWARGS and self.tokenizer is None}
@@ -271,7 +275,11 @@ def _load_adapter(name: str, dtype: torch.dtype, kwargs: dict[str, Any]) -> torc
     return AutoPeftModelForSequenceClassification.from_pretrained(name, dtype=dtype, **kwargs).eval()
 
 
-def _check_labels(model: torch.nn.Module, label: int | None, name: str) -> None:
+def _check_head(model: torch.nn.Module, label: int | None, name: str) -> None:
+    if getattr(model, "get_output_embeddings", lambda: None)() is not None:
+        raise ValueError(
+            f"reward model {name} is a language model; pass a sequence classifier, of which a logit scores"
+        )
     labels = model.config.num_labels
     if label is None and labels != 1:
         raise ValueError(f"reward model {name} has {labels} labels; set label=0 ... {labels - 1}")
@@ -279,16 +287,11 @@ def _check_labels(model: torch.nn.Module, label: int | None, name: str) -> None:
         raise ValueError(f"label={label} must be in 0 ... {labels - 1}: reward model {name} has {labels} labels")
 
 
-def _set_pad_token(model: torch.nn.Module, tokenizer: Any, name: str) -> None:
+def _set_pad_token(model: torch.nn.Module, tokenizer: Any) -> None:
     """Set the same pad id in model and tokenizer: the model scores at the last token that is not padding."""
     config = model.config.get_text_config()
     if tokenizer.pad_token_id is None and config.pad_token_id is not None:
         tokenizer.pad_token_id = config.pad_token_id
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            f"the tokenizer of reward model {name} has no pad token and its config no pad_token_id; pass tokenizer= "
-            "with the pad_token from training, or one that never ends a text"
-        )
     config.pad_token_id = tokenizer.pad_token_id
 
 

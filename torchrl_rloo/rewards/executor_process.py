@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from torchrl_rloo.rewards.executor_connection import Message, Worker, wait_for
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction
+from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, without_history
 from torchrl_rloo.rewards.sent_functions import SentFunctions
 
 LOAD_SECONDS = 120.0  # limit for loading a function and its imports in a worker
@@ -112,7 +112,7 @@ class ProcessExecutor:
                     # Start calls while there are free workers
                     while waiting and len(busy) < self.workers:
                         index = waiting.popleft()
-                        call = self._call(key, batches[index])
+                        call = self._call(key, without_history(function, batches[index]))
                         if isinstance(call, RewardFailure):
                             results[index] = call
                             continue

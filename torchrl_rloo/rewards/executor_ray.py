@@ -18,6 +18,7 @@ from torchrl_rloo.rewards.protocol import (
     RewardFailure,
     RewardFunction,
     attempt_reward,
+    without_history,
 )
 from torchrl_rloo.rewards.sent_functions import SentFunctions
 
@@ -100,7 +101,7 @@ class RayExecutor:
                     # Start calls while there are free actors
                     while waiting and len(busy) < self.workers:
                         index, attempt = waiting.popleft()
-                        future, work = self._begin(function, batches[index], index, attempt)
+                        future, work = self._begin(function, without_history(function, batches[index]), index, attempt)
                         busy[future] = work
                     # Collect results; an actor that hung or died is not reused
                     for future in _ended(busy):

@@ -117,20 +117,28 @@ class MathJudge:
         shortened = _shorten(text)
         return (self._ask(self.timeout, None, shortened)[0] or None) if shortened else None
 
+    def describe(self, gold: str, text: str) -> tuple[str, str]:
+        """Return what was parsed of ``gold`` and of ``text``, for a log; "" for nothing, and beyond 0.5 s."""
+        parsed, answer = self._ask(_MIN_TIMEOUT, gold, _shorten(text), True)
+        return parsed or "", answer or ""
+
     def _judge(self, gold: str, text: str, limit: float) -> bool | None:
         parsed, equal = self._ask(limit, gold, _shorten(text))
         if parsed and equal is not None:
             return equal
         return False if parsed else None
 
-    def _ask(self, limit: float, gold: str | None, text: str) -> tuple[Any, Any]:
-        """Return the replies of a worker: whether the gold was parsed and the verdict, or the form and None."""
+    def _ask(self, limit: float, gold: str | None, text: str, describe: bool = False) -> tuple[Any, Any]:
+        """Return the replies of a worker: whether the gold was parsed and the verdict, or the form and None.
+
+        With ``describe``, the replies are the texts of both.
+        """
         worker, start = self._take_worker(), time.monotonic()
-        worker.send([limit, gold, text])
+        worker.send([limit, gold, text, describe])
         first = worker.receive()
         second = worker.receive() if first and gold is not None else None
         self._idle.append(worker)
-        if first is None or first and gold is not None and second is None:
+        if not describe and (first is None or first and gold is not None and second is None):
             self.timeouts += 1
             self.lost_seconds += time.monotonic() - start
             self._example = f"{text[-200:]!r} for gold {gold!r:.200}"

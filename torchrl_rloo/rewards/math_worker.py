@@ -1,9 +1,9 @@
 """Worker process that judges mathematical answers; a script started by :mod:`torchrl_rloo.rewards.math_judge`.
 
 It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
-JSON. A request is ``[limit, gold, text]`` with a limit in seconds of CPU time. The first reply tells whether the gold
-was parsed. If so, a second reply tells whether the text gives the same answer. Without a gold, the reply is the
-canonical form of the text's answer, or ``""``.
+JSON. A request is ``[limit, gold, text, describe]`` with a limit in seconds of CPU time. The first reply tells whether
+the gold was parsed. If so, a second reply tells whether the text gives the same answer. With ``describe``, the replies
+are what was parsed. Without a gold, the reply is the canonical form of the text's answer, or ``""``.
 
 A child process reads and answers. A request over the limit ends the child: short texts such as ``9^{9^{9}}`` keep SymPy
 in one endless multiplication, which no exception can interrupt. Its parent replies ``null`` and forks the next child,
@@ -32,6 +32,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 MAX_BYTES = 2_000_000_000  # address space: some short texts are numbers of gigabytes
+MAX_PREVIEW_CHARS = 500  # of what was parsed
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
@@ -239,16 +240,21 @@ def answer_requests(judge: Judge, replies: int) -> None:
         os.write(replies, json.dumps(value).encode() + b"\n")
 
     while line := _read_line():
-        limit, gold, text = json.loads(line)
+        limit, gold, text, describe = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit)  # its signal ends the process within any operation
         if gold is None:
             reply(judge.form(judge.parse_answer(text)))
         else:
             parsed = judge.parse_gold(gold)
-            reply(bool(parsed))
+            reply(_preview(parsed) if describe else bool(parsed))
             if parsed:
-                reply(bool(judge.equal(parsed, judge.parse_answer(text))))
+                answer = judge.parse_answer(text)
+                reply(_preview(answer) if describe else bool(judge.equal(parsed, answer)))
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _preview(parsed: list[Any]) -> str:
+    return str(parsed)[:MAX_PREVIEW_CHARS] if parsed else ""
 
 
 def _read_line() -> bytes:

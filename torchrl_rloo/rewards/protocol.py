@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from time import perf_counter
@@ -38,6 +38,9 @@ from typing import Any
 from torchrl_rloo.lookup import did_you_mean
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
+
+
+MAX_HISTORY = 1_000  # entries of metrics that rewards see
 
 
 class MalformedScoresError(TypeError, ValueError):
@@ -53,12 +56,19 @@ class TrainerState:
         max_steps: number of steps of the whole run; 0 if unknown.
         epoch: number of passes over the dataset so far.
         num_input_tokens_seen: number of tokens of all trajectories so far.
+        log_history: latest entries of the run's metrics, each with its ``"step"``, at most :data:`MAX_HISTORY`. Empty
+            in a loop that reports none, on a Ray cluster, and in a worker process for a function whose signature does
+            not name ``trainer_state``.
+        is_local_process_zero, is_world_process_zero: True, since only rank 0 scores.
     """
 
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
     num_input_tokens_seen: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
 
 
 @dataclass(frozen=True)
@@ -183,10 +193,7 @@ def find_missing_columns(function: RewardFunction, columns: Collection[str]) -> 
     known = {*columns, *_STANDARD_ARGUMENTS}
     settings = getattr(function, "__dict__", {}).items()
     named = [v for k, v in settings if (k == "column" or k.endswith("_column")) and isinstance(v, str) and v]
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have no signature
-        parameters = []
+    parameters = _parameters(function).values()
     asked = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [name for name in (*asked, *named) if name not in known]
 
@@ -216,6 +223,13 @@ def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], w
                 f"columns are {list(columns)}. Rename a column (load_prompts(column_map=...), data.column_map={{old: "
                 f"{missing[0]}}}), or give the argument a default{remedy}"
             )
+
+
+def without_history(function: RewardFunction, batch: RewardBatch) -> RewardBatch:
+    """Return a batch to send to another process: with the run's metrics only for a function that names its state."""
+    if not batch.trainer_state.log_history or "trainer_state" in _parameters(function):
+        return batch
+    return replace(batch, trainer_state=replace(batch.trainer_state, log_history=[]))
 
 
 def call_reward(function: RewardFunction, batch: RewardBatch) -> RewardCall:
@@ -262,11 +276,14 @@ def attempt_reward(
 
 
 def final_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a completion, or the content of its last assistant message ("" without one)."""
+    """Return the text of a completion, or the content of its last assistant message ("" without one).
+
+    A message without a role counts as the assistant's.
+    """
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):
-        if message["role"] == "assistant":
+        if message.get("role", "assistant") == "assistant":
             return message.get("content") or ""  # content is None or missing in a message of tool calls
     return ""
 
@@ -302,12 +319,17 @@ def _prepare(function: RewardFunction, batch: RewardBatch) -> tuple[RewardCall, 
     return call, arguments if accepted is None else {k: v for k, v in arguments.items() if k in accepted}
 
 
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; for a built-in callable without a signature, ``**columns``."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
+
+
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
     """Return the argument names that a function accepts; None if it accepts any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have no signature
-        return None
+    parameters = _parameters(function).values()
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     return None if any_name else frozenset(p.name for p in parameters if p.kind not in unnamed)

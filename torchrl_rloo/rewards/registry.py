@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchrl_rloo.lookup import did_you_mean, import_object
+from torchrl_rloo.lookup import check_path, did_you_mean, import_object
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 
 # Name -> dotted path; a module is imported only when its reward is loaded
@@ -58,6 +59,8 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
         spec: one of
 
             - a callable, which is returned unchanged;
+            - a reward model: a loaded module of transformers, a hub id with a slash, or a directory. It becomes a
+              :class:`~torchrl_rloo.rewards.SequenceClassifier` with its own tokenizer;
             - a name in :data:`REWARDS`, TRL's name of one of these, or the dotted path of a function or class. A class
               is instantiated;
             - a mapping ``{"_target_": name or dotted path, setting: value, ...}``. A class or a factory is called with
@@ -70,6 +73,7 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
     Raises:
         TypeError: if ``spec`` has another type, or its target is not callable.
         ValueError: if the name or path is not found, or settings are missing or unknown.
+        FileNotFoundError: if a path has no directory.
         Exception: any exception of the import or of the class.
 
     Example:
@@ -81,6 +85,8 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
         >>> load_reward({"_target_": "stop_properly", "function": "think_format", "name": "format"}).__name__
         'format'
     """
+    if _is_model(spec):
+        return _build(_find("sequence_classifier"), {"model": spec})
     if isinstance(spec, str):
         target, settings = _find(spec), {}
         if not inspect.isclass(target):
@@ -98,13 +104,22 @@ def load_reward(spec: RewardSpec) -> RewardFunction:
     return _build(target, settings)
 
 
+def _is_model(spec: Any) -> bool:
+    """Return whether a specification is a model of transformers, a hub id or a directory."""
+    if isinstance(spec, str):
+        if "/" in spec:
+            check_path("reward", spec)
+        return "/" in spec or spec not in {**REWARDS, **TRL_NAMES} and os.path.isdir(spec)
+    return hasattr(spec, "config") and hasattr(spec, "parameters")  # by attributes: workers do not import torch
+
+
 def _find(path: str) -> Any:
     """Return the object at a name or dotted path."""
     full = REWARDS.get(path) or TRL_NAMES.get(path, path)
     if "." not in full:
         raise ValueError(
             f"unknown reward {path!r}{did_you_mean(path, [*REWARDS, *TRL_NAMES])}; valid: {', '.join(REWARDS)}, "
-            "or the dotted path module.function of a custom reward"
+            "or the dotted path module.function of a custom reward, or the hub id or directory of a reward model"
         )
     found = import_object(full, "reward")
     if not callable(found):

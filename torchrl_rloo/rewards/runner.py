@@ -16,6 +16,7 @@ from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.duplicates import find_distinct
 from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
+from torchrl_rloo.rewards.forms import FORM_ERRORS, form_hint
 from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
@@ -121,6 +122,7 @@ class RewardRunner:
         self.counts: Counter[str] = Counter()
         self.latency = {f"{name}/{what}": Histogram() for name in self.names for what in ("call", "sample")}
         self._consecutive: Counter[str] = Counter()
+        self._hints: dict[str, str] = {}  # advice by function that failed on all samples of a batch
 
     def _executors(self, executor: Executor | Mapping[str, Executor] | None) -> list[Executor]:
         inline = InlineExecutor()
@@ -196,12 +198,8 @@ class RewardRunner:
         def call(parts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
             """Score the parts and return those that failed."""
             batches = [batch if len(part) == n else batch.select(part) for part in parts]
-            if is_async(function):
-                results = self._loop.run(function, batches, executor.timeout)
-            else:
-                results = executor.run(function, batches)
             failed = []
-            for part, result in zip(parts, results, strict=True):
+            for part, result in zip(parts, self._call(k, batches), strict=True):
                 with _COUNTERS_LOCK:
                     self.latency[f"{self.names[k]}/call"].add(result.seconds)
                     self.latency[f"{self.names[k]}/sample"].add(result.seconds / len(part), len(part))
@@ -226,7 +224,26 @@ class RewardRunner:
                     size,
                     messages[0],
                 )
+        if n and len(outcome.failures) == n and all(m.startswith(FORM_ERRORS) for m in messages):
+            self.form_hints(batch, [k])
         return outcome
+
+    def form_hints(self, batch: RewardBatch, functions: Sequence[int] | None = None) -> dict[str, str]:
+        """Return advice by name of each function that expects the other form of completions; each is tried once.
+
+        Args:
+            batch: trajectories.
+            functions: indices of functions to try; None tries all.
+        """
+        for k in range(len(self.functions)) if functions is None else functions:
+            if self.names[k] not in self._hints:
+                self._hints[self.names[k]] = form_hint(self.functions[k], batch, partial(self._call, k))
+        return {name: hint for name, hint in self._hints.items() if hint}
+
+    def _call(self, k: int, batches: Sequence[RewardBatch]) -> list[RewardCall | RewardFailure]:
+        if is_async(self.functions[k]):
+            return self._loop.run(self.functions[k], batches, self.executors[k].timeout)
+        return self.executors[k].run(self.functions[k], batches)
 
     def _account(self, name: str, outcome: _Outcome, rows: Sequence[int]) -> RewardFailureError | None:
         """Count, log and quarantine the failures of one function; ``rows`` maps samples to rows of the outcome."""
@@ -249,7 +266,7 @@ class RewardRunner:
         for kind, number in kinds.items():
             self.counts[f"{name}/{kind}"] += number
             i, failure = next((i, f) for i, f in outcome.failures.items() if f.kind == kind)
-            evidence = _evidence(outcome.batch, i, failure)
+            evidence = _evidence(outcome.batch, i, failure) + self._advice(name)
             _LOGGER.warning("reward %s: %s on %d samples, which get no score: %s", name, kind, number, evidence)
         if self.max_consecutive_failures is None or longest < self.max_consecutive_failures:
             return None
@@ -270,11 +287,14 @@ class RewardRunner:
         }
         self.quarantine.add(name, entry)
 
+    def _advice(self, name: str) -> str:
+        return f"; {hint}" if (hint := self._hints.get(name)) else ""
+
     def _error(self, name: str, number: int, evidence: str) -> RewardFailureError:
         counts = {k.rpartition("/")[2]: v for k, v in self.counts.items() if k.rpartition("/")[0] == name}
         where = self.quarantine.path or "not recorded, set quarantine='bad_samples.jsonl'"
         return RewardFailureError(
-            f"reward {name} failed on {number} samples in a row. Last: {evidence}. "
+            f"reward {name} failed on {number} samples in a row{self._advice(name)}. Last: {evidence}. "
             f"So far: {counts}. Failed samples with tracebacks: {where}. Fix the function, or increase "
             f"max_consecutive_failures={self.max_consecutive_failures} (None disables the limit)"
         )

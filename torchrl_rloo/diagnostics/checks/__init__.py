@@ -1,7 +1,7 @@
 """Checks before the first step: a table of pure functions from the facts of a run to findings in words."""
 
 from torchrl_rloo.diagnostics.checks.base import Check, Facts, Finding, Probe, Sample, run_checks, summarize
-from torchrl_rloo.diagnostics.checks.probes import probe_rewards, required_columns, scripted_texts
+from torchrl_rloo.diagnostics.checks.probes import find_form_hints, probe_rewards, required_columns, scripted_texts
 from torchrl_rloo.diagnostics.checks.samples import signal_probability
 from torchrl_rloo.diagnostics.checks.start import StartSamples, sample_start
 from torchrl_rloo.diagnostics.checks.table import CHECKS
@@ -14,6 +14,7 @@ __all__ = [
     "Probe",
     "Sample",
     "StartSamples",
+    "find_form_hints",
     "probe_rewards",
     "required_columns",
     "run_checks",

@@ -93,6 +93,7 @@ class Facts:
         functions: names of the reward functions.
         learned_reward: True if a reward function is a model.
         probes: scores of constructed completions.
+        form_hints: advice by reward function that expects the other form of completions, text or messages.
         samples: completions of the start model.
         failures: message by reward function of a failed sample of the start model, with the number of failures.
         reward_seconds: seconds in which the rewards score the completions of a step.
@@ -125,6 +126,7 @@ class Facts:
     functions: Sequence[str] = ()
     learned_reward: bool = False
     probes: Sequence[Probe] = ()
+    form_hints: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
     failures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     reward_seconds: float | None = None

@@ -3,6 +3,7 @@ r"""Smoke test of reward functions: constructed completions, right, wrong, empty
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchrl_rloo.diagnostics.checks.base import Probe
 from torchrl_rloo.diagnostics.checks.data import prompt_text
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
+from torchrl_rloo.rewards.forms import form_hint
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
@@ -75,17 +77,7 @@ def probe_rewards(
     """
     if not functions:
         return []
-    # Build the completions of all prompts
-    rows = _choose_rows(dataset)
-    cases = [(i, kind, text) for i, row in enumerate(rows) for kind, text in completions(row, dataset)]
-    chat = dataset.conversational
-    batch = RewardBatch(
-        prompts=[rows[i][keys.QUERY] for i, _, _ in cases],
-        completions=[[{"role": "assistant", "content": text}] if chat else text for _, _, text in cases],
-        completion_ids=[_encode(tokenizer, text) for _, _, text in cases],
-        columns={name: [rows[i][name] for i, _, _ in cases] for name in dataset.columns},
-        truncated=[False] * len(cases),
-    )
+    cases, batch = _make_batch(_choose_rows(dataset), dataset, tokenizer)
     # Score them with each function
     scores, failures = [], [{} for _ in cases]
     for function in functions:
@@ -96,6 +88,40 @@ def probe_rewards(
                 case[reward_name(function)] = result.message
     values = total_values(scores, weights, clip_range)
     return [Probe(i, kind, value, f) for (i, kind, _), value, f in zip(cases, values, failures, strict=True)]
+
+
+def find_form_hints(
+    functions: Sequence[RewardFunction],
+    dataset: PromptDataset,
+    tokenizer: Any,
+    executor: Executor | Mapping[str, Executor] | None = None,
+) -> dict[str, str]:
+    """Return advice by name of each function that expects the other form of completions, text or messages.
+
+    Args:
+        functions: reward functions.
+        dataset: training prompts.
+        tokenizer: tokenizer, for the ids of completions.
+        executor: executor of the functions, or a mapping from their names. None runs them inline.
+    """
+    _, batch = _make_batch(dataset.rows[:1], dataset, tokenizer)
+    hints = {reward_name(f): form_hint(f, batch, partial(_choose_executor(f, executor).run, f)) for f in functions}
+    return {name: hint for name, hint in hints.items() if hint}
+
+
+def _make_batch(
+    rows: Sequence[dict[str, Any]], dataset: PromptDataset, tokenizer: Any
+) -> tuple[list[tuple[int, str, str]], RewardBatch]:
+    """Return index of the row, kind and text of each completion to probe, and all of them as a batch."""
+    cases = [(i, kind, text) for i, row in enumerate(rows) for kind, text in completions(row, dataset)]
+    chat = dataset.conversational
+    return cases, RewardBatch(
+        prompts=[rows[i][keys.QUERY] for i, _, _ in cases],
+        completions=[[{"role": "assistant", "content": text}] if chat else text for _, _, text in cases],
+        completion_ids=[_encode(tokenizer, text) for _, _, text in cases],
+        columns={name: [rows[i][name] for i, _, _ in cases] for name in dataset.columns},
+        truncated=[False] * len(cases),
+    )
 
 
 def completions(row: Mapping[str, Any], dataset: PromptDataset) -> Iterable[tuple[str, str]]:
@@ -158,8 +184,7 @@ def score_each(
 
     After :data:`MAX_TIMEOUTS` calls without an answer, the others are taken for the same.
     """
-    executor = executor.get(reward_name(function)) if isinstance(executor, Mapping) else executor
-    executor = InlineExecutor() if executor is None or is_async(function) else executor
+    executor = _choose_executor(function, executor)
     if not getattr(function, "whole_batch", False):
         results, late = [], []
         while len(results) < len(batch) and len(late) < MAX_TIMEOUTS:
@@ -171,6 +196,11 @@ def score_each(
     if isinstance(result, RewardFailure):
         return [result] * len(batch)
     return [RewardCall([score], seconds=result.seconds / len(batch)) for score in result.scores]
+
+
+def _choose_executor(function: RewardFunction, executor: Executor | Mapping[str, Executor] | None) -> Executor:
+    executor = executor.get(reward_name(function)) if isinstance(executor, Mapping) else executor
+    return InlineExecutor() if executor is None or is_async(function) else executor
 
 
 def total_values(

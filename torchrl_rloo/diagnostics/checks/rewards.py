@@ -25,6 +25,7 @@ def check_reward_failures(facts: Facts) -> Iterator[Finding]:
         where = "every completion" if always else f"{_list(counts)} completions"
         sentence = f"reward {name} fails on {where} ({messages[name]:.120})"
         remedy = "correct it: a failed sample abstains, so the policy is not taught to avoid such completions"
+        remedy = facts.form_hints.get(name, remedy)
         yield Finding("error" if always or set(counts) & {"right", "wrong"} else "warn", sentence, remedy)
     if facts.probes and not kinds:
         yield Finding("ok", f"no reward fails on {len(facts.probes)} right, wrong, empty and hostile completions")
@@ -35,6 +36,9 @@ def check_reward_order(facts: Facts) -> Finding | None:
     prompts = _by_prompt(facts.probes)
     if not prompts:
         return None
+    failed = {name for probe in facts.probes for name in probe.failures}
+    for name in facts.form_hints.keys() - failed:
+        return Finding("error", f"reward {name} gives all completions the same", facts.form_hints[name])
     if (constant := _constant(facts, prompts)) is not None:
         return constant
     if not any(probe.kind == "right" for probe in facts.probes):

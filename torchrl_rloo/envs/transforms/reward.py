@@ -22,7 +22,7 @@ from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
-from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, TrainerState
+from torchrl_rloo.rewards.protocol import MAX_HISTORY, RewardBatch, RewardFunction, TrainerState
 from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec
 from torchrl_rloo.rewards.runner import RewardRunner
@@ -144,7 +144,14 @@ class RewardTransform(Transform):
         """Quarantine file of the samples that functions failed on."""
         return self.runner.quarantine
 
-    def report_progress(self, step: int, max_steps: int, epoch: float, num_tokens: int) -> None:
+    def report_progress(
+        self,
+        step: int,
+        max_steps: int,
+        epoch: float,
+        num_tokens: int,
+        log_history: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Report the run's progress to reward functions, which see it as ``trainer_state``.
 
         Args:
@@ -152,9 +159,15 @@ class RewardTransform(Transform):
             max_steps: training steps of the whole run.
             epoch: epochs done, as a fraction.
             num_tokens: tokens seen so far.
+            log_history: entries of metrics so far, such as those of ``run.logger.history``.
         """
-        self.trainer_state.global_step, self.trainer_state.max_steps = step, max_steps
-        self.trainer_state.epoch, self.trainer_state.num_input_tokens_seen = epoch, num_tokens
+        self.trainer_state = TrainerState(
+            global_step=step,
+            max_steps=max_steps,
+            epoch=epoch,
+            num_input_tokens_seen=num_tokens,
+            log_history=[dict(entry) for entry in log_history[-MAX_HISTORY:]],
+        )
 
     def returns(self, *, raw: bool = False, per_function: bool = False) -> Returns:
         """Return a function from rows to the returns that the baseline compares, before any KL.
@@ -196,10 +209,10 @@ class RewardTransform(Transform):
         for row, reward, each in zip(next_rows, total, scores, strict=True):
             set_entries(row, {"reward": row["reward"] + reward.reshape(1, 1), "rewards": each})
         if self._first_outcomes is not None:
-            self._look_for_signal([next_rows[i] for i in finished])
+            self._look_for_signal([rows[i] for i in finished], [next_rows[i] for i in finished])
         return next_tensordict
 
-    def _look_for_signal(self, finished: list[TensorDictBase]) -> None:
+    def _look_for_signal(self, rows: list[TensorDictBase], finished: list[TensorDictBase]) -> None:
         """Warn once if the first trajectories all earn the same, since equal rewards give no gradient."""
         for row in finished:
             reward = float(row["reward"])
@@ -210,23 +223,23 @@ class RewardTransform(Transform):
             self._first_outcomes = None
         elif len(self._first_outcomes) >= FIRST_TRAJECTORIES:
             reward, truncated = rewards.pop(), sum(truncated for _, truncated in self._first_outcomes)
+            hints = self.runner.form_hints(self._make_batch(rows, finished)).items()
             _LOGGER.warning(
                 "the first %d trajectories all earned %s, so there is nothing to learn from yet (%d of them were cut "
                 "off at a limit). Read a prompt and a completion as the policy sees them: check the chat template, "
                 "the system prompt and the answer format, the token limits, and that the reward function finds the "
-                "answer.",
+                "answer.%s",
                 len(self._first_outcomes),
                 "no reward" if reward is None else f"{reward:g}",
                 truncated,
+                "".join(f" Reward {name}: {hint}." for name, hint in hints),
             )
             self._first_outcomes = None
 
     def _score(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> torch.Tensor:
         """Return the scores ``[n, F]`` of finished rows, NaN where a function abstained."""
-        truncated = [bool(r["truncated"]) for r in next_rows]
-        batch = make_reward_batch(rows, next_rows, map(action_ids, next_rows), truncated, self.trainer_state)
         # Run the functions, and record what they log
-        scored = self.runner(batch)
+        scored = self.runner(self._make_batch(rows, next_rows))
         for name, value in scored.metrics.items():
             self._metrics.setdefault(name, []).append(value)
         if scored.extra:
@@ -234,6 +247,10 @@ class RewardTransform(Transform):
                 extra = {column: values[i] for column, values in scored.extra.items()}
                 row.set("log_extra", NonTensorData((row["log_extra"] if "log_extra" in row.keys() else {}) | extra))
         return torch.tensor([[math.nan if score is None else score for score in column] for column in scored.scores]).T
+
+    def _make_batch(self, rows: list[TensorDictBase], next_rows: list[TensorDictBase]) -> RewardBatch:
+        truncated = [bool(r["truncated"]) for r in next_rows]
+        return make_reward_batch(rows, next_rows, map(action_ids, next_rows), truncated, self.trainer_state)
 
     def close(self) -> None:
         """Stop the workers of the executors."""
