@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import distributed
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, spread_actions, stack_rows
@@ -32,6 +31,8 @@ from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.ranks import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
+from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 _REMEDIES: dict[NestedKey, str] = {
     keys.GROUP_ID: "a DataLoadingPrimer writes it",
@@ -47,7 +48,7 @@ _REMEDIES: dict[NestedKey, str] = {
 }
 
 
-class MCAdvantage(Transform):
+class MCAdvantage(BufferTransform):
     """Replay-buffer transform that holds rows back until their group is complete, then writes their advantages.
 
     It reads ``"group_id"`` (``[]``) and ``("next", "reward")`` (``[1, 1]``) of each row, and what ``credit`` and ``kl``
@@ -107,6 +108,7 @@ class MCAdvantage(Transform):
         [1.0, -1.0]
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         num_generations: int | None = None,
@@ -180,10 +182,6 @@ class MCAdvantage(Transform):
     def waiting_groups(self) -> int:
         """Complete groups that wait for the rest of the batch to normalize."""
         return self._groups.waiting_groups
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: advantages are written when rows enter the buffer."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Take rows in and return those whose groups are complete, with advantages, or None."""
