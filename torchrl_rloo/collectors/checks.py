@@ -43,8 +43,9 @@ def check_arguments(*, weight_updater: Any, total_dialog_turns: int, **arguments
     if ahead and max_staleness is not None:
         raise ValueError(f"ahead={ahead} cannot be combined with max_staleness={max_staleness}; set only one")
     if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
+        kind = getattr(weight_updater, "__name__", type(weight_updater).__name__)
         raise TypeError(
-            f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
+            f"weight_updater={kind} must be a torchrl_rloo.weight_update.WeightUpdater, "
             "whose pushes have a version; use WeightPublisher or InProcessWeightUpdater"
         )
     if arguments["sync_every"] is not None and weight_updater is None:

@@ -167,7 +167,7 @@ class LLMCollector(CollectorBase):
         audit: str | PathLike | None = None,
     ):
         super().__init__()
-        env = env if isinstance(env, EnvBase) else env()
+        env = env() if callable(env) and not isinstance(env, EnvBase) else env
         check_arguments(
             groups_per_batch=groups_per_batch,
             dialog_turns_per_batch=dialog_turns_per_batch,

@@ -70,7 +70,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         prompts_per_batch: draws per reset.
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
         rewards: reward functions, their names or settings (:func:`~torchrl_rloo.rewards.load_reward`), or a
-            :class:`RewardTransform`. None gives no reward.
+            :class:`RewardTransform`. None leaves them to other transforms, or to what follows the collector.
         transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
         shuffle: see :class:`DataLoadingPrimer`.

@@ -47,8 +47,8 @@ def optimizer_step(
 
     Raises:
         TypeError: if ``scheduler`` is not a schedule.
-        ValueError: if ``max_grad_norm`` is not above 0, the model trains no parameter, or the optimizer holds none of
-            those that it trains.
+        ValueError: if ``max_grad_norm`` is not above 0, the model trains no parameter, none of these has a gradient, or
+            the optimizer holds none of them.
         NonFiniteGradientError: if the norm is not finite. Nothing is stepped.
     """
     if scheduler is not None and not hasattr(scheduler, "step"):
@@ -83,6 +83,10 @@ def _check_trains(parameters: list[torch.nn.Parameter], optimizer: torch.optim.O
         raise ValueError(
             f"the optimizer holds none of the model's {len(parameters)} trained parameters; make it from the trained "
             "model, after LoRA, sharding and loading"
+        )
+    if all(p.grad is None for p in parameters):
+        raise ValueError(
+            "no trained parameter of the model has a gradient; before the step, run backward on a loss of this model"
         )
     if number := sum(p.grad is not None for p in left_out):
         notify_once(
