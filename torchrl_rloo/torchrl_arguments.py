@@ -20,6 +20,7 @@ class Theirs(NamedTuple):
     same: tuple[Any, ...] = ()
 
 
+_LINE_END = "\n"
 _FIXED_KEY = "leave it out: torchrl_rloo.data.keys fixes the names of entries"
 _OWN_TEMPLATE = "set tokenizer.chat_template, or model.chat_template of a recipe"
 _ON_CPU = "leave it out: rows lie on the CPU, and the policy moves them to its model"
@@ -114,7 +115,7 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "random_prompt": Theirs("pass the prompt", (False,)),
         "role": Theirs("leave it out: a user message asks", ("user",)),
         "edit_last_turn": Theirs("leave it out: tokens of the policy are never edited", (False,)),
-        "zero_reward": Theirs("leave it out: rewards come at the end", (None,)),
+        "zero_reward": Theirs("leave it out: rewards come at the end", (None, False, True)),
         "undo_done": Theirs("leave it out: asking continues the conversation", (True,)),
         "egocentric": Theirs("leave it out: a user message asks", (None, False)),
     },
@@ -128,6 +129,15 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "queue": Theirs("iterate over the collector, or pass replay_buffer=", (None,)),
         "track_policy_version": Theirs("leave it out: rows have a policy_version", (True,)),
         "verbose": Theirs("pass progress=", (False,)),
+    },
+    "RayLLMCollector": {
+        "ray_init_config": Theirs("call ray.init before", (None,)),
+        "remote_config": Theirs("set worker_options", (None,)),
+        "sync_iter": Theirs(
+            "set ahead= or max_staleness=, with which sampling continues while the loop trains", (True,)
+        ),
+        "num_cpus": Theirs("set worker_options={'num_cpus': ...}", (None,)),
+        "num_gpus": Theirs("set worker_options={'num_gpus': ...}", (None,)),
     },
     "LLMCollector.update_policy_weights_": dict.fromkeys(
         ("policy_or_weights", "weights", "policy", "state_dict", "weights_dict", "worker_ids", "model_id"),
@@ -190,10 +200,13 @@ def with_torchrl_arguments(function: Callable) -> Callable:
     def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, extra = args[: len(positional)], args[len(positional) :]
         given = {name: kwargs.pop(name) for name in [n for n in kwargs if n in theirs and n not in parameters]}
-        for name, value in [*zip(theirs, extra, strict=False), *given.items()]:
-            if not any(value is same or value == same for same in theirs[name].same):
-                shown = repr(value)[:60].partition("\n")[0]
-                raise TypeError(f"{owner} has no {name}={shown}, an argument of TorchRL's; {theirs[name].instead}")
+        refused = [
+            f"{name}={repr(value).partition(_LINE_END)[0]:.60} ({theirs[name].instead})"
+            for name, value in [*zip(theirs, extra, strict=False), *given.items()]
+            if not any(value is same or value == same for same in theirs[name].same)
+        ]
+        if refused:
+            raise TypeError(f"{owner} lacks arguments of TorchRL's: {'; '.join(refused)}")
         return function(self, *args, **kwargs)
 
     return answering

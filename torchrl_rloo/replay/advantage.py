@@ -56,9 +56,9 @@ class MCAdvantage(BufferTransform):
     except on action tokens. The defaults suit most loops.
 
     Members of a group may arrive in any order and in any number of batches. A group is complete with as many rows as
-    its ``"group_size"``: leave rows out with :func:`~torchrl_rloo.replay.drop_rows`, which corrects it. Rows leave in the order in which their groups became
-    complete. A row whose reward is NaN abstains: it completes its group, stays out of every statistic
-    and gets advantage 0.
+    its ``"group_size"``: leave rows out with :func:`~torchrl_rloo.replay.drop_rows`, which corrects it. Rows leave in
+    the order in which their groups became complete. A row whose reward is NaN abstains: it completes its group, stays
+    out of every statistic and gets advantage 0.
 
     The class replaces TorchRL's: ``grpo_size`` is ``num_generations``, and its estimator is ``"grpo"``. ``"group_id"``
     tells groups apart instead of ``prompt_key``. The other keys are fixed, see :mod:`torchrl_rloo.data.keys`.
