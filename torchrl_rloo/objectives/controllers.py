@@ -36,7 +36,7 @@ class AdaptiveKLCoefficient:
     def __init__(self, initial: float, target: float, horizon: float = 10_000):
         for name, value in (("initial", initial), ("target", target), ("horizon", horizon)):
             if not isinstance(value, Real) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be one number above 0")
+                raise ValueError(f"{name}={value} must be a number above 0")
         self.target, self.horizon = float(target), float(horizon)
         self._value = float(initial)
 
