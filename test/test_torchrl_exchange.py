@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,22 +18,25 @@ from torchrl.collectors.llm import LLMCollector as TheirCollector
 from torchrl.collectors.llm import vLLMUpdater
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.data.llm.topk import TopKRewardSelector
-from torchrl.envs import RewardScaling, TransformedEnv
+from torchrl.envs import RewardScaling, StepCounter, TransformedEnv
 from torchrl.envs import llm as their_envs
 from torchrl.envs.llm import transforms as their_transforms
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import llm as their_modules
 from torchrl.objectives import llm as their_objectives
 
-from torchrl_rloo.collectors import LLMCollector
+from torchrl_rloo.collectors import LLMCollector, RayLLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows, tensor_rows
+from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.engines import TransformersEngine
+from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
+from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
 from torchrl_rloo.training import accumulate
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
@@ -272,6 +277,21 @@ def their_policy_version(parts: Parts) -> None:
     assert LLMCollector(env, parts.policy()).collect()[keys.POLICY_VERSION].tolist() == [0] * 4
 
 
+@works("StepCounter")
+def their_limit_on_steps(parts: Parts) -> None:
+    """It ends conversations in a collector as in a rollout, with a reason that is ours."""
+    engine = ScriptedEngine(lambda request, index: ScriptedTurn([5 + index % 3, parts.tokenizer.eos_token_id]))
+    policy = vLLMWrapper(engine, tokenizer=parts.tokenizer)
+    for steps, turns in ((1, 1), (2, 2), (9, 4)):
+        again = FeedbackTransform(lambda completion, row: [{"role": "user", "content": "again"}], max_turns=4)
+        env = parts.env("tokens", transforms=[again]).append_transform(StepCounter(max_steps=steps))
+        rows = LLMCollector(env, policy).collect()
+        assert rows[keys.NUM_TURNS].tolist() == [turns] * 4 and rows[keys.TRUNCATED].all()
+        assert {stop_reason(row) for row in rows.unbind(0)} == {"turns"}
+        assert rows[keys.REWARD].flatten().tolist() == [0, 1] * 2
+    assert env.rollout(5, policy).batch_size == (4, 4)
+
+
 @works("RewardScaling")
 def their_reward_scaling(parts: Parts) -> None:
     env = parts.env()
@@ -323,6 +343,91 @@ def test_row(parts: Parts, name: str) -> None:
 
 
 def test_the_page_has_these_rows_and_no_others() -> None:
-    cells = re.findall(r"^\| `(.+?)`([^|]*?) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| `([^|]+?)`([^|]*?) \| (works|refused) \|", PAGE.read_text(), re.MULTILINE)
     claimed = {name + rest.replace("`", ""): verdict for name, rest, verdict in cells}
     assert claimed == {name: "works" if row.error is None else "refused" for name, row in ROWS.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+OURS = (TransformersWrapper, vLLMWrapper, ChatEnv, DatasetChatEnv, DataLoadingPrimer, KLRewardTransform)
+OURS += (AddThinkingPrompt, LLMCollector, RayLLMCollector, MCAdvantage, RLOOLoss)
+CALLS = {cls.__name__: cls for cls in OURS}
+CALLS["LLMCollector.update_policy_weights_"] = partial(LLMCollector.update_policy_weights_, None)
+THEIRS = {cls.__name__: cls for cls in (their_modules.TransformersWrapper, their_modules.vLLMWrapper, TheirCollector)}
+THEIRS |= {name: getattr(their_envs, name) for name in ("ChatEnv", "DatasetChatEnv")}
+THEIRS |= {name: getattr(their_transforms, name) for name in ("DataLoadingPrimer", "KLRewardTransform")}
+THEIRS |= {"AddThinkingPrompt": their_transforms.AddThinkingPrompt, "MCAdvantage": their_objectives.MCAdvantage}
+THEIRS |= {"RLOOLoss": their_objectives.GRPOLoss}
+
+
+def is_accepted(owner: str, name: str, value: Any) -> bool:
+    """Return whether an argument of TorchRL is accepted; other arguments may still be missing."""
+    try:
+        CALLS[owner](**{name: value})
+    except (TypeError, AttributeError) as error:
+        if "lacks arguments of TorchRL's" in str(error):
+            assert TORCHRL_ARGUMENTS[owner][name].instead in str(error) and "\n" not in str(error)
+            return False
+        assert "unexpected keyword" not in str(error)
+    return True
+
+
+def test_each_argument_of_torchrl_is_accepted_or_answered() -> None:
+    assert set(CALLS) == set(TORCHRL_ARGUMENTS)
+    for owner, arguments in TORCHRL_ARGUMENTS.items():
+        for name, theirs in arguments.items():
+            assert not is_accepted(owner, name, object()), (owner, name)
+            assert all(is_accepted(owner, name, value) for value in theirs.same), (owner, name)
+        if owner in THEIRS:  # the names are those of the installed TorchRL, and none is missing
+            known = set(inspect.signature(THEIRS[owner].__init__).parameters) - {"self", "kwargs"}
+            assert set(arguments) <= known and known - set(arguments) <= set(inspect.signature(CALLS[owner]).parameters)
+
+
+def test_arguments_of_the_page_have_its_verdicts() -> None:
+    cells = re.findall(r"^\| `([\w.]+)\((\w+)=(.+?)\)` \| (accepted|error) \|", PAGE.read_text(), re.MULTILINE)
+    assert len(cells) == len(re.findall(r"\| (?:accepted|error) \|", PAGE.read_text())) > 20
+    for owner, name, value, verdict in cells:
+        assert is_accepted(owner, name, ast.literal_eval(value)) == (verdict == "accepted"), (owner, name)
+
+
+def test_other_ways_of_torchrl_are_answered(parts: Parts) -> None:
+    loader = DataLoader([{"query": "1+1?"}])
+    with pytest.raises(TypeError, match=r"dataset is a DataLoader; pass load_prompts"):
+        DataLoadingPrimer(loader)
+    for cls in (ChatEnv, DatasetChatEnv):
+        with pytest.raises(TypeError, match=r"from_dataloader is TorchRL's; use DatasetChatEnv\(load_prompts"):
+            cls.from_dataloader(loader, tokenizer=parts.tokenizer, repeats=4)
+    with pytest.raises(TypeError, match="model='Qwen/Qwen3-0.6B' must be a loaded model; use .*load_model"):
+        TransformersWrapper("Qwen/Qwen3-0.6B", tokenizer=parts.tokenizer)
+    with pytest.raises(TypeError, match="num_envs=2 .set prompts_per_batch.; repeats=4 .set num_generations."):
+        DatasetChatEnv(num_envs=2, repeats=4, tokenizer=parts.tokenizer)
+    with pytest.raises(TypeError, match="MCAdvantage lacks arguments of TorchRL's: prompt_key='query' .*group_id"):
+        MCAdvantage(4, "query")
+    with pytest.raises(ValueError, match="prompt=<function .* must be a text"):
+        AddThinkingPrompt(lambda td: True)
+    for transform in (their_transforms.PythonInterpreter(), their_transforms.TemplateTransform(parts.tokenizer)):
+        for env in (parts.env(), ChatEnv(parts.tokenizer)):
+            with pytest.raises(TypeError, match="edits conversations as text, but here they are ids"):
+                env.append_transform(transform)
+
+
+def test_a_collector_knows_the_names_of_torchrl(parts: Parts) -> None:
+    updater = InProcessWeightUpdater(parts.model, parts.model)
+    names = (
+        "track_policy_version",
+        "yield_completed_trajectories",
+        "yield_only_last_steps",
+        "flatten_data",
+        "async_envs",
+    )
+    collector = LLMCollector(parts.env, policy=parts.policy(), weight_updater=updater, **dict.fromkeys(names, True))
+    assert collector.policy_version_tracker.version == 0
+    collector.update_policy_weights_()
+    assert collector.policy_version_tracker.version == 1
+    assert collector.collect()[keys.POLICY_VERSION].tolist() == [1] * 4
+    with pytest.raises(TypeError, match="policy_or_weights={} .*weight_updater sends the weights"):
+        collector.update_policy_weights_({})
+    with pytest.raises(NotImplementedError, match="set ahead= or max_staleness="):
+        collector.start()
+    collector.shutdown()

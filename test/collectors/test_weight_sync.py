@@ -12,8 +12,8 @@ from tensordict import TensorDictBase
 
 from support.collecting import Bump, Gate, groups_of, in_state
 from support.waiting import wait_until
-from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.data import keys
+from torchrl_rloo.collectors import LLMCollector, weights
+from torchrl_rloo.data import keys, notices
 from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.engines import EngineError
 from torchrl_rloo.modules import TransformersWrapper
@@ -134,3 +134,16 @@ def test_rows_after_an_update_come_from_the_new_weights(modeled: Callable, rando
     collector.update_policy_weights_()
     assert worst(collector.collect()) <= 1e-5
     assert collector.policy_version == 1
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_sampler_that_never_gets_weights_is_told(scripted: Callable, sent: bool, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    monkeypatch.setattr(weights, "BATCHES_WITHOUT_UPDATE", 2)
+    collector = scripted(updater=Bump)
+    for _ in range(3):
+        if sent:
+            collector.update_policy_weights_()
+        collector.collect()
+    told = [m for m in caplog.messages if "2 batches are sampled with the initial weights" in m]
+    assert len(told) == (0 if sent else 1)

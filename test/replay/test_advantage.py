@@ -15,7 +15,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.data import keys, ragged, stack_rows
 from torchrl_rloo.functional import leave_one_out
-from torchrl_rloo.replay import MCAdvantage, drop_zero_advantage
+from torchrl_rloo.replay import MCAdvantage, drop_rows, drop_zero_advantage
 
 NAN = float("nan")
 
@@ -342,3 +342,31 @@ def test_zero_advantages_are_dropped():
     assert [identity(row) for row in kept.unbind(0)] == [2, 3] and len(rows) == 4
     assert len(drop_zero_advantage(rows[:2])) == 0
     assert all(math.isfinite(float(row[keys.ADVANTAGE])) for row in kept.unbind(0))
+
+
+def test_rows_that_wait_are_told_once_and_dropped_rows_leave_nothing_waiting(caplog: pytest.LogCaptureFixture):
+    """Groups of 3, of which a filter leaves 3, 2, 1 and 0 rows."""
+    rows = [make_row(i // 3, float(i), i, size=3) for i in range(12)]
+    left_out = {3, 6, 7, 9, 10, 11}
+    buffer, transform = make_buffer(None)
+    buffer.extend(stack_rows([row for row in rows if identity(row) not in left_out]))
+    assert len(buffer) == 3 and "3 rows of 2 groups wait in the replay buffer" in caplog.text
+    buffer.extend(stack_rows([make_row(9, 0.0, i, size=3) for i in range(2)]))
+    assert caplog.text.count("wait in the replay buffer") == 1
+    assert "torchrl_rloo.replay.drop_rows" in caplog.text
+
+    caplog.clear()
+    buffer, transform = make_buffer(None)
+    kept = drop_rows(stack_rows(rows), lambda row: identity(row) in left_out)
+    buffer.extend(kept)
+    assert contents(buffer) == {0: -1.5, 1: 0.0, 2: 1.5, 4: -1.0, 5: 1.0}
+    assert transform.pending_rows == 0 and not caplog.messages
+    assert all(int(row[keys.GROUP_SIZE]) == 3 for row in rows), "the rows of the caller are not changed"
+    assert len(drop_rows(stack_rows(rows[:1]), lambda row: False)) == 0
+
+
+def test_rows_that_arrive_one_by_one_wait_without_a_word(caplog: pytest.LogCaptureFixture):
+    buffer, transform = make_buffer(2)
+    for group in (0, 1):
+        buffer.extend(make_row(group, 1.0, group))
+    assert transform.pending_rows == 2 and not caplog.messages

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchrl_rloo.cli.values import CHOICES
+from torchrl_rloo.data import notices
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.parts import gather_state, restore_state
@@ -241,3 +242,43 @@ def test_models_are_refused():
         make_optimizer(nn.Linear(2, 2), lr=1e-6, offload_states=True)
     with pytest.raises(ValueError, match="no hidden matrices"):
         make_optimizer(nn.Embedding(2, 2), "muon", lr=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- a step that trains nothing
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    set_gradients(model, 0)
+    optimizer_step(model, optimizer)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    """As after an adapter or sharding that came after the optimizer."""
+    model = make_model()
+    with pytest.raises(
+        ValueError, match="holds none of the model's 6 trained parameters; make it from the trained model"
+    ):
+        step(model, torch.optim.SGD(make_model().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient; unfreeze"):
+        optimizer_step(model.requires_grad_(False), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_what_an_optimizer_leaves_out_is_told(caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    model = make_model()
+    for _ in range(2):
+        step(model, torch.optim.SGD(model.layers.parameters(), lr=0.1))
+    (told,) = caplog.messages
+    assert "2 of the model's 6 trained parameters have a gradient, but are not in the optimizer" in told
+
+
+@pytest.mark.parametrize(("lr", "warmup", "number"), [(0.0, 0, 1), (0.0, 5, 1), (0.1, 5, 0)])
+def test_a_learning_rate_of_0_is_told(lr: float, warmup: int, number: int, caplog, monkeypatch) -> None:
+    """The first step of a warm-up has a rate of 0, too, but others follow."""
+    monkeypatch.setattr(notices, "_SHOWN", set())
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    if warmup:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / warmup)
+    step(model, optimizer)
+    assert len(caplog.messages) == number and all("lr=0" in message for message in caplog.messages)

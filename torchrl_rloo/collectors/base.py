@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -88,6 +88,18 @@ class CollectorBase(BaseCollector):
     @weight_updater.setter
     def weight_updater(self, value: WeightUpdater | None) -> None:
         self.weights.updater = value
+
+    @property
+    def policy_version_tracker(self) -> PolicyWeights:
+        """Record of versions, under TorchRL's name; its ``version`` is :attr:`policy_version`."""
+        return self.weights
+
+    def start(self) -> NoReturn:
+        """Raise: a collector samples in the background without a call."""
+        raise NotImplementedError(
+            "start() is TorchRL's; set ahead= or max_staleness=, with which sampling continues while the loop trains, "
+            "and take batches by collect()"
+        )
 
     def _version(self) -> int:
         return self.weights.version

@@ -13,7 +13,7 @@ from torchrl_rloo.collectors.conversation import ON_FAILURE
 from torchrl_rloo.collectors.staleness import ON_STALE
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
-from torchrl_rloo.weight_update.base import InProcessWeightUpdater, WeightUpdater
+from torchrl_rloo.weight_update.base import WeightUpdater
 
 _MINIMA = {"ahead": 0, "max_staleness": 0}  # 1 for all other numbers
 _CHOICES = {"on_stale": ON_STALE, "on_failure": ON_FAILURE}
@@ -43,15 +43,15 @@ def check_arguments(*, weight_updater: Any, total_dialog_turns: int, **arguments
     if ahead and max_staleness is not None:
         raise ValueError(f"ahead={ahead} cannot be combined with max_staleness={max_staleness}; set only one")
     if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
+        kind = getattr(weight_updater, "__name__", type(weight_updater).__name__)
         raise TypeError(
-            f"weight_updater={type(weight_updater).__name__} must be a torchrl_rloo.weight_update.WeightUpdater, "
+            f"weight_updater={kind} must be a torchrl_rloo.weight_update.WeightUpdater, "
             "whose pushes have a version; use WeightPublisher or InProcessWeightUpdater"
         )
     if arguments["sync_every"] is not None and weight_updater is None:
         raise ValueError(f"sync_every={arguments['sync_every']} requires a weight_updater")
     # Sampling ahead runs during training, so the optimizer must not change the sampler's weights
-    shares = isinstance(weight_updater, InProcessWeightUpdater) and weight_updater.source is weight_updater.target
-    if shares and (ahead or max_staleness):
+    if weight_updater is not None and weight_updater.shares_weights and (ahead or max_staleness):
         setting = f"ahead={ahead}" if ahead else f"max_staleness={max_staleness}"
         raise ValueError(
             f"{setting} samples while the loop trains and cannot be combined with a weight_updater whose source is "

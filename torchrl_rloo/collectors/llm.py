@@ -34,6 +34,7 @@ from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 from torchrl_rloo.weight_update.base import WeightUpdater
 
 _PROGRESS_PERIOD_S = 0.2
@@ -57,7 +58,7 @@ class LLMCollector(CollectorBase):
     always yielded (``yield_completed_trajectories``) and versions always tracked (``track_policy_version``).
 
     Args:
-        env: environment with a :class:`DataLoadingPrimer` (:class:`DatasetChatEnv`).
+        env: environment with a :class:`DataLoadingPrimer` (:class:`DatasetChatEnv`), or a function that makes it.
         policy: callable that takes and returns rows. A :class:`vLLMWrapper` over an :class:`AsyncEngine` samples each
             turn at once. Any other policy samples batches of the waiting rows
             (:mod:`torchrl_rloo.collectors.turn_source`).
@@ -137,9 +138,10 @@ class LLMCollector(CollectorBase):
         >>> collector.shutdown()
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
-        env: EnvBase,
+        env: EnvBase | Callable[[], EnvBase],
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         groups_per_batch: int | None = None,
@@ -165,6 +167,7 @@ class LLMCollector(CollectorBase):
         audit: str | PathLike | None = None,
     ):
         super().__init__()
+        env = env() if callable(env) and not isinstance(env, EnvBase) else env
         check_arguments(
             groups_per_batch=groups_per_batch,
             dialog_turns_per_batch=dialog_turns_per_batch,
@@ -225,6 +228,7 @@ class LLMCollector(CollectorBase):
         adapt_to_policy(self.env, self.policy)
         return make_runner(self.env, self.policy, self._version, settings)
 
+    @with_torchrl_arguments
     def update_policy_weights_(self) -> None:
         super().update_policy_weights_()
         self._call_on_loop(self.scheduler.admit_ahead)

@@ -26,6 +26,7 @@ from torchrl_rloo.data.references import LostRowsError, RowReferences
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.ray_session import note_connected
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -79,6 +80,7 @@ class RayLLMCollector(LLMCollector):
 
     runner: RemoteRunner
 
+    @with_torchrl_arguments
     def __init__(
         self,
         env: EnvBase | Callable[[], EnvBase],

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
+
+BATCHES_WITHOUT_UPDATE = 10  # number of batches without any weight update that causes a notice
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class PolicyWeights:
         self.version = 0
         self.counts: Counter[str] = Counter()
         self._failed_pushes, self._initialized = 0, False
+        self._batches = 0  # sampled so far
 
     @property
     def spent_version(self) -> int:
@@ -42,7 +46,7 @@ class PolicyWeights:
         return self.version if self.updater is None else self.updater.version
 
     def initialize(self) -> None:
-        """Give samplers that have no weights of this process the current ones, once.
+        """Give samplers that have no weights of this process the current ones, before the first batch.
 
         Raises:
             WeightSyncError: if the weights did not arrive.
@@ -52,7 +56,13 @@ class PolicyWeights:
                 with self.exclusive():
                     self.updater.initialize()
             self.version = self.updater.current_version  # also that of an update that was interrupted
-        self._initialized = True
+        self._initialized, self._batches = True, self._batches + 1
+        if self._batches == BATCHES_WITHOUT_UPDATE and self.updater is not None:
+            if not self.updater.version and not self.updater.shares_weights:
+                notify_once(
+                    f"{self._batches} batches are sampled with the initial weights, since weight_updater has sent no "
+                    "others; call collector.update_policy_weights_() after training, or set sync_every"
+                )
 
     def update(self) -> None:
         """Send the current weights under a new version.

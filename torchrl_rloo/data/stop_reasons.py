@@ -61,6 +61,12 @@ def set_done(row: TensorDictBase, reason: str) -> TensorDictBase:
     return set_entries(row, {"done": done, "terminated": terminated, "truncated": truncated})
 
 
+def name_end(row: TensorDictBase) -> None:
+    """Give a row that a transform ended without a reason one, in place, such as TorchRL's ``StepCounter``."""
+    if row["done"].any() and stop_reason(row) == "running":
+        end_row(row, "turns" if row["truncated"].any() else "ended")
+
+
 def stop_reason(row: TensorDictBase) -> str:
     """Return the name of the reason for which a row ended.
 

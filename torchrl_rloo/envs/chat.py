@@ -40,6 +40,7 @@ from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, STEP_KEYS, make_stepp
 from torchrl_rloo.envs.chat_specs import make_specs
 from torchrl_rloo.envs.prompt_ids import PromptIds
 from torchrl_rloo.envs.signature import SignedEnv
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
 class ChatEnv(SignedEnv, EnvBase):
@@ -106,6 +107,7 @@ class ChatEnv(SignedEnv, EnvBase):
 
     batch_locked = False
 
+    @with_torchrl_arguments
     def __init__(
         self,
         tokenizer,

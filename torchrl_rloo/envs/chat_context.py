@@ -51,7 +51,10 @@ def write_context(
     elif input_mode == "history":
         query, completion = row[keys.QUERY], row[keys.COMPLETION]
         if not is_conversation(query):
-            raise ValueError(f"input_mode='history' requires queries that are chat messages, got {query!r:.100}")
+            raise ValueError(
+                f"input_mode='history' requires queries that are chat messages, got {query!r:.100}; pass "
+                "[{'role': 'user', 'content': ...}], or set input_mode='text'"
+            )
         row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
     return row
 

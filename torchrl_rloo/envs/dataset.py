@@ -13,6 +13,7 @@ from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import rows_to_reset
 from torchrl_rloo.data.sampling import PromptSampler
 from torchrl_rloo.data.segments import drop_samples
+from torchrl_rloo.data.stop_reasons import name_end
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.signature import SignedEnv, refuse_unknown
@@ -21,6 +22,7 @@ from torchrl_rloo.envs.transforms.kl import KLRewardTransform
 from torchrl_rloo.envs.transforms.reward import RewardTransform
 from torchrl_rloo.rewards.protocol import check_columns
 from torchrl_rloo.rewards.registry import RewardSpec
+from torchrl_rloo.torchrl_arguments import refuse_text_transform, with_torchrl_arguments
 
 
 class ForwardCompose(Compose):
@@ -46,7 +48,7 @@ class ForwardCompose(Compose):
         Returns:
             The transformed rows, or ``tensordict`` itself if no transform has an inverse.
         """
-        if all(type(t).inv is Transform.inv and type(t)._inv_call is Transform._inv_call for t in self.transforms):
+        if all(type(t)._inv_call is Transform._inv_call for t in self.transforms):
             if not any(t.in_keys_inv for t in self.transforms):
                 return tensordict
         return super().inv(tensordict)
@@ -68,7 +70,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
         prompts_per_batch: draws per reset.
         num_generations: rows per draw; the batch size is ``prompts_per_batch * num_generations``.
         rewards: reward functions, their names or settings (:func:`~torchrl_rloo.rewards.load_reward`), or a
-            :class:`RewardTransform`. None gives no reward.
+            :class:`RewardTransform`. None leaves them to other transforms, or to what follows the collector.
         transforms: transforms between the primer and the rewards, in order, such as tools, feedback and limits.
         after_rewards: transforms after the rewards, in order: score shaping, then a :class:`KLRewardTransform`.
         shuffle: see :class:`DataLoadingPrimer`.
@@ -103,6 +105,7 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
 
     forwards_to, own_arguments = ChatEnv, frozenset({"batch_size"})
 
+    @with_torchrl_arguments
     def __init__(
         self,
         dataset: PromptDataset,
@@ -148,6 +151,8 @@ class DatasetChatEnv(SignedEnv, TransformedEnv):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         stepped = super()._step(tensordict)
+        for row in stepped.unbind(0):
+            name_end(row)
         mark_abstaining(self.base_env, stepped.unbind(0))
         return stepped
 
@@ -166,21 +171,7 @@ _REMEDIES |= {
     "reward_weights": _REWARD_REMEDY.format("weights"),
     "batch_size": "it is prompts_per_batch x num_generations",
 }
-_REMEDIES |= {"chat": "pass it to load_prompts", "system_prompt": "pass it to load_prompts"}
-
-
-_TOOLS_REMEDY = "use ToolTransform(tools) of torchrl_rloo.envs.transforms"
-_TORCHRL_REMEDIES = {
-    "AddThinkingPrompt": "use AddThinkingPrompt of torchrl_rloo.envs.transforms",
-    "BrowserTransform": "use BrowserTransform of torchrl_rloo.envs.transforms",
-    "ExecuteToolsInOrder": _TOOLS_REMEDY,
-    "IncrementalTokenizer": "leave it out",
-    "MCPToolTransform": _TOOLS_REMEDY,
-    "PythonInterpreter": _TOOLS_REMEDY,
-    "SimpleToolTransform": _TOOLS_REMEDY,
-    "TemplateTransform": "set template_kwargs of DatasetChatEnv",
-    "Tokenizer": "leave it out",
-}
+_REMEDIES |= {"chat": "pass it to load_prompts"}
 
 
 def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[Transform]) -> None:
@@ -191,11 +182,7 @@ def _check_transforms(transforms: Sequence[Transform], after_rewards: Sequence[T
                 raise TypeError(f"{argument}[{i}] is the class {name}; pass an instance, {name}(...)")
             if not isinstance(transform, Transform):
                 raise TypeError(f"{argument}[{i}]={transform!r:.100} must be a torchrl.envs.Transform")
-            name = type(transform).__name__
-            if name in _TORCHRL_REMEDIES and type(transform).__module__.startswith("torchrl."):
-                raise TypeError(
-                    f"TorchRL's {name} edits conversations as text, but here they are ids; {_TORCHRL_REMEDIES[name]}"
-                )
+            refuse_text_transform(transform)
     if any(isinstance(transform, RewardTransform) for transform in (*transforms, *after_rewards)):
         raise ValueError("a RewardTransform in transforms or after_rewards would score rows twice; pass it as rewards=")
     if any(isinstance(transform, KLRewardTransform) for transform in transforms):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.torchrl_arguments import refuse_text_transform
 
 
 class SignedEnv:
@@ -23,6 +24,19 @@ class SignedEnv:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls.__signature__ = inspect.Signature(list(_parameters(cls)))
+
+    def append_transform(self, transform: Any) -> Any:
+        """Append a transform; refuse those of TorchRL that edit conversations as text."""
+        refuse_text_transform(transform)
+        return super().append_transform(transform)
+
+    @classmethod
+    def from_dataloader(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: an environment draws prompts from a loaded dataset, not from a data loader as TorchRL's does."""
+        raise TypeError(
+            f"{cls.__name__}.from_dataloader is TorchRL's; use DatasetChatEnv(load_prompts(rows), tokenizer, "
+            "prompts_per_batch=..., num_generations=...), which draws and groups prompts"
+        )
 
 
 def _parameters(cls: type[SignedEnv]) -> Iterator[inspect.Parameter]:

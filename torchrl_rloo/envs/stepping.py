@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
+from torchrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEnv
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
-from torchrl_rloo.data.stop_reasons import end_row
+from torchrl_rloo.data.stop_reasons import end_row, name_end
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
@@ -105,6 +105,8 @@ def _open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     for transform in _flat(env.transform):
         if not isinstance(transform, DataLoadingPrimer):  # the rows are drawn already
             rows = transform._reset_env_preprocess(rows)
+        if isinstance(transform, StepCounter):  # its own zeros have the environment's batch size
+            rows = rows.set(transform.step_count_key, torch.zeros(len(rows), 1, dtype=torch.int64))
     return env.transform._reset(rows, _open_rows(env.base_env, rows))
 
 
@@ -176,6 +178,7 @@ class RowStepper:
         await self._apply(self.turn_transforms, row)
         if not row["next", "done"].any():
             await self._apply(self._each_turn_transforms, row)
+        name_end(row["next"])
         return row
 
     @staticmethod

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.chat import ChatEnv
+from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.lookup import snake_case
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class TurnTransform(Transform):
+class TurnTransform(EnvTransform):
     """Transform of a :class:`~torchrl_rloo.envs.ChatEnv` that handles each conversation independently of the others.
 
     A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an

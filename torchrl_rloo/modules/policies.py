@@ -36,6 +36,7 @@ from torchrl_rloo.modules.loading import context_length
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
 class TransformersWrapper(TurnPolicy):
@@ -101,6 +102,7 @@ class TransformersWrapper(TurnPolicy):
         True
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         model: torch.nn.Module,
@@ -116,6 +118,11 @@ class TransformersWrapper(TurnPolicy):
         float32_head: bool = False,
         head: Head | None = None,
     ):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"model={model!r:.80} must be a loaded model; use model, tokenizer = load_model(name) of "
+                "torchrl_rloo.modules"
+            )
         super().__init__(
             tokenizer=tokenizer,
             input_mode=input_mode,

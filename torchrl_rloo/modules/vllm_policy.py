@@ -19,6 +19,7 @@ from torchrl_rloo.engines.base import Engine, EngineError, Request, Sample
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
 class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
@@ -56,6 +57,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
         [0]
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         engine: Engine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from numbers import Real
 
 from torchrl_rloo.functional.kl import adapt_coefficient
 
@@ -34,7 +35,7 @@ class AdaptiveKLCoefficient:
 
     def __init__(self, initial: float, target: float, horizon: float = 10_000):
         for name, value in (("initial", initial), ("target", target), ("horizon", horizon)):
-            if not 0 < value < math.inf:
+            if not isinstance(value, Real) or not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a number above 0")
         self.target, self.horizon = float(target), float(horizon)
         self._value = float(initial)

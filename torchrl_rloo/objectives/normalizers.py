@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import placeholder_rows, unbind_rows
 from torchrl_rloo.objectives.ranks import mean_over_ranks
+from torchrl_rloo.objectives.signal import notify_without_tokens
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def row_normalizers(
         float(row[keys.ACTION_MASK].sum()) * _is_counted(row, mask_truncated_completions) for row in unbind_rows(rows)
     ]
     totals = torch.stack([weights.sum(), (weights * weights.new_tensor(lengths)).sum()])
-    return Normalizers(*mean_over_ranks(totals, process_group).tolist())
+    normalizers = Normalizers(*mean_over_ranks(totals, process_group).tolist())
+    notify_without_tokens(rows, normalizers.num_tokens)
+    return normalizers
 
 
 def entropy_threshold(

@@ -44,6 +44,8 @@ from torchrl_rloo.objectives.normalizers import (
     zero_loss,
 )
 from torchrl_rloo.objectives.output import RLOOLossOutput
+from torchrl_rloo.objectives.signal import notify_without_advantage
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 Spec = str | Mapping[str, Any]
 
@@ -135,6 +137,7 @@ class RLOOLoss(LossModule):
     default_keys = _AcceptedKeys
     actor_network: TransformersWrapper
 
+    @with_torchrl_arguments
     def __init__(
         self,
         actor_network: TransformersWrapper,
@@ -197,6 +200,8 @@ class RLOOLoss(LossModule):
         """
         masked = {"mask_truncated_completions": self.mask_truncated_completions, "process_group": process_group}
         normalizers = row_normalizers(rows, **masked)
+        if process_group is None:  # otherwise the rows with an advantage may be those of other ranks
+            notify_without_advantage(rows, self.tensor_keys.advantage, other_terms=self.needs_zero_advantage)
         if self.high_entropy_fraction is None:
             return normalizers
         return replace(normalizers, entropy_threshold=entropy_threshold(rows, self.high_entropy_fraction, **masked))

@@ -4,7 +4,7 @@ from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.baseline import RunningBaseline
 from torchrl_rloo.replay.cache import FIRST_CACHED_GROUP, GroupCache
 from torchrl_rloo.replay.credit import NormalizeThenSum
-from torchrl_rloo.replay.filters import ZeroSignalFilter, drop_zero_advantage
+from torchrl_rloo.replay.filters import ZeroSignalFilter, drop_rows, drop_zero_advantage
 from torchrl_rloo.replay.gae import TokenGAE
 from torchrl_rloo.replay.on_metadata import check_works_on_metadata
 from torchrl_rloo.replay.ray_advantage import RayMCAdvantage
@@ -33,6 +33,7 @@ __all__ = [
     "TopKSelector",
     "ZeroSignalFilter",
     "check_works_on_metadata",
+    "drop_rows",
     "drop_zero_advantage",
     "export_parquet",
     "run_id",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import distributed
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, gather_actions, spread_actions, stack_rows
@@ -32,6 +31,8 @@ from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.ranks import make_reducer
 from torchrl_rloo.replay.credit import CREDITS, Credit, Groups, baseline_key, estimator_name
 from torchrl_rloo.replay.pending import Group, PendingGroups
+from torchrl_rloo.replay.transform import BufferTransform
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 _REMEDIES: dict[NestedKey, str] = {
     keys.GROUP_ID: "a DataLoadingPrimer writes it",
@@ -47,16 +48,17 @@ _REMEDIES: dict[NestedKey, str] = {
 }
 
 
-class MCAdvantage(Transform):
+class MCAdvantage(BufferTransform):
     """Replay-buffer transform that holds rows back until their group is complete, then writes their advantages.
 
     It reads ``"group_id"`` (``[]``) and ``("next", "reward")`` (``[1, 1]``) of each row, and what ``credit`` and ``kl``
     need. It writes ``"advantage"``: ``[1, 1]`` for one advantage per row without ``kl``, otherwise ``[T, 1]`` with 0
     except on action tokens. The defaults suit most loops.
 
-    Members of a group may arrive in any order and in any number of batches. Rows leave in the order in which their
-    groups became complete. A row whose reward is NaN abstains: it completes its group, stays out of every statistic
-    and gets advantage 0.
+    Members of a group may arrive in any order and in any number of batches. A group is complete with as many rows as
+    its ``"group_size"``: leave rows out with :func:`~torchrl_rloo.replay.drop_rows`, which corrects it. Rows leave in
+    the order in which their groups became complete. A row whose reward is NaN abstains: it completes its group, stays
+    out of every statistic and gets advantage 0.
 
     The class replaces TorchRL's: ``grpo_size`` is ``num_generations``, and its estimator is ``"grpo"``. ``"group_id"``
     tells groups apart instead of ``prompt_key``. The other keys are fixed, see :mod:`torchrl_rloo.data.keys`.
@@ -107,6 +109,7 @@ class MCAdvantage(Transform):
         [1.0, -1.0]
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         num_generations: int | None = None,
@@ -180,10 +183,6 @@ class MCAdvantage(Transform):
     def waiting_groups(self) -> int:
         """Complete groups that wait for the rest of the batch to normalize."""
         return self._groups.waiting_groups
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: advantages are written when rows enter the buffer."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Take rows in and return those whose groups are complete, with advantages, or None."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, final_return
-from torchrl_rloo.data.rows import ragged, stack_rows
+from torchrl_rloo.data.rows import ragged, stack_rows, unbind_rows
 from torchrl_rloo.functional.groups import group_ranges, has_signal
+from torchrl_rloo.replay.transform import BufferTransform
 
 
 def drop_zero_advantage(rows: TensorDictBase, key: NestedKey = keys.ADVANTAGE) -> TensorDictBase:
@@ -34,7 +35,39 @@ def drop_zero_advantage(rows: TensorDictBase, key: NestedKey = keys.ADVANTAGE) -
     return stack_rows([rows[i] for i in kept]) if kept else rows[:0]
 
 
-class ZeroSignalFilter(Transform):
+def drop_rows(rows: TensorDictBase, rule: Callable[[TensorDictBase], bool]) -> TensorDictBase:
+    """Drop the rows for which a rule is true, and correct the size of their groups.
+
+    :class:`MCAdvantage` compares the rows that remain. Without this correction it waits for the dropped ones, and the
+    rest of their group never trains. If fewer than two rows of a group remain, nothing is left to compare: they are
+    dropped as well.
+
+    Args:
+        rows: batch size ``[B]``, whole groups, or all that is left of them; not changed.
+        rule: function from a row to whether it is dropped.
+
+    Returns:
+        Remaining rows, batch size ``[B']``, possibly 0. ``"group_size"`` (``[]``) is the number of rows of the group
+        among them.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rows = stack_rows([
+        ...     TensorDict({"group_id": torch.tensor(g), ("next", "truncated"): torch.tensor([t])})
+        ...     for g, t in ((0, True), (0, False), (0, False), (1, True), (1, False))
+        ... ])
+        >>> drop_rows(rows, lambda row: bool(row["next", "truncated"]))["group_size"].tolist()
+        [2, 2]
+    """
+    kept = [row for row in unbind_rows(rows) if not rule(row)]
+    sizes = Counter(int(row[keys.GROUP_ID]) for row in kept)
+    # Write sizes to copies: the caller may still use the rows
+    corrected = [(row, sizes[int(row[keys.GROUP_ID])]) for row in kept]
+    corrected = [row.copy().set(keys.GROUP_SIZE, torch.tensor(size)) for row, size in corrected if size > 1]
+    return stack_rows(corrected) if corrected else rows[:0]
+
+
+class ZeroSignalFilter(BufferTransform):
     """Replay-buffer transform that drops groups with equal returns, from which a group baseline learns nothing.
 
     This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). A
@@ -88,10 +121,6 @@ class ZeroSignalFilter(Transform):
             raise ValueError(f"wrong={wrong} must be less than right={right}")
         self.tolerance, self.returns, self.wrong, self.right = tolerance, returns, wrong, right
         self.counts: Counter[str] = Counter()
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: the filter acts when rows enter the buffer."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Return the rows to write to the buffer, or None if there are none."""

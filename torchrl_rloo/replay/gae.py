@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDictBase
 from torch import distributed
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import gather_actions, micro_batches, ragged, spread_actions, stack_rows
@@ -15,9 +14,10 @@ from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.ranks import make_reducer
 from torchrl_rloo.replay.credit import check_token_rewards
+from torchrl_rloo.replay.transform import BufferTransform
 
 
-class TokenGAE(Transform):
+class TokenGAE(BufferTransform):
     """Replay-buffer transform that estimates generalized advantages per action token (arXiv 1506.02438).
 
     It reads the token ids, the action mask (both ``[T]``) and ``("next", "reward")`` (``[1, 1]``) of each row. The
@@ -83,10 +83,6 @@ class TokenGAE(Transform):
         self.__dict__["value_head"] = value_head  # not a submodule: its weights are not the buffer's state
         self.discount, self.lam, self.kl = discount, lam, kl if kl is not None and kl.is_on else None
         self.whiten, self.process_group, self.micro_batch_size = whiten, process_group, micro_batch_size
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: advantages are estimated when rows enter the buffer."""
-        return tensordict
 
     @torch.no_grad()
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:

@@ -60,6 +60,7 @@ class PendingGroups:
         self._pending: OrderedDict[int, Group] = OrderedDict()  # oldest group first
         self._waiting: list[Group] = []  # complete groups, in the order in which they became complete
         self._released: OrderedDict[int, None] = OrderedDict()  # ids of earlier groups, to recognize late rows
+        self._told_waiting = False
 
     @property
     def pending_rows(self) -> int:
@@ -106,6 +107,15 @@ class PendingGroups:
             if len(members) >= size:
                 self._waiting.append(self._release(group_id))
         self._expire()
+        if len(rows) > 1 and self._pending and not self._told_waiting:  # writers of single rows are still writing
+            self._told_waiting = True
+            _LOGGER.warning(
+                "%d rows of %d groups wait in the replay buffer for the rest of their groups. If rows were left out "
+                "before it, the rest never comes: leave them out with torchrl_rloo.replay.drop_rows, which corrects "
+                "group_size",
+                self.pending_rows,
+                len(self._pending),
+            )
         return self._leave()
 
     def _size(self, row: TensorDictBase) -> int:

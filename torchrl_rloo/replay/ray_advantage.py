@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
 
 from torchrl_rloo.data.rows import concatenate, stack_rows
 from torchrl_rloo.ray_actors import call, start_actor
 from torchrl_rloo.replay.advantage import MCAdvantage
 from torchrl_rloo.replay.group_store import GroupAdvantages, split_members
 from torchrl_rloo.replay.ray_objects import OwnedRows, fetch_group, restore_rows, save_rows
+from torchrl_rloo.replay.transform import BufferTransform
 
 
-class RayMCAdvantage(Transform):
+class RayMCAdvantage(BufferTransform):
     """Replay-buffer transform like :class:`MCAdvantage`, whose groups wait in an actor that all writers share.
 
     Members of a group may come from any writer. The writer that completes a group receives all of its rows, with
@@ -63,10 +63,6 @@ class RayMCAdvantage(Transform):
         self._reads_tokens = advantage.reads_tokens
         settings = {"num_generations": num_generations, **kwargs}
         self._actor = start_actor(_AdvantageActor, (advantage,), remote_config, actor_name, settings)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: advantages are written when rows enter the buffer."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Take rows in and return those of all groups that they complete, with advantages, or None."""

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, final_return
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.replay.pending import PendingGroups
+from torchrl_rloo.replay.transform import BufferTransform
 
 
 def top_by_reward(returns: torch.Tensor, k: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def select_top_k(
     return stack_rows(selected) if selected else rows[:0]
 
 
-class TopKSelector(Transform):
+class TopKSelector(BufferTransform):
     """Replay-buffer transform that keeps ``k`` rows of each group: sample many, train on the most informative.
 
     It reads ``"group_id"`` (``[]``) and what ``returns`` reads, by default ``("next", "reward")`` (``[1, 1]``). It
@@ -182,10 +182,6 @@ class TopKSelector(Transform):
     def pending_rows(self) -> int:
         """Rows that wait for the rest of their group."""
         return 0 if self._groups is None else self._groups.pending_rows
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return sampled rows as they are: the selection is made when rows enter the buffer."""
-        return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Return the rows to write to the buffer, or None if there are none."""

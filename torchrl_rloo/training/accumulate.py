@@ -65,7 +65,8 @@ def accumulate(
         :func:`~torchrl_rloo.objectives.merge_outputs`.
 
     Raises:
-        ValueError: if a limit is below 1, ``reduce`` is unknown, or ``max_tokens`` is given for preference pairs.
+        ValueError: if a limit is below 1, ``reduce`` is unknown, or ``max_tokens`` is given for preference pairs. Also
+            if the loss has no parameter to train.
         RuntimeError: if the ranks passed different batches, or a row belongs to no rank or to several.
 
     Example:
@@ -157,6 +158,8 @@ def _backward(
         part = parts[number] if number < len(parts) else _no_rows(parts[0])
         with nullcontext() if ranks is None else ranks.call(f"gradient, pass {number + 1} of {passes}"):
             output = loss_fn(part, normalizers)
+            if not output.loss.requires_grad:
+                raise ValueError("no parameter of the loss requires a gradient; build it on the model that is trained")
             # DDP and FSDP average over ranks, but the gradient is a sum over rows
             (output.loss * (1 if ranks is None else ranks.averaged)).backward()
         outputs.append(output.detach())

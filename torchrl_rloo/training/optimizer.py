@@ -8,6 +8,8 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor, Replicate
 
+from torchrl_rloo.data.notices import notify_once
+
 _EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -45,7 +47,8 @@ def optimizer_step(
 
     Raises:
         TypeError: if ``scheduler`` is not a schedule.
-        ValueError: if ``max_grad_norm`` is not above 0.
+        ValueError: if ``max_grad_norm`` is not above 0, the model trains no parameter, none of these has a gradient, or
+            the optimizer holds none of them.
         NonFiniteGradientError: if the norm is not finite. Nothing is stepped.
     """
     if scheduler is not None and not hasattr(scheduler, "step"):
@@ -54,6 +57,7 @@ def optimizer_step(
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; use None to disable clipping")
     # Measure and clip; the factor is that of torch's clip_grad_norm_
     parameters = [p for p in model.parameters() if p.requires_grad]
+    _check_trains(parameters, optimizer)
     norm = gradient_norm(parameters)
     if not norm.isfinite():
         raise NonFiniteGradientError(norm.item())
@@ -67,6 +71,31 @@ def optimizer_step(
         scheduler.step()
     optimizer.zero_grad()
     return norm
+
+
+def _check_trains(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a step can change no parameter of the model; say once if it leaves some out, or if lr=0."""
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient; unfreeze the model, or add an adapter")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [p for p in parameters if id(p) not in held]
+    if len(left_out) == len(parameters):
+        raise ValueError(
+            f"the optimizer holds none of the model's {len(parameters)} trained parameters; make it from the trained "
+            "model, after LoRA, sharding and loading"
+        )
+    if all(p.grad is None for p in parameters):
+        raise ValueError(
+            "no trained parameter of the model has a gradient; before the step, run backward on a loss of this model"
+        )
+    if number := sum(p.grad is not None for p in left_out):
+        notify_once(
+            f"{number} of the model's {len(parameters)} trained parameters have a gradient, but are not in the "
+            "optimizer, so they never change and their gradients add up; add them to it, or freeze them"
+        )
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+    if all(isinstance(rate, int | float) and rate == 0 for rate in rates):
+        notify_once("the optimizer has lr=0, so its steps change nothing; set a learning rate above 0")
 
 
 @torch.no_grad()

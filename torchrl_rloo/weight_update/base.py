@@ -67,6 +67,11 @@ class WeightUpdater(ABC):
         """True if :meth:`initialize` would send nothing."""
         return False
 
+    @property
+    def shares_weights(self) -> bool:
+        """True if the samplers use the tensors of the training model."""
+        return False
+
     @abstractmethod
     def _send(self, version: int) -> None:
         """Send the current weights as ``version`` and return once a sampler has them."""
@@ -135,6 +140,11 @@ class InProcessWeightUpdater(WeightUpdater):
     def filled(self) -> bool:
         """True, since a checkpoint has the sampler's weights."""
         return True
+
+    @property
+    def shares_weights(self) -> bool:
+        """True if source and target are the same module."""
+        return self.source is self.target
 
     @torch.no_grad()
     def _send(self, version: int) -> None:

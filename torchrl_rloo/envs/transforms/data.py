@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, NonTensor, Unbounded
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import make_non_tensor, rows_to_reset, stack_rows
 from torchrl_rloo.data.sampling import PromptSampler
+from torchrl_rloo.envs.env_transform import EnvTransform
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class DatasetExhaustedError(RuntimeError):
     """Error raised when too few prompts are left for another batch."""
 
 
-class DataLoadingPrimer(Transform):
+class DataLoadingPrimer(EnvTransform):
     """Transform that fills a reset environment with prompts: ``num_generations`` rows per draw, under one ``group_id``.
 
     Each row gets the dataset's columns (``"query"`` and others) and three int64 scalars: ``"prompt_id"``, the prompt's
@@ -58,6 +59,7 @@ class DataLoadingPrimer(Transform):
         [('1+1?', 0), ('2+2?', 1)]
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         dataset: PromptDataset,
@@ -70,6 +72,8 @@ class DataLoadingPrimer(Transform):
         sampler: PromptSampler | None = None,
     ):
         super().__init__()
+        if not isinstance(dataset, PromptDataset):
+            raise TypeError(f"dataset is a {type(dataset).__name__}; pass load_prompts(...), which checks its rows")
         for name, value in (("num_generations", num_generations), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

@@ -56,9 +56,9 @@ class FeedbackTransform(TurnTransform):
     async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
         """Answer the turn if the policy ended it; see :meth:`TurnTransform.step_row`."""
         if next_row["terminated"].any():
-            self._answer(next_row, await self._call(self.conversation(row, next_row), row))
+            self._answer(next_row, await self._call_function(self.conversation(row, next_row), row))
 
-    async def _call(self, conversation: Messages, row: TensorDictBase) -> Messages | None:
+    async def _call_function(self, conversation: Messages, row: TensorDictBase) -> Messages | None:
         return await event_loop.call(self.respond, conversation, row)
 
     def _answer(self, next_row: TensorDictBase, messages: Messages | None) -> None:

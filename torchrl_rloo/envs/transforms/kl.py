@@ -7,7 +7,6 @@ from typing import SupportsFloat
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LogProbs
 
 from torchrl_rloo.data import keys
@@ -22,12 +21,14 @@ from torchrl_rloo.data.rows import (
 )
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.envs.abstaining import is_abstaining
+from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, KLEstimator, kl_penalized_reward
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
-class KLRewardTransform(Transform):
+class KLRewardTransform(EnvTransform):
     """Transform that subtracts ``kl_to_ref_coeff`` times the KL of the whole trajectory from its reward when it ends.
 
     Put it after the :class:`RewardTransform`: the penalty comes after the reward's clip and before any baseline. It
@@ -60,6 +61,7 @@ class KLRewardTransform(Transform):
         env = DatasetChatEnv(..., rewards=accuracy, after_rewards=[KLRewardTransform(ref, 0.05)])
     """
 
+    @with_torchrl_arguments
     def __init__(
         self,
         ref: Scorer,

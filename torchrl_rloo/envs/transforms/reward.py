@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDictBase
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.outcomes import Returns, SeparateScores, WeightedScores, final_return
 from torchrl_rloo.data.rows import non_tensor_value, set_entries
 from torchrl_rloo.data.segments import action_ids
 from torchrl_rloo.envs.abstaining import mark_abstaining
+from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor
 from torchrl_rloo.rewards.latency import Histogram
@@ -32,7 +32,7 @@ FIRST_TRAJECTORIES = 64  # number of first trajectories whose equal reward cause
 _LOGGER = logging.getLogger(__name__)
 
 
-class RewardTransform(Transform):
+class RewardTransform(EnvTransform):
     """Transform that scores each trajectory when it ends.
 
     It writes the return ``("next", "reward")`` ``[1, 1]`` and the scores ``("next", "rewards")`` ``[F]`` of ``F``

@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Transform
 
+from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.functional.rewards import combine_rewards
 from torchrl_rloo.functional.shaping import (
     TRUNCATION_MODES,
@@ -64,7 +64,7 @@ class ScoreNames:
     clip_range: tuple[float, float] | None = None
 
 
-class ShapingTransform(Transform):
+class ShapingTransform(EnvTransform):
     """Base class of score shaping; a subclass implements :meth:`shape`.
 
     Args:

@@ -11,6 +11,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
 class AddThinkingPrompt(TurnTransform):
@@ -40,6 +41,7 @@ class AddThinkingPrompt(TurnTransform):
 
     part = "thinking"
 
+    @with_torchrl_arguments
     def __init__(
         self,
         prompt: str = "But wait, let me think about this more carefully.",
@@ -48,8 +50,8 @@ class AddThinkingPrompt(TurnTransform):
         max_times: int = 1,
     ):
         super().__init__()
-        if not prompt:
-            raise ValueError(f"prompt={prompt!r} must not be empty")
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"prompt={prompt!r:.80} must be a text, and not empty")
         if max_times < 1:
             raise ValueError(f"max_times={max_times} must be at least 1")
         self.message, self.condition, self.max_times = {"role": "user", "content": prompt}, condition, max_times

@@ -9,19 +9,19 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
+from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.rewards.protocol import is_async
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = keys.TOKEN_REWARDS[1]
 
 
-class TurnRewardTransform(Transform):
+class TurnRewardTransform(EnvTransform):
     """Transform that keeps the reward of every turn in ``("next", "token_rewards", "full")``, for credit per turn.
 
     The entry is float32 ``[T]``, with a turn's reward at its last action token. All action tokens of a conversation
