@@ -133,7 +133,7 @@ def write_text(path: Path, text: str) -> Path:
 def append(path: Path, content: bytes) -> None:
     """Append lines to a regular file, all or none; create the file if it is missing.
 
-    A torn last line, which a killed writer left, is ended first, so that it damages no other.
+    An incomplete last line, which a killed writer left, is ended first, so that it damages no other.
 
     Raises:
         OSError: if the file cannot be written or is a symbolic link. The message names the path and the remedy.

@@ -375,7 +375,7 @@ def check_audit(path: str | PathLike) -> Audit:
     """Replay an audit file, and check that no group was lost or counted twice.
 
     A restore returns to the groups acknowledged at its checkpoint, since the steps after it run again. A gap in the ids
-    of draws is a lost group. A torn line, which a killed process or a full disk left, does not count.
+    of draws is a lost group. An incomplete line, which a killed process or a full disk left, does not count.
 
     Args:
         path: file that :class:`GroupLedger` wrote, over any number of processes.

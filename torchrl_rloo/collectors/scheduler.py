@@ -253,7 +253,8 @@ class GroupScheduler:
     def _requeue_older(self) -> None:
         """Draw groups again that an interrupted ``collect`` began under older weights."""
         begun, version = self.ledger.of(*_BEGUN), self.version()
-        self._requeue([group.group_id for group in begun if group.version is not None and group.version < version])
+        if older := [group.group_id for group in begun if group.version is not None and group.version < version]:
+            self._requeue(older)
 
     def _requeue(self, stale: list[int]) -> None:
         for group_id in stale:

@@ -154,11 +154,11 @@ class TurnPolicy(LLMWrapperBase):
     def _prompt(self, row: TensorDictBase) -> torch.Tensor:
         if (ids := row.get(keys.PROMPT_TOKENS, None)) is not None:
             return ids.cpu()
-        key = (self.input_mode, "prompt")
-        if key not in row.keys(True):
-            raise KeyError(f"input_mode={self.input_mode!r} requires {key}; the rows have {list(row.keys())}")
-        prompt = row[key] if self.input_mode == "text" else from_history(row[key])
-        return torch.tensor(encode_prompt(self.tokenizer, prompt))
+        if self.input_mode == "text":
+            return torch.tensor(encode_prompt(self.tokenizer, row["text", "prompt"]))
+        if self.input_mode == "history":
+            return torch.tensor(encode_prompt(self.tokenizer, from_history(row["history", "prompt"])))
+        raise KeyError(f"input_mode='tokens' requires {keys.PROMPT_TOKENS}; the rows have {list(row.keys())}")
 
     def _write(self, rows: TensorDictBase, prompts: list[torch.Tensor], turns: list[Generated]) -> TensorDictBase:
         for row, prompt, turn in zip(rows.unbind(0), prompts, turns, strict=True):
