@@ -131,15 +131,19 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append all of ``content`` to a regular file or nothing; create the file if it is missing.
+    """Append lines to a regular file, all or none; create the file if it is missing.
+
+    An incomplete last line, which a killed writer left, is ended first, so that it damages no other.
 
     Raises:
         OSError: if the file cannot be written or is a symbolic link. The message names the path and the remedy.
     """
     with explained(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | SAFE_FLAGS, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | SAFE_FLAGS, 0o666)
         try:
             size = regular_size(descriptor)
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                content = b"\n" + content
             try:
                 while content:
                     content = content[os.write(descriptor, content) :]

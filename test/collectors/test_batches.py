@@ -218,13 +218,17 @@ def test_sampling_ahead_needs_weights_that_training_does_not_change(kwargs: dict
     assert len(modeled(weight_updater=shared, max_staleness=0).collect()) == 6
 
 
-def test_other_kinds_of_parts_are_refused(scripted: Callable, modeled: Callable, bpe) -> None:
+def test_other_kinds_of_parts_are_refused(scripted: Callable, modeled: Callable, make_env: Callable, bpe) -> None:
     with pytest.raises(ValueError, match="0 DataLoadingPrimers"):
         scripted(env=ChatEnv(bpe, batch_size=2))
     with pytest.raises(TypeError, match="weight_updater=object must be"):
         modeled(weight_updater=object())
     with pytest.raises(TypeError, match="number of batches"):
         len(modeled())
+    with pytest.raises(
+        ValueError, match="input_mode='tokens' of the policy .* input_mode='history' of the environment"
+    ):
+        scripted(env=make_env(input_mode="history"))
 
 
 # End

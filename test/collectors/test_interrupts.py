@@ -21,9 +21,10 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from support.collecting import UNDELIVERED, Bump, G, Gate, groups_of, in_state, reasons
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors import CollectionProgress, LLMCollector
+from torchrl_rloo.collectors import CollectionProgress, LLMCollector, ledger
 from torchrl_rloo.collectors.ledger import check_audit
 from torchrl_rloo.collectors.loop_call import LoopCall
+from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn
 
@@ -186,6 +187,69 @@ def test_a_part_that_raises_once_loses_and_doubles_nothing(
         assert delivered == list(range(12)), "prompts keep their order"
     if part == "replay_buffer":
         assert groups_of(buffer[:])[::G] == delivered
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_an_audit_that_fails_once_loses_and_doubles_nothing(
+    mode: dict, scripted: Callable, tmp_path, monkeypatch
+) -> None:
+    """For each of the first writes. The first half of its line is written."""
+    append = ledger.append
+    for failing in range(1, 25):
+        writes, errors, delivered = [], 0, []
+
+        def fail_once(path, content, writes=writes, failing=failing) -> None:
+            writes.append(1)
+            append(path, content[: len(content) // 2] if len(writes) == failing else content)
+            if len(writes) == failing:
+                raise OSError("the disk is full")
+
+        collector = scripted(Gate(turns=1), audit=(audit := tmp_path / f"{failing}.jsonl"), **mode)
+        monkeypatch.setattr(ledger, "append", fail_once)
+        while len(delivered) < 6:
+            try:
+                delivered += groups_of(in_thread(collector.collect).result(PATIENCE))[::G]
+            except OSError:
+                errors += 1
+        assert errors <= 1 and (mode or delivered == list(range(6)))
+        assert_all_delivered(collector, delivered)
+        collector.state_dict()
+        assert check_audit(audit).acknowledged == set(delivered)
+        collector.shutdown()
+        monkeypatch.setattr(ledger, "append", append)
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_rows_after_an_interrupt_are_of_the_current_weights(update: bool, scripted: Callable, tmp_path) -> None:
+    """Group 0 completed, group 1 runs; without an update both are delivered as they are."""
+    gate, audit = Gate(closed={1}, turns=1), tmp_path / "audit.jsonl"
+    collector = scripted(gate, updater=Bump, audit=audit)
+    interrupted = LoopCall(collector._loop, collector.scheduler.next_batch())
+    wait_until(lambda: gate.waiting == {1} and in_state(collector, "complete") == {0})
+    interrupted.cancel()
+    if update:
+        collector.update_policy_weights_()
+    gate.closed.clear()
+    rows = collector.collect()
+    assert groups_of(rows) == [0, 0, 1, 1] and collector.policy_version == int(update)
+    assert {v for row in rows.unbind(0) for v in row[keys.ACTION_VERSIONS].tolist()} == {int(update)}
+    assert collector.counts.get("ledger/requeued", 0) == 2 * update and not gate.state
+    assert groups_of(collector.collect()) == [2, 2, 3, 3]
+    collector.state_dict()
+    assert check_audit(audit).acknowledged == {0, 1, 2, 3}
+
+
+def test_rows_of_a_failed_delivery_are_sampled_again_after_each_update(scripted: Callable) -> None:
+    """However often it fails."""
+    collector = scripted(Gate(turns=1), updater=Bump)
+    for _ in range(5):
+        collector.postproc = raise_once(lambda rows: rows)
+        with pytest.raises(KeyboardInterrupt):
+            collector.collect()
+        collector.update_policy_weights_()
+    rows = collector.collect()
+    assert groups_of(rows) == [0, 0, 1, 1]
+    assert {v for row in rows.unbind(0) for v in row[keys.ACTION_VERSIONS].tolist()} == {5}
 
 
 def test_an_abandoned_wait_takes_no_group(scripted: Callable) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo import files
+from torchrl_rloo.collectors import ledger as ledger_module
 from torchrl_rloo.collectors.ledger import GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.envs.transforms import DataLoadingPrimer, DatasetExhaustedError
@@ -298,6 +302,70 @@ def test_doctored_histories_are_rejected(history: Path) -> None:
     stuck = [dict(record) for record in records]
     stuck[again]["attempt"] = 0
     check(stuck, "group 13 is drawn again under attempt 0")
+
+
+class Disk:
+    """Writer of lines that fails at some writes, counted from 1, and leaves half a line."""
+
+    def __init__(self, fails: Callable[[int], bool]):
+        self.fails, self.writes, self.append = fails, 0, files.append
+
+    def __call__(self, path: Path, content: bytes) -> None:
+        self.writes += 1
+        if self.fails(self.writes):
+            self.append(path, content[: len(content) // 2])
+            raise OSError("the disk is full")
+        self.append(path, content)
+
+
+def written(call: Callable[[], Any]) -> Any:
+    """Repeat a call until the disk has room."""
+    while True:
+        with suppress(OSError):
+            return call()
+
+
+def pass_through_all_states(ledger: GroupLedger) -> None:
+    """Draw, lease, complete, requeue, drop, deliver, reclaim, acknowledge and restore groups, several at a time."""
+    finish(ledger, 2)
+    ids = [lease.group_id for lease in ledger.lease(4)]
+    for group in ids[:3]:
+        ledger.complete(group, 0, [])
+    ledger.requeue([ids[0], ids[3]])
+    ledger.deliver(ids[1:3])
+    ledger.settle(ids[1:2])
+    state = written(lambda: ledger.state_dict(ledger.primer.get_extra_state))
+    ledger.acknowledge()
+    ledger.drop(ids[3:])
+    ledger.load_state_dict(state, ledger.primer.set_extra_state)
+    finish(ledger, 5)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_failed_write_changes_no_state_and_loses_no_line(length: int, tmp_path: Path, monkeypatch) -> None:
+    """Each write of the file fails once, alone and with those after it."""
+    pass_through_all_states(expected := make_ledger(audit=tmp_path / "expected.jsonl"))
+    complete, lines = check_audit(tmp_path / "expected.jsonl"), (tmp_path / "expected.jsonl").read_text().count("\n")
+    assert complete.restores == 1 and len(complete.acknowledged) == 7 and lines > 40
+    for first in range(2, lines + 1):
+        ledger = make_ledger(audit=tmp_path / f"{first}.jsonl")
+        monkeypatch.setattr(ledger_module, "append", Disk(lambda n, first=first: first <= n + 1 < first + length))
+        pass_through_all_states(ledger)
+        written(ledger.flush)
+        assert check_audit(tmp_path / f"{first}.jsonl") == complete and ledger.counts == expected.counts
+        assert states(ledger) == states(expected)
+        monkeypatch.undo()
+
+
+def test_an_audit_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch, caplog) -> None:
+    ledger = make_ledger(audit=tmp_path / "audit.jsonl")
+    monkeypatch.setattr(ledger_module, "append", Disk(lambda number: True))
+    finish(ledger, 2)
+    for call in (ledger.flush, lambda: ledger.state_dict(dict), lambda: make_ledger(audit=tmp_path / "other.jsonl")):
+        with pytest.raises(OSError, match="the disk is full"):
+            call()
+    ledger.close()
+    assert "the last 10 lines of the audit are lost: the disk is full" in caplog.text
 
 
 def test_counts_of_states_agree_with_the_groups() -> None:

@@ -250,6 +250,12 @@ def test_wrong_arguments(arguments, message):
         RayLLMCollector(make_env, **{"policy_factory": scripted} | arguments)
 
 
+def test_another_input_mode_is_refused_before_a_worker_starts():
+    policy = scripted().get_new_version(input_mode="text")
+    with pytest.raises(ValueError, match="input_mode='text' of the policy cannot be combined with input_mode='tokens'"):
+        RayLLMCollector(make_env, policy)
+
+
 def test_an_error_that_cannot_be_pickled_arrives_as_text(collect_with):
     class Odd(Exception):
         def __init__(self, first, second):

@@ -56,7 +56,8 @@ def clocked(scripted, bpe):
             clock.wait(REWARDS_S)
             return [1.0] * len(completions)
 
-        collector = scripted(Slow(clock, tools_s), play=play, rewards=rewards, prompts_per_batch=1)
+        # One conversation after the other, so that each second has two of them in known states
+        collector = scripted(Slow(clock, tools_s), play=play, rewards=rewards, prompts_per_batch=1, max_in_flight=1)
         runner, ledger = collector.runner, collector.ledger
         runner.activity, runner.source.occupancy, ledger.finished = Activity(clock), Occupancy(clock), Occupancy(clock)
         collector.waits = CollectorWaits(runner, ledger.finished, collector.policy, clock)
@@ -71,12 +72,11 @@ def test_shares_of_a_known_load(clocked):
     collector.collect()
     clock.wait(9.0)
     found = collector.timings()
-    # The first conversation runs before the second begins, so each second has two conversations in known states
-    engine = G * ENGINE_S / 2
-    environment = ENGINE_S / 2 + ENVIRONMENT_S + ENVIRONMENT_S / 2
-    group = (ENGINE_S + ENVIRONMENT_S) / 2
+    environment = ENGINE_S / 2 + ENVIRONMENT_S  # the second asks for its place after the first one's turn
+    place, group = ENVIRONMENT_S / 2, (ENGINE_S + ENVIRONMENT_S) / 2
     total = G * (ENGINE_S + ENVIRONMENT_S) + REWARDS_S + 9.0
-    known = {"engine": engine, "environment": environment, "group": group, "rewards": REWARDS_S, "idle": 9.0}
+    known = {"engine": ENGINE_S, "environment": environment, "place": place, "group": group}
+    known |= {"rewards": REWARDS_S, "idle": 9.0}
     for state in (*STATES, "idle"):
         assert found[f"wait/worker/{state}"] == pytest.approx(known.get(state, 0.0) / total), state
     assert found["time/collect/wait"] == pytest.approx(total - 9.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -510,6 +511,24 @@ def test_engines_with_batched_calls_are_members_too(make_pool, tokenizer) -> Non
     assert not wait([future], timeout=0.05).done
     pool.resume()
     assert len(future.result(PATIENCE).tokens) == 6 and pool.load().tokens == 54
+
+
+def test_an_engine_with_batched_calls_that_answers_wrongly_serves_the_next_request(make_pool, tokenizer) -> None:
+    class Wrong(TransformersEngine):
+        answers: Any = None
+
+        def generate(self, requests: Sequence[Request]) -> Any:
+            return super().generate(requests) if self.answers is None else self.answers
+
+    pool = make_pool([engine := Wrong(build_model(tokenizer, seed=0).eval(), tokenizer)])
+    for answers, message in (([], "answered 0 of 1 requests"), ([None], "no attribute 'tokens'"), (3, "has no len")):
+        engine.answers = answers
+        with pytest.raises(Exception, match=message):
+            pool.submit(Request([5], limit=2, seed=0)).result(PATIENCE)
+    engine.answers = None
+    assert (
+        pool.vocab_size == engine.vocab_size > max(pool.submit(Request([5], limit=2, seed=0)).result(PATIENCE).tokens)
+    )
 
 
 def test_load_has_sums_and_the_largest_share(make_pool) -> None:

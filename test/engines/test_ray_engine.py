@@ -14,11 +14,11 @@ from support.processes import wait_until_gone
 from support.ray_cluster import ENDLESS, RAY_GROUP, REFUSED, echo_engine
 from support.waiting import PATIENCE
 from torchrl_rloo.engines import ray_engine_actor
-from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request
+from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.ray_client import RayEngineClient
 from torchrl_rloo.engines.ray_engine import RayEngine
 from torchrl_rloo.engines.ray_engine_actor import EngineActor
-from torchrl_rloo.engines.ray_messages import RequestBatch
+from torchrl_rloo.engines.ray_messages import AnswerBatch, RequestBatch
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
 
 pytestmark = pytest.mark.xdist_group(RAY_GROUP)
@@ -98,6 +98,17 @@ def test_a_request_that_cannot_be_sent_fails_alone(engine: RayEngine) -> None:
     with pytest.raises(EngineError, match="echo cannot send the prompt: OverflowError"):
         futures[0].result(PATIENCE)
     assert futures[1].result(PATIENCE).tokens[0] == 1
+
+
+def test_an_answer_that_cannot_be_sent_changes_no_other() -> None:
+    """Wrong numbers arrive as they are, for the check of the policy."""
+    good, short = Sample([5, 6], [-0.5, -0.25], "stop", [0, 1]), Sample([5, 6], [-0.75], "length", [])
+    wrong = [None, good._replace(tokens=[0.5]), good._replace(log_probs=[None]), good._replace(tokens=[2**40])]
+    sent = list(enumerate([good, *wrong, short, good]))
+    arrived = AnswerBatch.of(sent).answers()
+    assert [arrived[0], *arrived[5:]] == [sent[0], *sent[5:]]
+    for (number, error), answer in zip(arrived[1:5], wrong, strict=True):
+        assert isinstance(error, EngineError) and repr(answer) in str(error) and sent[number][1] is answer
 
 
 # Life

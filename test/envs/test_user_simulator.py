@@ -244,6 +244,12 @@ def test_one_bad_request_does_not_fail_the_batch(make_env, make_engine, one_toke
     assert reasons(rows) == ["turns", "failed", "turns", "turns"] and engine.sizes == [4, 1, 1, 1, 1]
 
 
+def test_an_engine_that_only_aborts_fails_the_message(make_env, one_token, tokenizer) -> None:
+    with ScriptedEngine(lambda request, index: ScriptedTurn([], finish="abort")) as engine:
+        rows = LLMCollector(make_env(engine, PROMPT, tokenizer=tokenizer, timeout=PATIENCE), one_token).collect()
+        assert reasons(rows) == ["failed"] * 4 and len(engine.requests) == 400
+
+
 def test_an_asynchronous_engine_is_asked_at_once_and_again_after_a_pause(make_env, one_token, tokenizer) -> None:
     ids = tokenizer("Why?<|im_end|>", add_special_tokens=False)["input_ids"]
     with ScriptedEngine(lambda request, index: ScriptedTurn(ids, latency=PATIENCE if index < 4 else 0.0)) as engine:

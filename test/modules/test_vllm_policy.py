@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from threading import Lock
 
 import pytest
@@ -25,6 +27,7 @@ from torchrl_rloo.weight_update.checksums import xxh3 as checksum
 from torchrl_rloo.weight_update.protocol import TensorInfo
 
 LIMIT = 12
+G = 2  # number of members in a group
 IDS = [[5, 6, 7], [40], [30, 31, 32, 33, 34], [8, 9]]
 
 
@@ -98,6 +101,21 @@ def test_no_two_samples_share_a_seed_at_any_turn(make_policy: Callable, prompt_r
             make_policy(engine)(stack_rows([row.select(keys.SEED).update(turn) for row in samples]))
         seeds = [request.seed for request in engine.requests]
         assert len(set(seeds)) == len(seeds) == 4 * 9
+
+
+@pytest.fixture
+def make_env(tokenizer, prompts) -> Callable[..., DatasetChatEnv]:
+    """Make an environment of two groups."""
+
+    def make(*transforms, **settings) -> DatasetChatEnv:
+        options = {
+            "prompts_per_batch": 2,
+            "num_generations": G,
+            "rewards": lambda completions, **_: [1.0] * len(completions),
+        }
+        return DatasetChatEnv(prompts, tokenizer, transforms=transforms, **options | settings)
+
+    return make
 
 
 def test_a_sample_becomes_a_turn(make_policy: Callable, prompt_rows: Callable) -> None:
@@ -185,14 +203,78 @@ def test_new_weights_in_the_middle_of_a_turn(make_policy: Callable, prompt_rows:
         assert not out[keys.RESPONSE_TRUNCATED].any()
 
 
-# engines that die
+# answers that contradict the protocol
+
+GOOD = Sample([3, 4], [-0.5, -1.5], "stop", [0, 0])
+WRONG = {
+    "nothing": (None, "answered None"),
+    "no ids": (GOOD._replace(tokens=[3.5, 4]), "cannot be interpreted as an integer"),
+    "no log-probs": (GOOD._replace(log_probs=[None, -1.0]), "return a Sample of plain numbers"),
+    "few log-probs": (GOOD._replace(log_probs=[-0.5]), "2 tokens with 1 log-probs and 2 versions"),
+    "many versions": (GOOD._replace(versions=[0] * 3), "2 tokens with 2 log-probs and 3 versions"),
+    "too long": (Sample([3] * 13, [-1.0] * 13, "length", [0] * 13), "13 tokens, above limit=12"),
+    "another end": (GOOD._replace(finish="done"), "finish='done', which must be one of"),
+    "negative id": (GOOD._replace(tokens=[3, -1]), "the id -1, but ids must be from 0 to"),
+    "large id": (GOOD._replace(tokens=[3, 2**70]), f"the id {2**70}"),
+    "later version": (GOOD._replace(versions=[0, 1]), "version 1, but versions must be from 0 to 0"),
+    "negative version": (GOOD._replace(versions=[-1, 0]), "version -1"),
+    "NaN": (GOOD._replace(log_probs=[-0.5, float("nan")]), "log-prob nan, which must be finite and at most 0"),
+    "-inf": (GOOD._replace(log_probs=[float("-inf"), 0.0]), "log-prob -inf"),
+    "positive": (GOOD._replace(log_probs=[0.0, 0.1]), "log-prob 0.1"),
+}
 
 
-def test_a_log_prob_that_is_not_finite_fails_the_turn(make_policy: Callable, prompt_rows: Callable) -> None:
-    for log_prob in (float("nan"), float("-inf")):
-        with ScriptedEngine([ScriptedTurn([3, 4], [-1.0, log_prob])]) as engine:
-            with pytest.raises(EngineError, match="log-prob that is not finite"):
-                make_policy(engine)(prompt_rows(IDS[0]))
+class Answering(ScriptedEngine):
+    """Engine that gives its ``answers`` in order, each at once, and the last one for ever."""
+
+    def __init__(self, *answers):
+        super().__init__([])
+        self.answers, self.given = answers, 0
+
+    def submit(self, request: Request) -> Future:
+        future, number = Future(), min(self.given, len(self.answers) - 1)
+        self.given += 1
+        future.set_result(self.answers[number])
+        return future
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_fails_its_turn_alone(name: str, make_policy: Callable, make_env: Callable, prompt_rows) -> None:
+    """Also in the second part of a turn. Rounding may lift a log-prob above 0."""
+    answer, message = WRONG[name]
+    good, part = GOOD._replace(log_probs=[1e-6, -1.0]), Sample([5], [-1.0], "abort", [0])
+    for answers in ([answer], [good, answer], [part, answer, good]):
+        with Answering(*answers) as engine, pytest.raises(EngineError, match=re.escape(message)):
+            make_policy(engine)(prompt_rows(*IDS[:2]))
+    with Answering(answer, part, good) as engine:
+        collector = LLMCollector(make_env(), make_policy(engine))
+        rows = collector.collect()
+        assert sorted(int(row[keys.ACTION_MASK].sum()) for row in rows.unbind(0)) == [0, 2, 2, 3]
+        assert rows["next", "reward"].isnan().sum() == 1 and collector.counts["collector/failed_turns"] == 1
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("part", [Sample([], [], "abort", []), Sample([5], [-1.0], "abort", [0])], ids=["empty", "one"])
+def test_an_engine_that_only_aborts_ends_a_turn_and_the_run(part: Sample, make_policy, make_env, prompt_rows) -> None:
+    with Answering(part) as engine:
+        with pytest.raises(EngineError, match="Answering aborted a turn 100 times in a row"):
+            make_policy(engine, max_new_tokens=1000)(prompt_rows(*IDS[:2]))
+        engine.given = 0
+        collector = LLMCollector(make_env(), make_policy(engine, max_new_tokens=1000), max_consecutive_failures=3)
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match="the policy failed on 3 consecutive turns.*aborted a turn 100 times"
+            ):
+                collector.collect()
+        collector.shutdown()
+
+
+def test_an_engine_that_answers_at_once_does_not_block_time_limits(make_policy: Callable, make_env: Callable) -> None:
+    talk = FeedbackTransform(lambda completion, row: [{"role": "user", "content": "again"}])
+    with Answering(GOOD._replace(tokens=[3], log_probs=[-1.0], versions=[0])) as engine:
+        collector = LLMCollector(make_env(talk, max_seconds=0.3), make_policy(engine))
+        assert collector.collect()[keys.TRUNCATED].all()
+        collector.shutdown()
 
 
 # versions of rows

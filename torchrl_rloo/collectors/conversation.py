@@ -301,8 +301,9 @@ class GroupRunner:
         self.counts["collector/failed_turns"] += 1
         self._consecutive_failures += 1
         if self._consecutive_failures == self.max_consecutive_failures:
+            self._consecutive_failures = 0  # another collect has as many again
             raise RuntimeError(
-                f"the policy failed on {self._consecutive_failures} consecutive turns, the last with "
+                f"the policy failed on {self.max_consecutive_failures} consecutive turns, the last with "
                 f"{type(error).__name__}: {error}; fix the policy, or raise "
                 f"max_consecutive_failures={self.max_consecutive_failures} (None disables the limit)"
             ) from error

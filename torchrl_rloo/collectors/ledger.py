@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
@@ -18,6 +20,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.files import append, make_folder
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class GroupState(str, Enum):
@@ -96,6 +100,9 @@ class GroupLedger:
     A ledger is not thread-safe. :class:`LLMCollector` calls it from its event loop only, so an interrupt of the main
     thread never finds it between two states.
 
+    No change of state fails because of the audit. Lines that cannot be written wait, in their order, for the next
+    change or :meth:`flush`, which raises the error.
+
     Args:
         primer: source of the draws.
         audit: file that every change of state is appended to, as one JSON object per line; None writes none.
@@ -127,9 +134,11 @@ class GroupLedger:
         self.finished = Occupancy()
         self.changed: set[int] | None = None
         self._audit = None if audit is None else Path(audit)
+        self._unwritten: deque[bytes] = deque()  # lines of the audit
         if self._audit is not None:
             make_folder(self._audit.parent)
             self._write_position("started")
+            self.flush()
 
     def lease(self, count: int) -> list[Lease]:
         """Give out groups to run: those re-queued first, then new draws.
@@ -265,7 +274,11 @@ class GroupLedger:
 
         Args:
             save_env: function that returns the state of the environment, which contains the primer.
+
+        Raises:
+            OSError: if the audit cannot be written. It would lack groups that the state counts as acknowledged.
         """
+        self.flush()
         draws = [(group.prompt_id, group.group_id) for group in self.groups.values()]
         attempts = {group.group_id: group.attempt + 1 for group in self.groups.values()} | self._attempts
         with self.primer.with_requeued(draws):
@@ -283,6 +296,23 @@ class GroupLedger:
         self.counts.update(state["counts"])
         self._attempts = dict(state["attempts"])
         self._write_position("restored")
+
+    def flush(self) -> None:
+        """Write the lines of the audit that could not be written before.
+
+        Raises:
+            OSError: if they still cannot be written.
+        """
+        while self._unwritten:
+            append(self._audit, self._unwritten[0])
+            self._unwritten.popleft()
+
+    def close(self) -> None:
+        """Write the last lines of the audit, or log that they are lost."""
+        try:
+            self.flush()
+        except OSError as error:
+            _LOGGER.error("the last %d lines of the audit are lost: %s", len(self._unwritten), error)
 
     def _write_position(self, name: str) -> None:
         numbers = {"first_group": self.primer.first_group_id, "next_group": self.primer.next_group_id}
@@ -320,7 +350,9 @@ class GroupLedger:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._audit is not None:
-            append(self._audit, (json.dumps({"time": time.time()} | record) + "\n").encode())
+            self._unwritten.append((json.dumps({"time": time.time()} | record) + "\n").encode())
+            with suppress(OSError):  # callers are between two states; flush() raises it
+                self.flush()
 
 
 class Audit(NamedTuple):
@@ -343,7 +375,7 @@ def check_audit(path: str | PathLike) -> Audit:
     """Replay an audit file, and check that no group was lost or counted twice.
 
     A restore returns to the groups acknowledged at its checkpoint, since the steps after it run again. A gap in the ids
-    of draws is a lost group.
+    of draws is a lost group. An incomplete line, which a killed process or a full disk left, does not count.
 
     Args:
         path: file that :class:`GroupLedger` wrote, over any number of processes.
@@ -363,6 +395,8 @@ def check_audit(path: str | PathLike) -> Audit:
     last: int | None = None  # newest draw
     leases = restores = 0
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        if not line.endswith("}"):
+            continue
         record = json.loads(line)
         state = record["state"]
         # A start or a restore forgets what came after its checkpoint, but must account for every group before

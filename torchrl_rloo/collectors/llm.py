@@ -50,9 +50,10 @@ class LLMCollector(CollectorBase):
     entries.
 
     By default nothing is sampled ahead: every batch is sampled with the weights current at :meth:`collect`, prompts
-    keep their order, and the same seed gives the same rows. With ``ahead`` or ``max_staleness``, sampling continues
-    while the loop trains, and groups are delivered as they complete, oldest first. The sampler, reward models and
-    reference models then need weights that the optimizer does not change.
+    keep their order, and the same seed gives the same rows. After an interrupted :meth:`collect` and an update, the
+    next call samples the groups that had begun again, under the same ids. With ``ahead`` or ``max_staleness``, sampling
+    continues while the loop trains, and groups are delivered as they complete, oldest first. The sampler, reward models
+    and reference models then need weights that the optimizer does not change.
 
     Compared to TorchRL, ``dialog_turns_per_batch`` is a minimum, since groups stay whole. Completed trajectories are
     always yielded (``yield_completed_trajectories``) and versions always tracked (``track_policy_version``).
@@ -108,7 +109,8 @@ class LLMCollector(CollectorBase):
 
     Raises:
         ValueError: if an argument is out of range, or arguments cannot be combined. Also if the environment has no
-            primer or cannot step single rows, or if sampling ahead shares the training model's weights.
+            primer or cannot step single rows, or has another ``input_mode`` than the policy. Also if sampling ahead
+            shares the training model's weights.
         TypeError: if ``weight_updater`` is not a :class:`WeightUpdater`.
 
     Note:
@@ -118,7 +120,8 @@ class LLMCollector(CollectorBase):
 
         Groups pass through a :class:`GroupLedger`. If :meth:`collect` raises or is interrupted at any instant, no group
         is lost or delivered twice, and it may be called again. A ``state_dict`` may be taken at any time: a resumed run
-        first draws the groups that were begun but not delivered, under the same ids.
+        first draws the groups that were begun but not delivered, under the same ids. If ``audit`` cannot be written,
+        :meth:`collect` and ``state_dict`` raise, until all its lines are written.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -186,6 +189,7 @@ class LLMCollector(CollectorBase):
             weight_updater=weight_updater,
         )
         primer = find_primer(env, min_members)
+        adapt_to_policy(env, policy)
         self.roles = next((t.roles for t in transforms_of(env) if getattr(t, "roles", ())), ())
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
@@ -225,7 +229,6 @@ class LLMCollector(CollectorBase):
             policy.register_collector(self)
 
     def _make_runner(self, settings: RunnerSettings) -> GroupRunner:
-        adapt_to_policy(self.env, self.policy)
         return make_runner(self.env, self.policy, self._version, settings)
 
     @with_torchrl_arguments
@@ -388,6 +391,7 @@ class LLMCollector(CollectorBase):
     async def _shut_down(self) -> None:
         self.closed = True
         await self.scheduler.close()
+        self.ledger.close()
 
 
 def _count_turns(batch: Batch) -> int:

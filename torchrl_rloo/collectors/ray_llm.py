@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl_rloo.collectors.conversation import RunnerSettings
 from torchrl_rloo.collectors.llm import LLMCollector
 from torchrl_rloo.collectors.loop_call import LoopCall
+from torchrl_rloo.collectors.referenced_source import MAX_REPLACEMENTS
 from torchrl_rloo.collectors.remote_runner import RemoteRunner
 from torchrl_rloo.collectors.scheduler import Batch
 from torchrl_rloo.collectors.staleness import limit_staleness
@@ -141,11 +142,13 @@ class RayLLMCollector(LLMCollector):
     # Collection
 
     def collect(self) -> TensorDictBase:
-        while True:
+        for left in reversed(range(MAX_REPLACEMENTS + 1)):
             try:
                 return super().collect()
             except LostRowsError as error:  # with the node that held them
                 self._call_on_loop(self._requeue_lost, error.group_ids)
+                if not left:
+                    raise
 
     def collect_references(self) -> RowReferences:
         """Return references to one batch ``[B]`` of finished trajectories, after a weight update if one is due.
@@ -246,6 +249,10 @@ class RayLLMCollector(LLMCollector):
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the workers, see :class:`RemoteRunner`."""
         return self.runner.metrics()
+
+    def timings(self) -> dict[str, float]:
+        """Return what depends on the clock, see :class:`LLMCollector` and :class:`RemoteRunner`."""
+        return super().timings() | self.runner.timings()
 
     def disconnect(self) -> None:
         """Shut the collector down, before the session ends."""

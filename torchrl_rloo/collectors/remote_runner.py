@@ -139,7 +139,7 @@ class RemoteRunner(WorkerFleet):
             call.cancel()
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers of workers and conversations, and the share of time in which workers had no group."""
+        """Return numbers of workers, conversations and stored groups."""
         ready = self.ready()
         statuses = [worker.status for worker in ready if worker.status is not None]
         return {
@@ -149,6 +149,12 @@ class RemoteRunner(WorkerFleet):
             "workers/queued_groups": len(self._queue),
             "workers/stored_groups": len(self.objects),
             "workers/stored_bytes": sum(self.nbytes.values()),
+        }
+
+    def timings(self) -> dict[str, float]:
+        """Return the mean time without a group since the workers' starts, and their memory."""
+        statuses = [worker.status for worker in self.ready() if worker.status is not None]
+        return {
             "workers/idle_seconds": sum(status.idle_seconds for status in statuses) / max(1, len(statuses)),
             "workers/resident_bytes": sum(status.resident_bytes for status in statuses),
         }

@@ -106,6 +106,8 @@ class GroupScheduler:
                 self._waiter = None
 
     async def _choose_batch(self, groups: int | None) -> Batch:
+        if self.max_staleness is None and not self.ahead:
+            self._requeue_older()
         while True:
             if failures := self._failures.copy():
                 await asyncio.shield(self.requeue_running())  # to the end, even if the caller is interrupted
@@ -114,6 +116,7 @@ class GroupScheduler:
                 raise next(iter(failures.values()))
             if self.closed:
                 raise RuntimeError("the collector is shut down; create another one")
+            self.ledger.flush()
             self._requeue_stale()
             needed = self.admit() if groups is None else self._admit_only(groups)
             if chosen := self._choose(needed):
@@ -245,6 +248,15 @@ class GroupScheduler:
             for group in begun
             if oldest_version(group, version) < version - self.max_staleness and group.attempt < _MAX_STALE_ATTEMPTS
         ]
+        self._requeue(stale)
+
+    def _requeue_older(self) -> None:
+        """Draw groups again that an interrupted ``collect`` began under older weights."""
+        begun, version = self.ledger.of(*_BEGUN), self.version()
+        if older := [group.group_id for group in begun if group.version is not None and group.version < version]:
+            self._requeue(older)
+
+    def _requeue(self, stale: list[int]) -> None:
         for group_id in stale:
             if (task := self._tasks.pop(group_id, None)) is not None:
                 task.cancel()

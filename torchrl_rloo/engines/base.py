@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from math import isfinite
+from operator import index
+from typing import Any, Literal, NamedTuple, get_args
 
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.weight_update.target import (
@@ -28,14 +30,21 @@ __all__ = [
     "EngineError",
     "EngineLoad",
     "EngineTimeoutError",
+    "Finish",
     "InFlight",
+    "MAX_ABORTS",
     "Request",
     "Sample",
     "Sampler",
     "WeightStep",
     "check_in_flight",
+    "check_sample",
     "sleeping",
 ]
+
+Finish = Literal["stop", "length", "abort"]
+MAX_ABORTS = 100  # times in a row that an engine may abort a turn; pauses abort it a few times
+_ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,44 @@ class Sample(NamedTuple):
 
     tokens: list[int]
     log_probs: list[float]
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     versions: list[int]
+
+
+def check_sample(sample: Any, request: Request, *, vocab_size: int, version: int) -> Sample:
+    """Check an engine's answer to a request, and return it with plain lists.
+
+    Args:
+        sample: the answer.
+        request: the request.
+        vocab_size: number of ids.
+        version: highest policy version that may have sampled it.
+
+    Raises:
+        EngineError: if the answer contradicts :class:`Sample`.
+    """
+    try:
+        tokens, versions = list(map(index, sample.tokens)), list(map(index, sample.versions))
+        log_probs = list(map(float, sample.log_probs))
+        finish = sample.finish
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the engine answered {sample!r:.100} ({error}); return a Sample of plain numbers") from error
+    n, outside = len(tokens), [t for t in tokens if not 0 <= t < vocab_size]
+    if not n == len(log_probs) == len(versions):
+        wrong = f"{n} tokens with {len(log_probs)} log-probs and {len(versions)} versions; return one of each per token"
+    elif n > request.limit:
+        wrong = f"{n} tokens, above limit={request.limit} of the request; end the turn there"
+    elif finish not in get_args(Finish):
+        wrong = f"finish={finish!r}, which must be one of {get_args(Finish)}"
+    elif outside:
+        wrong = f"the id {outside[0]}, but ids must be from 0 to {vocab_size - 1}; sample with the policy's model"
+    elif bad := [v for v in versions if not 0 <= v <= version]:
+        wrong = f"version {bad[0]}, but versions must be from 0 to {version}, the engine's current one"
+    elif bad := [v for v in log_probs if not (isfinite(v) and v <= _ROUNDING)]:
+        wrong = f"log-prob {bad[0]}, which must be finite and at most 0; check the engine's weights and restart it"
+    else:
+        return Sample(tokens, log_probs, finish, versions)
+    raise EngineError(f"the engine answered with {wrong}")
 
 
 class EngineLoad(NamedTuple):
@@ -101,10 +146,12 @@ class Sampler(ABC):
 
     Attributes:
         context_length: maximum number of tokens of prompt and turn together; None if the engine does not report it.
+        vocab_size: number of ids that the model may sample; None if the engine does not report it.
         stop_ids: ids that end a turn according to the model, in addition to the tokenizer's.
     """
 
     context_length: int | None = None
+    vocab_size: int | None = None
     stop_ids: tuple[int, ...] = ()
 
     @abstractmethod

@@ -52,6 +52,7 @@ class BatchedEngine(AsyncEngine):
     closed = property(lambda self: self.sampler.closed)
     asleep = property(lambda self: self.sampler.asleep)
     context_length = property(lambda self: self.sampler.context_length)
+    vocab_size = property(lambda self: self.sampler.vocab_size)
     stop_ids = property(lambda self: self.sampler.stop_ids)
 
     def submit(self, request: Request) -> Future[Sample]:
@@ -111,29 +112,32 @@ def _serve(engine: Engine, requests: SimpleQueue, counts: dict[str, int]) -> Non
         batch = [(request, future) for request, future in batch if future.set_running_or_notify_cancel()]
         # Sample them, and deliver the results
         counts["running"] = len(batch)
-        outcomes = _sample(engine, [request for request, _ in batch])
+        outcomes = _sample(engine, [request for request, _ in batch], counts)
         counts["running"] = 0
-        counts["tokens"] += sum(len(o.tokens) for o in outcomes if isinstance(o, Sample))
         for (_, future), outcome in zip(batch, outcomes, strict=True):
-            if isinstance(outcome, Sample):
-                future.set_result(outcome)
-            else:
+            if isinstance(outcome, Exception):
                 future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
         del batch, entry, outcomes  # otherwise they live until the next request
     while not requests.empty():
         if (entry := requests.get()) is not None and entry[1].set_running_or_notify_cancel():
             entry[1].set_exception(EngineError(f"this {type(engine).__name__} is closed"))
 
 
-def _sample(engine: Engine, requests: Sequence[Request]) -> list[Sample | Exception]:
-    """Return a sample or an error per request."""
+def _sample(engine: Engine, requests: Sequence[Request], counts: dict[str, int]) -> list[Sample | Exception]:
+    """Return a sample or an error per request, and count the tokens."""
     if not requests:
         return []
     try:
-        return engine.generate(requests)
+        samples = engine.generate(requests)
+        if len(samples) != len(requests):
+            raise EngineError(f"the engine answered {len(samples)} of {len(requests)} requests; answer each once")
+        counts["tokens"] += sum(len(sample.tokens) for sample in samples)
+        return samples
     except EngineDeadError as error:
         return [error] * len(requests)
     except Exception as error:
         if len(requests) == 1:
             return [error]
-        return [_sample(engine, [request])[0] for request in requests]
+        return [_sample(engine, [request], counts)[0] for request in requests]

@@ -80,6 +80,11 @@ class PoolRequests(PoolMembers):
         return min((length for length in lengths if length is not None), default=None)
 
     @property
+    def vocab_size(self) -> int | None:
+        """Number of ids according to the first member's model."""
+        return self.members[0].target.vocab_size
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a turn according to the first member's model."""
         return self.members[0].target.stop_ids

@@ -65,7 +65,9 @@ class RayEngineClient(AsyncEngine):
 
     def _connect(self, handle: EngineHandle) -> None:
         self.handle = handle
-        self.context_length, self.stop_ids, self.counts_running_tokens, self.node_id, self.pid = handle.facts
+        facts = handle.facts
+        self.context_length, self.vocab_size, self.stop_ids = facts.context_length, facts.vocab_size, facts.stop_ids
+        self.counts_running_tokens, self.node_id, self.pid = facts.counts_running_tokens, facts.node_id, facts.pid
         self.start_count = handle.start_count
         self._connection = Connection(handle.actor, handle.name, self.request_timeout, self._stays)
         self._connection.note_version(handle.version)

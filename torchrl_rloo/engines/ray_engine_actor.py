@@ -65,6 +65,7 @@ class EngineActor:
             self._engine = engine if isinstance(engine, AsyncEngine) else BatchedEngine(engine)
             return EngineFacts(
                 engine.context_length,
+                engine.vocab_size,
                 tuple(engine.stop_ids),
                 self._engine.counts_running_tokens,
                 ray.get_runtime_context().get_node_id(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from torchrl_rloo.engines.base import (
@@ -114,7 +114,7 @@ class RequestBatch(NamedTuple):
 
     def requests(self) -> list[tuple[int, Request]]:
         """Return the numbered requests."""
-        prompts, found, start = _ints(self.prompts), [], 0
+        prompts, found, start = _numbers("i", self.prompts), [], 0
         for number, length, options in self.fields:
             found.append((number, Request(prompts[start : start + length], *options)))
             start += length
@@ -124,8 +124,8 @@ class RequestBatch(NamedTuple):
 class AnswerBatch(NamedTuple):
     """Several answers: the fields of each, and all tokens in int32 and log-probs in float64.
 
-    The fields of a sample are its number, its length, its finish, and ``(version, tokens)`` of each span of equal
-    versions. An answer that is an error has its :class:`Failure` in place of the last three.
+    The fields of a sample are its number, its numbers of tokens and log-probs, its finish, and ``(version, tokens)`` of
+    each span of equal versions. An error, or an answer that cannot be encoded, has its :class:`Failure` in their place.
     """
 
     fields: list[tuple]
@@ -146,26 +146,29 @@ class AnswerBatch(NamedTuple):
             if isinstance(answer, BaseException):
                 fields.append((number, Failure.of(answer)))
                 continue
-            spans = [(version, len(list(equal))) for version, equal in groupby(answer.versions)]
-            fields.append((number, len(answer.tokens), answer.finish, spans))
-            tokens.extend(array("i", answer.tokens))
-            log_probs.extend(array("d", answer.log_probs))
+            try:
+                ids, values = array("i", answer.tokens), array("d", answer.log_probs)
+                spans = [(version, len(list(equal))) for version, equal in groupby(answer.versions)]
+                fields.append((number, len(ids), len(values), answer.finish, spans))
+            except (AttributeError, TypeError, OverflowError) as error:
+                text = f"the engine answered {answer!r:.100} ({error}); return a Sample of plain numbers"
+                fields.append((number, Failure.of(EngineError(text))))
+            else:
+                tokens.extend(ids)
+                log_probs.extend(values)
         return cls(fields, tokens.tobytes(), log_probs.tobytes())
 
     def answers(self) -> list[tuple[int, Sample | EngineError]]:
         """Return the numbered answers."""
-        tokens, log_probs = _ints(self.tokens), array("d")
-        log_probs.frombytes(self.log_probs)
-        values, found, start = log_probs.tolist(), [], 0
+        tokens, log_probs = iter(_numbers("i", self.tokens)), iter(_numbers("d", self.log_probs))
+        found = []
         for number, *rest in self.fields:
             if len(rest) == 1:
                 found.append((number, rest[0].error()))
                 continue
-            length, finish, spans = rest
-            versions = [version for version, n in spans for _ in range(n)]
-            end = start + length
-            found.append((number, Sample(tokens[start:end], values[start:end], finish, versions)))
-            start = end
+            n, n_log_probs, finish, spans = rest
+            versions = [version for version, count in spans for _ in range(count)]
+            found.append((number, Sample([*islice(tokens, n)], [*islice(log_probs, n_log_probs)], finish, versions)))
         return found
 
 
@@ -174,6 +177,7 @@ class EngineFacts(NamedTuple):
 
     Attributes:
         context_length: see :class:`~torchrl_rloo.engines.base.Sampler`.
+        vocab_size: see :class:`~torchrl_rloo.engines.base.Sampler`.
         stop_ids: see :class:`~torchrl_rloo.engines.base.Sampler`.
         counts_running_tokens: see :class:`~torchrl_rloo.engines.base.AsyncEngine`.
         node_id: Ray's id of the actor's node.
@@ -181,6 +185,7 @@ class EngineFacts(NamedTuple):
     """
 
     context_length: int | None
+    vocab_size: int | None
     stop_ids: tuple[int, ...]
     counts_running_tokens: bool
     node_id: str
@@ -195,7 +200,7 @@ class CallResult(NamedTuple):
     state: EngineState
 
 
-def _ints(data: bytes) -> list[int]:
-    values = array("i")
+def _numbers(kind: str, data: bytes) -> list:
+    values = array(kind)
     values.frombytes(data)
     return values.tolist()

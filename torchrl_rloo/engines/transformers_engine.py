@@ -70,6 +70,11 @@ class TransformersEngine(Engine):
         self._receiver: Receiver | None = None
         self._abort()
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids of the model's input."""
+        return self.model.get_input_embeddings().num_embeddings
+
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Sample all requests and return one sample each, in their order, after the end of a pause.
 
@@ -97,11 +102,10 @@ class TransformersEngine(Engine):
         if not request.prompt:
             raise EngineError(f"the prompt of request {number} is empty; pass at least one id")
         # On a GPU an invalid id would make CUDA unusable in this process
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
             raise EngineError(
                 f"the prompt of request {number} has ids from {min(request.prompt)} to {max(request.prompt)}, but the "
-                f"model has ids from 0 to {vocabulary - 1}"
+                f"model has ids from 0 to {self.vocab_size - 1}"
             )
         if request.stop_strings and self.tokenizer is None:
             raise EngineError(

@@ -237,8 +237,7 @@ def sample_from_output(request: Request, output: Any) -> Sample:
 
     Raises:
         EngineDeadError: if the engine was restarted, so that its weights have no policy version.
-        EngineError: if another client named the weights, or if vLLM returned different numbers of tokens, log-probs
-            and versions.
+        EngineError: if another client named the weights.
     """
     tokens = list(output.token_ids)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]
@@ -268,11 +267,7 @@ def _sample(
             f"another client named the engine's weights {unknown[0]!r}, which is no policy version; push weights again"
         )
     versions = [int(name) for name, start, end in spans for _ in range(start, end)]
-    if not len(tokens) == len(log_probs) == len(versions):
-        raise EngineError(
-            f"vLLM returned {len(tokens)} tokens with {len(log_probs)} log-probs and {len(versions)} versions"
-        )
-    return Sample(tokens, log_probs, _FINISH[finish], versions)
+    return Sample(tokens, log_probs, _FINISH.get(finish, finish), versions)
 
 
 class VLLMEngineBase(Engine):

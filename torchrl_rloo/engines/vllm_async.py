@@ -85,6 +85,7 @@ class AsyncVLLMEngine(LoopEngine):
         self._core, self._loop = core, core.loop
         self.stop_ids = model_stop_ids(self._core.llm.model_config)
         self.context_length = self._core.llm.model_config.max_model_len
+        self.vocab_size = self._core.llm.model_config.get_vocab_size()
         self._stamp(0, timeout=60.0)
 
     @property

@@ -86,6 +86,7 @@ class VLLMEngine(VLLMEngineBase):
         self._death: str | None = None
         self.stop_ids = model_stop_ids(self.llm.model_config)
         self.context_length = self.llm.model_config.max_model_len
+        self.vocab_size = self.llm.model_config.get_vocab_size()
         self._stamp(0, timeout=60.0)
 
     @property

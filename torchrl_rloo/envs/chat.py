@@ -164,7 +164,15 @@ class ChatEnv(SignedEnv, EnvBase):
 
         Args:
             policy: policy of the conversations, such as a :class:`~torchrl_rloo.modules.turns.TurnPolicy`.
+
+        Raises:
+            ValueError: if the policy has another ``input_mode``.
         """
+        if (mode := getattr(policy, "input_mode", self.input_mode)) != self.input_mode:
+            raise ValueError(
+                f"input_mode={mode!r} of the policy cannot be combined with input_mode={self.input_mode!r} of the "
+                "environment; pass the same to both"
+            )
         if (context := getattr(policy, "context_length", None)) is not None:
             self.context_length = int(context)
         self.end_ids = tuple(getattr(policy, "end_ids", self.end_ids))

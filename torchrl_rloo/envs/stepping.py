@@ -66,6 +66,9 @@ def adapt_to_policy(env: EnvBase, policy: Any) -> None:
     Args:
         env: environment, transformed or not.
         policy: policy of its conversations.
+
+    Raises:
+        ValueError: if the two have another ``input_mode``.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env

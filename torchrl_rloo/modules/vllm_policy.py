@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from math import isfinite
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
-from torchrl_rloo.engines.base import Engine, EngineError, Request, Sample
+from torchrl_rloo.engines.base import MAX_ABORTS, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import Generated, end_of_sequence_ids
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
@@ -28,7 +27,8 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
     It reads and writes the keys of :class:`TransformersWrapper`, including ``"seed"`` and ``"max_new_tokens"`` of rows.
     It also writes ``"action_versions"``, the policy version that sampled each action token. Log-probs refer to the
     sampled distribution. Common prefixes of rows share computation. A turn that a pause aborts continues after the
-    pause.
+    pause; one that is aborted 100 times in a row fails. Every answer of the engine is checked, and one that contradicts
+    :class:`~torchrl_rloo.engines.Sample` fails its turn.
 
     Every request has a seed, from its row or from the policy's random stream. A turn therefore does not depend on other
     requests of the engine.
@@ -80,6 +80,7 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
             stop_ids=(*end_of_sequence_ids(tokenizer), *engine.stop_ids),
         )
         self.engine = engine
+        self._newest_version = 0
         self.out_keys.append(keys.ACTION_VERSIONS)
 
     @property
@@ -117,13 +118,18 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
         Returns:
             The row; its outputs are set only after the whole turn.
+
+        Raises:
+            EngineError: if an answer is invalid, or if the engine aborts the turn again and again.
         """
         prompt = self._prompt(row)
-        request = self._request(row, prompt, self._turn_seed(row))
-        sampled = await sample(request)
-        while _is_aborted(request, sampled):
-            sampled = self._join(sampled, await sample(_remaining_request(request, sampled)))
-        return self._write_row(row, prompt, _to_generated(sampled))
+        request, sampled = self._request(row, prompt, self._turn_seed(row)), None
+        for _ in range(MAX_ABORTS):
+            part = _remaining_request(request, sampled)
+            sampled = self._join(sampled, await sample(part), part)
+            if not _is_aborted(request, sampled):
+                return self._write_row(row, prompt, _to_generated(sampled))
+        raise self._only_aborts()
 
     def _requests(self, rows: TensorDictBase, prompts: list[torch.Tensor]) -> list[Request]:
         """Return one request per row, seeded by the row's seed and turn, or from the policy's random stream."""
@@ -150,15 +156,35 @@ class vLLMWrapper(TurnPolicy):  # noqa: N801  TorchRL's name
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
         """Sample, and continue aborted turns until they finish."""
-        samples = self.engine.generate(requests)
-        while cut := [i for i, (r, s) in enumerate(zip(requests, samples, strict=True)) if _is_aborted(r, s)]:
-            rests = self.engine.generate([_remaining_request(requests[i], samples[i]) for i in cut])
-            for i, rest in zip(cut, rests, strict=True):
-                samples[i] = self._join(samples[i], rest)
-        return samples
+        samples: list[Sample | None] = [None] * len(requests)
+        unfinished = range(len(requests))
+        for _ in range(MAX_ABORTS):
+            parts = [_remaining_request(requests[i], samples[i]) for i in unfinished]
+            answers = self.engine.generate(parts)
+            if len(answers) != len(parts):
+                raise EngineError(f"the engine answered {len(answers)} of {len(parts)} requests; answer each once")
+            for i, part, answer in zip(unfinished, parts, answers, strict=True):
+                samples[i] = self._join(samples[i], answer, part)
+            unfinished = [i for i in unfinished if _is_aborted(requests[i], samples[i])]
+            if not unfinished:
+                return samples
+        raise self._only_aborts()
 
-    def _join(self, first: Sample, rest: Sample) -> Sample:
-        """Join the parts of a turn, and end it at a stop string that spans them, which the engine cannot detect."""
+    def _only_aborts(self) -> EngineError:
+        name = type(self.engine).__name__
+        return EngineError(f"{name} aborted a turn {MAX_ABORTS} times in a row; check what pauses it, or restart it")
+
+    def _join(self, first: Sample | None, answer: Any, request: Request) -> Sample:
+        """Check the answer to a part of a turn, and join it to the parts before.
+
+        The turn ends at a stop string that spans the parts, which the engine cannot detect.
+        """
+        # Versions only grow, also over a restart of the engine
+        self._newest_version = newest = max(self._newest_version, self.engine.version)
+        vocab_size = self.engine.vocab_size or len(self.tokenizer)
+        rest = check_sample(answer, request, vocab_size=vocab_size, version=newest)
+        if first is None:
+            return rest
         tokens, log_probs = first.tokens + rest.tokens, first.log_probs + rest.log_probs
         sample = Sample(tokens, log_probs, rest.finish, first.versions + rest.versions)
         cut, strings = len(first.tokens), self.config.stop_strings
@@ -183,14 +209,15 @@ def _is_aborted(request: Request, sample: Sample) -> bool:
     return sample.finish == "abort" and len(sample.tokens) < request.limit
 
 
-def _remaining_request(request: Request, sample: Sample) -> Request:
-    """Return the request for the rest of an aborted turn."""
-    done = len(sample.tokens)
+def _remaining_request(request: Request, sample: Sample | None) -> Request:
+    """Return the request for the rest of a turn."""
+    if sample is None or not (done := len(sample.tokens)):
+        return request
     return replace(
         request,
         prompt=[*request.prompt, *sample.tokens],
         limit=request.limit - done,
-        seed=_derive_seed(request.seed, done) if done else request.seed,
+        seed=_derive_seed(request.seed, done),
     )
 
 
@@ -201,10 +228,6 @@ def _derive_seed(seed: int, position: int) -> int:
 
 
 def _to_generated(sample: Sample) -> Generated:
-    if not all(map(isfinite, sample.log_probs)):
-        raise EngineError(
-            "the engine returned a log-prob that is not finite for a sampled token; check its weights and restart it"
-        )
     return Generated(
         tokens=torch.tensor(sample.tokens, dtype=torch.long),
         log_probs=torch.tensor(sample.log_probs, dtype=torch.float32),

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
-from torchrl_rloo.engines.base import AsyncEngine, Engine, EngineError, Request, Sample
+from torchrl_rloo.engines.base import MAX_ABORTS, AsyncEngine, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.call_pool import CallLimit
@@ -195,8 +195,14 @@ class _EngineSpeaker:
             raise EngineError(f"{len(prompt)} tokens fill the simulator's context_length={self.engine.context_length}")
         # Retry a sample that a pause cut off; the next attempt waits until the engine resumes
         request = Request(prompt, limit, seed, self.config.distribution, self.stop_ids, self.config.stop_strings)
-        while (sample := await self._sample(request)).finish == "abort":
-            pass
+        for _ in range(MAX_ABORTS):
+            answer = await self._sample(request)
+            vocab_size, version = self.engine.vocab_size or len(self.tokenizer), self.engine.version
+            sample = check_sample(answer, request, vocab_size=vocab_size, version=version)
+            if sample.finish != "abort":
+                break
+        else:
+            raise EngineError(f"the simulator's engine aborted a message {MAX_ABORTS} times; check what pauses it")
         reply = decode_response(self.tokenizer, sample.tokens)
         if sample.finish == "length" and not without_thinking(reply).strip():
             raise EngineError(f"the simulator used its {limit} tokens without a reply; raise its max_new_tokens")
