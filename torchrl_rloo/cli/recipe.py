@@ -313,7 +313,9 @@ def _normalize(override: str, config: type) -> str:
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
     if name in text_settings(config) and value[:1] not in ("'", '"') and value not in ("", "null"):
-        value = "'" + re.sub(r"(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"  # commas and braces are text
+        value = (
+            "'" + re.sub(r"(?<!\\)(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"
+        )  # commas and braces are text
     return f"++{name}={value}" if free else f"{name}={value}"
 
 
