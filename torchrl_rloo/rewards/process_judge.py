@@ -72,9 +72,9 @@ class ProcessJudge:
         return (read or None) if read is not True else verdict if verdict is not None else False
 
     def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[Any]:
-        """Return what :meth:`judge` does for pairs of gold and text, several at a time.
+        """Return what :meth:`judge` does for pairs of gold and text, several at a time; warn of many time-outs.
 
-        It warns if time-outs take most of the time. After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
+        After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
         up, ``n`` hanging rows take at most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
         """
         timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
