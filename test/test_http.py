@@ -110,9 +110,9 @@ def test_the_limit_is_exact(server, size: int, way: str):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"[" * 100_000, "depth=100000 of the JSON must be at most"),
-        (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "depth=5000"),
-        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"depth={MAX_DEPTH + 1}"),
+        (b"[" * 100_000, f"must be nested at most {MAX_DEPTH} deep"),
+        (b'{"a":' * 5_000 + b"1" + b"}" * 5_000, f"at most {MAX_DEPTH} deep"),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"at most {MAX_DEPTH} deep"),
         (b"9" * 5_000, "an integer of 5000 digits"),
         (b"[-1" + b"0" * 301 + b"]", "an integer of 302 digits"),
         (b"NaN", "number=NaN must be finite"),

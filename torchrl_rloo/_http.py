@@ -10,7 +10,6 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -92,11 +91,11 @@ def strict_json(body: bytes) -> Any:
     """
     try:
         text = body.decode()
-        if (depth := _depth(text)) > MAX_DEPTH:
-            raise ReplyError(f"depth={depth} of the JSON must be at most {MAX_DEPTH}")
         value = json.loads(
             text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_number
         )
+        if is_deep(value, MAX_DEPTH):
+            raise RecursionError
         if re.search(r"\\u[dD][89a-fA-F]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -105,18 +104,20 @@ def strict_json(body: bytes) -> Any:
         raise ReplyError("half of a surrogate pair") from None
     except ReplyError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ReplyError(f"the JSON must be nested at most {MAX_DEPTH} deep") from None
+    except ValueError as error:
         raise ReplyError(f"no JSON: {error}") from None
     return value
 
 
-def _depth(text: str) -> int:
-    """Return the depth of the brackets outside strings."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return 0
-    bracket = {"[": 1, "{": 1, "]": -1, "}": -1}
-    tokens = re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', text, re.DOTALL)
-    return max(accumulate(bracket.get(token[0], 0) for token in tokens), default=0)
+def is_deep(value: Any, limit: int) -> bool:
+    """Return whether lists and dicts are nested deeper than a limit, at which their use may exhaust the stack."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limit):
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from torchrl_rloo.diagnostics.report_facts import duration, hide_secrets, measure, package_versions
+from torchrl_rloo.diagnostics.report_facts import duration, measure, package_versions
 from torchrl_rloo.diagnostics.report_health import read_events
 from torchrl_rloo.diagnostics.report_markdown import escape_markdown, markdown_report
 from torchrl_rloo.diagnostics.report_panels import choose_panels, panel_names
@@ -107,10 +107,6 @@ def test_facts():
     series = made([{"step": i, "time/step": 2.0, "cpu_seconds": 5.0 * i, "tokens_per_second": 100.0} for i in range(9)])
     assert measure(series) == {"wall": 18.0, "step": 2.0, "cpu": 40.0, "rate": 100.0}
     assert duration(3600) == "1 h 0 min" and "torch" in package_versions()
-    for text in ("a.api_key=x1", "+llm.token='x1'", "{api_key: x1}", "password=x1", "hf_access_token=x1"):
-        assert "x1" not in hide_secrets(text)
-    for text in ("max_tokens=5", "tokenizer=a", "eos_token=b", "token_ids=[1]"):
-        assert hide_secrets(text) == text
 
 
 def test_markdown_of_hostile_texts_stays_text():

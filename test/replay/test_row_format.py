@@ -176,6 +176,10 @@ def test_a_file_that_lies_is_refused(change: Callable[..., None]) -> None:
 def test_a_deeply_nested_file_is_refused() -> None:
     with pytest.raises(ValueError, match="recursion"):
         decode_rows(forge(lambda columns, tensors: None, "[" * 100_000 + "]" * 100_000))
+    for index in ({"index": "[" * 100_000}, {}):
+        content = safetensors.torch.save({"a": torch.zeros(1)}, {"format": row_format.FORMAT, **index})
+        with pytest.raises(ValueError, match="not a file of rows"):
+            decode_index(content)
 
 
 def test_a_forged_file_without_a_lie_is_read() -> None:

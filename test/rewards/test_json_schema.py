@@ -66,7 +66,7 @@ def test_the_last_closed_fence_of_json_counts(text, right):
     assert score(JSONSchema({"const": 1}), text) == right
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(JSON)
 def test_every_json_is_allowed_by_the_empty_schema_and_by_its_own_constant(value):
     for text in (json.dumps(value), f"So:\n```json\n{json.dumps(value, indent=1)}\n```"):
@@ -89,6 +89,98 @@ def test_deep_nesting_ends_in_a_score(schema, depth):
     assert score(JSONSchema(schema), "[" * depth + "]" * depth) in (0, 1)
     assert score(JSONSchema(schema), "[" * depth) == 0
     assert score(JSONSchema(schema), '{"a":' * depth) == 0
+
+
+def doubling(levels, make):
+    parts = {f"d{i}": make({"$ref": f"#/$defs/d{i + 1}"}) for i in range(levels)}
+    return {"$defs": parts | {f"d{levels}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+ENDLESS = [
+    doubling(60, lambda inner: {"allOf": [inner, inner]}),
+    doubling(60, lambda inner: {"not": {"anyOf": [inner, inner]}}),
+    {"$ref": "#"},
+    {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+]
+
+
+def test_a_schema_without_end_abstains_and_rows_beside_it_are_judged():
+    reward = JSONSchema(column="schema", timeout=0.3)
+    schemas = [{"type": "integer"}, *ENDLESS, None, {"type": "string"}]
+    assert reward(["?"] * 7, ["1"] * 7, [[1]] * 7, schema=schemas) == [1, None, None, None, None, None, 0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"pattern": "^(a+)+$"}, json.dumps("a" * 50 + "!")),
+        ({"patternProperties": {"^(a|a)*$": False}}, json.dumps({"a" * 50 + "!": 1})),
+        ({"items": {"pattern": "(x+x+)+y"}}, json.dumps(["x" * 50])),
+    ],
+    ids=["nested", "names", "items"],
+)
+def test_a_completion_that_takes_without_end_scores_zero(schema, text):
+    reward = JSONSchema(schema, timeout=0.3)
+    assert score(reward, text) == 0 and score(reward, "1") == 1
+
+
+@pytest.mark.parametrize("item", ['{"a": %d}', "%d", "[[%d]]", '{"a": {"b": [%d, true, null]}, "c": "x"}', '"%d"'])
+def test_many_distinct_items_are_judged(item):
+    items = [item % i for i in range(10_000)]
+    reward = JSONSchema({"uniqueItems": True})  # the limit of CPU time stays far away, unlike with pairs
+    assert score(reward, f"[{','.join(items)}]") == 1 and score(reward, f"[{','.join([*items, items[77]])}]") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    {
+        "[1, true]": 1,
+        "[0, false, null, [], {}, 0.5]": 1,
+        "[1, 1.0]": 0,
+        '[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]': 0,
+        "[[1, 2], [2, 1]]": 1,
+        '[[{"a": true}], [{"a": 1}]]': 1,
+        '["1", 1]': 1,
+        '[{"a": 1}, [["a", 1]]]': 1,
+    }.items(),
+)
+def test_items_are_equal_as_json_values(text, right):
+    assert score(JSONSchema({"uniqueItems": True}), text) == right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":-5,"a":1}',
+        '{"a": 1, "a": 1}',
+        '[{"b": {"a": 1, "\\u0061": 2}}]',
+        "01",
+        "+1",
+        "1.",
+        "'a'",
+        "\\u0031",
+        "1 2",
+        "// c\n1",
+    ],
+)
+def test_what_is_no_json_or_has_two_readings(text):
+    assert score(JSONSchema({}), text) == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "right"),
+    [
+        ("^a+$", "aa", 1),
+        ("^a+$", "aa\n", 0),
+        ("^(?:a|b$)", "b\n", 0),
+        (r"^\$[$]$", "$$", 1),
+        (r"^[]$]$", "$", 1),
+        (r"^[^\]$]$", "a", 1),
+        ("a", "xay\n", 1),
+    ],
+)
+def test_the_end_of_a_pattern_is_the_end_of_the_text(pattern, text, right):
+    assert score(JSONSchema({"pattern": pattern}), json.dumps(text)) == right
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 5000, "[1, NaN]"])

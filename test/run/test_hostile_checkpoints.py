@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from support import attacks_files
 from support.attacks_files import CHECKPOINT_ATTACKS, attack, attack_checkpoint, saved_state
 from torchrl_rloo.run import Checkpointer, Run
-from torchrl_rloo.run.state import read_state
+from torchrl_rloo.run.state import check_state, read_state
 
 CORPUS = (0, 7, 20261122)  # seeds
 
@@ -69,6 +70,55 @@ def test_every_length_but_the_whole_is_refused(checkpoints, tmp_path):
         (tmp_path / "part.pt").write_bytes(content[:size])
         with pytest.raises((ValueError, zipfile.BadZipFile)):
             read_state(tmp_path / "part.pt")
+
+
+def shared(levels: int, make: Callable[[object, object], object]) -> object:
+    value: object = [0]
+    for _ in range(levels):
+        value = make(value, value)
+    return value
+
+
+def endless() -> list:
+    value: list = []
+    value.append((value,))
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (shared(60, lambda a, b: [a, b]), "a copy of state would have .* values"),
+        (shared(40, lambda a, b: {"a": (a, b)}), "a copy of state would have .* values"),
+        (endless(), "contains itself"),
+        (shared(200, lambda a, _: [a]), "nested deeper than 100 levels"),
+        (torch.ones(1).expand(10**6, 10**6), "a copy of state would have .* bytes"),
+        ([torch.ones(2**18).view(2**9, 2**9) for _ in range(2)] * 500, "a copy of state would have .* bytes"),
+        (torch.ones(2**24)[1:].as_strided((2**20, 2**10), (0, 1)), "a copy of state would have .* bytes"),
+    ],
+    ids=["lists", "mappings", "cycle", "deep", "expanded", "views", "strided"],
+)
+def test_a_small_file_that_becomes_a_large_state_is_refused(tmp_path, value, words):
+    torch.save({"step": 1, "a": value}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=words):
+        read_state(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=words):  # before a file is written: a run that saved it could not resume
+        check_state({"step": 1, "a": value}, "state")
+
+
+def test_ordinary_sharing_is_kept(tmp_path):
+    weight, settings = torch.ones(2**20), {"lr": [0.1, 0.2]}
+    state = {
+        "tied": [weight] * 4,
+        "rows": [settings] * 10_000,
+        "zeros": torch.zeros(1).expand(9),
+        "many": [0.5] * 300_000,
+    }
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state)
+    loaded = checkpointer.load()
+    assert loaded["rows"] == state["rows"] and loaded["many"] == state["many"]
+    assert torch.equal(loaded["zeros"], state["zeros"]) and all(torch.equal(each, weight) for each in loaded["tied"])
 
 
 @pytest.mark.parametrize("kind", ["folder", "full folder", "link", "dangling", "fifo", "text", "empty", "zip"])

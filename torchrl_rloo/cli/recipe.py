@@ -28,6 +28,7 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_rloo._masking import mask_urls
 from torchrl_rloo.cli.dry_run import COVERED, NOT_COVERED, check_supported, dry_run, has_dry_run
 from torchrl_rloo.cli.dry_run import HELP as DRY_RUN_HELP
 from torchrl_rloo.cli.schema import (
@@ -238,9 +239,10 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None, *,
     if output is not None:
         with suppress(OSError):  # the error may be about this folder
             make_folder(output)
-            file = write_text(output / "traceback.txt", "".join(traceback.format_exception(error)))
+            file = write_text(output / "traceback.txt", mask_urls("".join(traceback.format_exception(error))))
             hint = f"traceback in {file}"
-    print(f"error: {_line(error)} ({hint})" if output else f"error: {_line(error)}", file=sys.stderr, flush=True)
+    line = mask_urls(_line(error))
+    print(f"error: {line} ({hint})" if output else f"error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
@@ -313,7 +315,9 @@ def _normalize(override: str, config: type) -> str:
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
     if name in text_settings(config) and value[:1] not in ("'", '"') and value not in ("", "null"):
-        value = "'" + re.sub(r"(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"  # commas and braces are text
+        value = (
+            "'" + re.sub(r"(?<!\\)(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"
+        )  # commas and braces are text
     return f"++{name}={value}" if free else f"{name}={value}"
 
 

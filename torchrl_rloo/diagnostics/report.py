@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo._masking import mask_settings
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.report_curves import plot_curves
-from torchrl_rloo.diagnostics.report_facts import headline, hide_secret_settings, package_versions, run_facts
+from torchrl_rloo.diagnostics.report_facts import headline, package_versions, run_facts
 from torchrl_rloo.diagnostics.report_health import HEALTH_FILE, HealthEvent, read_events
 from torchrl_rloo.diagnostics.report_markdown import markdown_report
 from torchrl_rloo.diagnostics.report_panels import select_definitions
@@ -61,7 +62,7 @@ def write_report(
         settings: configuration of the run, shown last; None shows none.
         panels: metrics of each panel, see :func:`plot_curves`.
         figures: further PNG files by title; None adds none.
-        command: command line of the run; values of keys and passwords are hidden. None shows none.
+        command: command line of the run; its secrets are masked. None shows none.
         title: title of the page. None takes algorithm, task and model of ``settings``.
 
     Returns:
@@ -71,7 +72,7 @@ def write_report(
         ValueError: if the history has no finite metric, or none for one of ``panels``.
     """
     # Write curves.png and summary.json
-    directory, settings = Path(directory), hide_secret_settings(settings or {})
+    directory, settings = Path(directory), mask_settings(settings or {})
     curves = plot_curves(history, directory / "curves.png", panels=panels)
     series = Series()
     series.add([dict(row) for row in history], "metrics")

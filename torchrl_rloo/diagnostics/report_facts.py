@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -12,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_rloo._masking import mask_command
 from torchrl_rloo.diagnostics.watch_series import Series
 from torchrl_rloo.files import make_folder, write_text
 
 LAUNCH_FILE = "launch.json"
 _PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")
-# Name, separator and value, in a command line or in the text of a mapping
-_SETTING = re.compile(r"(?<![\w.])([\w.]+)(['\"]?\s*[=:]\s*)('[^']*'|\"[^\"]*\"|[^\s,}]+)")
-_SECRET_NAME = re.compile(r"(?i)api_?key|secret|password|credential|(?:^|\.|(?:api|access|auth|hf)_)token$")
 _RECENT = 20  # steps of which the speed is the median
 
 
@@ -76,7 +73,7 @@ def run_facts(
     """Return the facts of a run as texts by title."""
     found, measured = describe_settings(settings), measure(series)
     if command:
-        found["Command"] = hide_secrets(command)
+        found["Command"] = mask_command(command)
     if series.steps is not None:
         planned = total_steps(settings)
         found["Steps"] = f"{series.steps[1]:,}" + (f" of {planned:,}" if planned else "")
@@ -109,14 +106,14 @@ def write_launch(directory: str | Path, command: str) -> Path:
 
     Args:
         directory: directory of the run, created if missing.
-        command: command line; values of keys and passwords are hidden.
+        command: command line; its secrets are masked.
 
     Returns:
         The file.
     """
     directory = Path(directory)
     make_folder(directory)
-    record = {"command": hide_secrets(command), "versions": package_versions()}
+    record = {"command": mask_command(command), "versions": package_versions()}
     return write_text(directory / LAUNCH_FILE, json.dumps(record, indent=1) + "\n")
 
 
@@ -131,38 +128,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
-
-
-def hide_secrets(text: str) -> str:
-    """Replace the values of keys and passwords in a command line.
-
-    Example:
-        >>> hide_secrets("run rloo inference.engine.api_key=abc plan.steps=3")
-        'run rloo inference.engine.api_key=*** plan.steps=3'
-    """
-    return _SETTING.sub(lambda m: f"{m[1]}{m[2]}***" if is_secret(m[1]) else m[0], text)
-
-
-def is_secret(name: str) -> bool:
-    """Return whether a setting of this name is a key or a password.
-
-    Example:
-        >>> [name for name in ("api_key", "token", "max_tokens", "tokenizer") if is_secret(name)]
-        ['api_key', 'token']
-    """
-    return bool(_SECRET_NAME.search(str(name)))
-
-
-def hide_secret_settings(value: Any) -> Any:
-    """Replace the texts of keys and passwords in nested settings.
-
-    Example:
-        >>> hide_secret_settings({"engine": {"api_key": "abc", "max_tokens": 3}})
-        {'engine': {'api_key': '***', 'max_tokens': 3}}
-    """
-    if isinstance(value, Mapping):
-        return {k: "***" if is_secret(k) and isinstance(v, str) else hide_secret_settings(v) for k, v in value.items()}
-    return [hide_secret_settings(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _at(settings: Any, *names: str) -> Any:

@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the page of transcripts, or the report, that an address names; no other file is reachable."""
         number, *folders, name = parts
         runs = self.server.page.runs
-        if not number.isdecimal() or int(number[:6]) >= len(runs) or not TRANSCRIPT.fullmatch(name):
+        if not number.isdecimal() or len(number) > 6 or int(number) >= len(runs) or not TRANSCRIPT.fullmatch(name):
             raise _RefusedError(HTTPStatus.NOT_FOUND)
         if folders not in ([], ["transcripts"]) or (not folders and name not in ("transcripts.html", "report.html")):
             raise _RefusedError(HTTPStatus.NOT_FOUND)

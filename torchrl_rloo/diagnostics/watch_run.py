@@ -8,13 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.diagnostics.report_facts import (
-    describe_settings,
-    hide_secrets,
-    is_secret,
-    measure,
-    total_steps,
-)
+from torchrl_rloo._masking import mask_command, mask_settings
+from torchrl_rloo.diagnostics.report_facts import describe_settings, measure, total_steps
 from torchrl_rloo.diagnostics.report_health import HEALTH_FILE, read_events
 from torchrl_rloo.diagnostics.report_verdict import evaluation_changes, verdict
 from torchrl_rloo.diagnostics.waiting import join_entries, limiting_sentence, summarize_waits, waiting_rows
@@ -103,7 +98,7 @@ class WatchedRun:
     def settings(self) -> dict[str, Any]:
         """Settings of the run or of the evaluation, empty before they are written."""
         found = self._documents["settings"].read()
-        return found or _mapping(self._documents["evaluation"].read().get("settings"))
+        return mask_settings(found or _mapping(self._documents["evaluation"].read().get("settings")))
 
     def facts(self) -> dict[str, Any]:
         """Return what changes with the steps, and with the clock."""
@@ -128,7 +123,7 @@ class WatchedRun:
         shown = {**describe_settings(settings)}
         launch = self._documents["launch"].read()
         if command := launch.get("command") or self._documents["summary"].read().get("command"):
-            shown["Command"] = hide_secrets(str(command))[:_CHARACTERS]
+            shown["Command"] = mask_command(str(command))[:_CHARACTERS]
         if versions := _mapping(launch.get("versions")):
             shown["Versions"] = ", ".join(f"{n} {v}" for n, v in list(versions.items())[:_COLUMNS])[:_CHARACTERS]
         return {
@@ -288,11 +283,12 @@ def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _short(value: Any) -> str:
     """Return a value as text, cut in the middle, without keys and passwords."""
     try:
-        text = f"{value:.4g}" if type(value) is float else str(value)
+        text = (
+            f"{value:.4g}" if type(value) is float else str(value if isinstance(value, str) else mask_settings(value))
+        )
     except RecursionError:  # nested too deep to be shown
         return "\u2026"
-    text = text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS // 2]} \u2026 {text[-_CHARACTERS // 2 :]}"
-    return text if isinstance(value, str) else hide_secrets(text)
+    return text if len(text) <= _CHARACTERS else f"{text[: _CHARACTERS // 2]} \u2026 {text[-_CHARACTERS // 2 :]}"
 
 
 def _finite(values: Sequence[Any]) -> list[float | None]:
@@ -308,7 +304,7 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
         if isinstance(item, Mapping) and item and len(dotted) < _LONGEST_NAME:
             pairs += _flatten(item, f"{dotted}.")
         else:
-            pairs.append((dotted, "***" if is_secret(name) and isinstance(item, str) else _short(item)))
+            pairs.append((dotted, _short(item)))
     return pairs
 
 

@@ -114,7 +114,10 @@ def decode_index(content: bytes) -> Any:
     Raises:
         ValueError: if the header is not that of a file of rows.
     """
-    return json.loads(_metadata(content)["index"])
+    try:
+        return json.loads(_metadata(content)["index"])
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is not a file of rows: {type(error).__name__}: {error}") from error
 
 
 def decode_rows(content: bytes) -> PackedRows:

@@ -86,11 +86,11 @@ class MathAccuracy:
         return [0.0 if text is None else _to_score(verdicts.get(i)) for i, text in enumerate(texts)]
 
     def describe(self, gold: str | None, text: str) -> tuple[str, str]:
-        """Return the parsed gold and the parsed answer of a text, or in brackets why there is none."""
+        """Return the canonical forms of a gold and of a text's answer, or in brackets why there is none."""
         if (judged := self._judged_text(text)) is None:
             return ("[incomplete reasoning]",) * 2
-        parsed, answer = self.judge.describe(gold, judged) if gold is not None else ("", "")
-        return (parsed, answer or "[unparseable]") if parsed else ("[unparseable]", "[skipped]")
+        parsed = self.judge.form(rf"\boxed{{{gold}}}") if gold is not None else None
+        return (parsed, self.judge.form(judged) or "[unparseable]") if parsed else ("[unparseable]", "[skipped]")
 
     def _judged_text(self, text: str) -> str | None:
         return text

@@ -11,8 +11,20 @@ from torchrl_rloo.rewards.protocol import final_text
 
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")
 _IS = (
-    r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:(?:is\s?)?[:=]|is\b)|choose|select|pick|go\swith"
+    r"(?i:answer\b[^.\n]{0,60}?(?:\s?[:=]|\s(?:is|be))|(?:option|choice)\s?(?:(?:is\s?)?[:=]|is\b)"
+    # The writer chooses, not others
+    r"|(?:\b(?:I|we|Id|Ill|lets|let\sus|so|thus|hence|therefore|must|should|to)\s(?:(?:will|would|must|now|then|\w+ly)\s){0,2}"
+    r"|^|(?<=[.!?:;,]\s))(?:choose|select|pick|go\swith)"
     r"|(?:so|but|thus|hence|therefore|then|,)\s(?:it|this|that)\s(?:is|must\sbe|has\sto\sbe))"
+)
+_ENDING = r"(?=\s?(?:[.,;!)]|$)|\s(?:because|since|as|here|to|for|given)\b)"
+_IS_ALONE = (
+    r"(?i:(?:^|(?<=[.!?:;,]\s))(?:it|this|that)(?:\sis|s|\smust\sbe|\shas\sto\sbe)|\b(?:so|thus|hence|therefore|no|rather|"
+    r"instead|actually)\b,?)"
+)
+_IS_RIGHT = (
+    r"(?i:(?:is|must\sbe|has\sto\sbe)\s(?:\w+ly\s)?(?:(?:the\s)?(?:only\s)?(?:correct|right|best)(?:\s(?:answer|option|"
+    r"choice|one))?|(?:the|my)\s(?:final\s)?(?:answer|choice)))"
 )
 # Words in front of a letter that rule it out or doubt it, in its clause, or suppose it, in its sentence
 _RULED_OUT = re.compile(
@@ -39,8 +51,10 @@ class MultipleChoice:
 
     The choice is the first of these that the completion contains:
 
-    1. its last closed box, if that begins with a letter: ``\boxed{C}``, ``\boxed{\text{(C) 42}}``;
-    2. its last announcement: "the answer is (C)", "Answer: **C**", "the correct option is C", "I choose C";
+    1. its last closed box, else its last closed ``<answer>``, if that begins with a letter: ``\boxed{C}``,
+       ``\boxed{\text{(C) 42}}``, ``<answer>C</answer>``;
+    2. its last announcement: "the answer is (C)", "Answer: **C**", "the correct option is C", "I choose C",
+       "option C is correct", "it's C.";
     3. its last line, if that is a single letter: ``C``, ``(C)``, ``C.``;
     4. the letter of a line that begins like an option: ``C) Paris``. Lines with different letters are not a choice.
 
@@ -80,9 +94,14 @@ class MultipleChoice:
         self._several = re.compile(rf"(?:\s?{others}|\s[{self.choices}]\b){ends}", re.MULTILINE)
         self._listed = re.compile(rf"[).:]?\s?[(\[]?[{self.choices}]\b[).:]")  # "A. B. C." in a box
         self._boxed = re.compile(rf"[(\[]?({one})(?:[)\].:,]|(?=\s?$|/|\s(?:or|and|&)\b))")
+        bare = rf"[{self.choices}](?![\w-])(?!\.\d)"
+        listed = rf"(?<![{self.choices}],\s)(?<![{self.choices}]\sor\s)(?<![{self.choices}]\sand\s)(?<!nor\s)"
         self._announced = re.compile(
             rf"\b{_IS}\s?(?i:\w+ly\s)?(?i:(?:the\s)?(?:option|choice|letter)\s?:?\s?)?"
-            rf"(?:[(\[](?P<bracketed>{one})[)\]]|(?!I\s[a-z])(?P<bare>[{self.choices}])(?![\w-])(?!\.\d))"
+            rf"(?:[(\[](?P<bracketed>{one})[)\]]|(?!I\s[a-z])(?P<bare>{bare}))"
+            rf"|{_IS_ALONE}\s(?:[(\[](?P<bracketed_alone>{one})[)\]]|(?P<bare_alone>{bare})){_ENDING}"
+            rf"|{listed}(?:[(\[](?P<bracketed_first>{one})[)\]]|(?<![\w-])(?P<bare_first>{bare}))\s{_IS_RIGHT}{_ENDING}",
+            re.MULTILINE,
         )
         self._line = re.compile(rf"[(\[]?({one})[)\].:]{{0,2}}")
         self._option = re.compile(rf"(?:[(\[]({one})[)\]]|({one})[).:])(?=\s|$)")
@@ -108,14 +127,15 @@ class MultipleChoice:
 
     def find_choice(self, text: str) -> str | None:
         """Return the letter of ``choices`` that a completion chooses; None if it chooses none or several."""
-        boxed = _strip_markup(last_boxed(text) or "")
+        tagged, closed, _ = text.rpartition("<answer>")[2].partition("</answer>")
+        boxed = _strip_markup(last_boxed(text) or (tagged if closed else ""))
         if found := self._boxed.match(boxed):
             several = self._several.match(boxed, found.end(1)) or self._listed.match(boxed, found.end(1))
             return None if several else found[1].upper()
         text = _strip_markup(text)
         if announced := [found for found in self._announced.finditer(text) if not _is_doubted(text, found)]:
             found = announced[-1]
-            return None if self._several.match(text, found.end()) else (found["bracketed"] or found["bare"]).upper()
+            return None if self._several.match(text, found.end()) else found[found.lastgroup].upper()
         lines = text.splitlines()
         if lines and (found := self._line.fullmatch(lines[-1])):
             return found[1].upper()
@@ -146,7 +166,7 @@ class MultipleChoice:
 
 def _is_doubted(text: str, found: re.Match[str]) -> bool:
     """Return whether an announcement rules its letter out, supposes it or doubts it."""
-    letter = found.start("bracketed") if found["bracketed"] else found.start("bare")
+    letter = found.start(found.lastgroup)
     place = max(0, found.start() - _SENTENCE_CHARS)
     ends = [
         end.end()
@@ -156,6 +176,8 @@ def _is_doubted(text: str, found: re.Match[str]) -> bool:
     sentence = text[max(ends, default=place) : letter]
     # A comma in front of the announcement, or of its last part ("is not A, it is B"), ends a clause
     comma = max(sentence.rfind(",", 0, max(0, found.start() - letter + len(sentence))), sentence.rfind(", it "))
+    if found.lastgroup.endswith("_first"):  # "A is wrong and B is correct"
+        comma = max(comma, sentence.rfind(" and "), sentence.rfind(" while "))
     doubted = _RULED_OUT.search(sentence, comma + 1) or _SUPPOSED.search(sentence)
     return doubted is not None or _DOUBTED_BEHIND.match(text, found.end()) is not None
 

@@ -1,38 +1,18 @@
-"""Worker process that judges mathematical answers; a script started by :mod:`torchrl_rloo.rewards.math_judge`.
+"""Comparison of mathematical answers; a module that :mod:`torchrl_rloo.rewards.judge_loop` runs.
 
-It does not import the toolkit, so it starts in about a second and needs about 60 MB. Requests and replies are lines of
-JSON. A request is ``[limit, gold, text, describe]`` with a limit in seconds of CPU time. The first reply tells whether
-the gold was parsed. If so, a second reply tells whether the text gives the same answer. With ``describe``, the replies
-are what was parsed. Without a gold, the reply is the canonical form of the text's answer, or ``""``.
-
-A child process reads and answers. A request over the limit ends the child: short texts such as ``9^{9^{9}}`` keep SymPy
-in one endless multiplication, which no exception can interrupt. Its parent replies ``null`` and forks the next child,
-which takes milliseconds since the libraries are imported.
+Short texts such as ``9^{9^{9}}`` keep SymPy in one endless multiplication, which no exception can interrupt.
 """
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script, whose files are not top-level modules
-
-import json
 import logging
 import math
-import os
 import re
-import resource
-import signal
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
-
-MAX_BYTES = 2_000_000_000  # address space: some short texts are numbers of gigabytes
-MAX_PREVIEW_CHARS = 500  # of what was parsed
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
@@ -71,6 +51,7 @@ class Judge(NamedTuple):
 
 def make_judge() -> Judge:
     """Import the libraries and return the functions, which have no time limits."""
+    logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -100,6 +81,7 @@ def make_judge() -> Judge:
     def form(answer: list[Any]) -> str:
         return _describe(_unwrap(answer[0])) if answer else ""
 
+    equal(parse_gold(r"\frac{1}{2}"), parse_answer(r"\boxed{0.5}"))  # so that no child has to set up
     return Judge(parse_gold, parse_answer, equal, form)
 
 
@@ -231,64 +213,3 @@ def _round(value: Fraction, is_decimal: bool) -> str:
         simple = value.limit_denominator(100)  # two such fractions differ in the first four decimals
         value = simple if is_decimal and abs(value) >= 1e-3 and round(simple, 6) == value else value
     return str(value)
-
-
-def answer_requests(judge: Judge, replies: int) -> None:
-    """Answer requests from standard input until it closes; end this process at a request's limit of CPU time."""
-
-    def reply(value: Any) -> None:
-        os.write(replies, json.dumps(value).encode() + b"\n")
-
-    while line := _read_line():
-        limit, gold, text, describe = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, limit)  # its signal ends the process within any operation
-        if gold is None:
-            reply(judge.form(judge.parse_answer(text)))
-        else:
-            parsed = judge.parse_gold(gold)
-            reply(_preview(parsed) if describe else bool(parsed))
-            if parsed:
-                answer = judge.parse_answer(text)
-                reply(_preview(answer) if describe else bool(judge.equal(parsed, answer)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _preview(parsed: list[Any]) -> str:
-    return str(parsed)[:MAX_PREVIEW_CHARS] if parsed else ""
-
-
-def _read_line() -> bytes:
-    """Return the next request; no other follows it before its reply, so no text of another is read."""
-    line = b""
-    while not line.endswith(b"\n") and (part := os.read(0, 65536)):
-        line += part
-    return line
-
-
-def main() -> None:
-    """Fork processes that answer requests, one at a time, until standard input closes."""
-    # Leave Ctrl-C to the training process, and keep the output of libraries out of the replies
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    replies = os.dup(1)
-    os.dup2(2, 1)
-    with suppress(ValueError, OSError):  # macOS has no limit of address space
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.set_int_max_str_digits(0)  # the limit of CPU time bounds large numbers
-    judge = make_judge()
-    logging.disable(logging.WARNING)  # math-verify warns that its time limits are disabled
-    judge.equal(judge.parse_gold(r"\frac{1}{2}"), judge.parse_answer(r"\boxed{0.5}"))  # so that no child has to set up
-    os.write(replies, b'"ready"\n')
-    while (child := os.fork()) > 0:
-        if os.waitpid(child, 0)[1] == 0:
-            return
-        os.write(replies, b"null\n")
-    try:
-        answer_requests(judge, replies)
-    except (MemoryError, RecursionError):
-        os._exit(1)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

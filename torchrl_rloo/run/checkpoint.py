@@ -131,7 +131,8 @@ class Checkpointer:
 
         Raises:
             TypeError: if the state contains any other type. The message gives its place, and nothing is written.
-            ValueError: if ``step`` is negative.
+            ValueError: if ``step`` is negative, or the state is nested deeply or shares so much that
+                :func:`~torchrl_rloo.run.state.check_state` refuses it.
             OSError: if the file cannot be written, such as on a full disk. Older checkpoints stay as they are.
             DirectoryInUseError: if another process writes to the directory.
         """

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo._masking import mask_settings
 from torchrl_rloo.files import refuse_links
 from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.run.checkpoint import Checkpointer
@@ -334,7 +335,12 @@ class Run:
     def _save(self) -> None:
         self.ranks.broadcast(lambda: write_settings(self.directory, self.settings))
         rng = dict(enumerate(self.ranks.all_gather(rng_state())))
-        state = {"step": self.step, "cpu_seconds": self.cpu_seconds, "settings": self.settings, "rng": rng}
+        state = {
+            "step": self.step,
+            "cpu_seconds": self.cpu_seconds,
+            "settings": mask_settings(self.settings),
+            "rng": rng,
+        }
         parts = agree(self.ranks, lambda: gather_state(**self.parts))
         self._checkpoints.save(self.step, state | {"parts": parts})
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo._masking import mask_settings
 from torchrl_rloo.files import make_folder, write_text
 from torchrl_rloo.run.checkpoint import saved_steps
 
@@ -72,9 +73,12 @@ def check_resume(resume: Any) -> None:
 
 
 def write_settings(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a run to :data:`FILE` in its directory, for :func:`check_resumable` and for people."""
+    """Write the settings of a run to :data:`FILE` in its directory, for :func:`check_resumable` and for people.
+
+    Secrets are masked: a resumed run takes them from its own settings, which may have new ones.
+    """
     make_folder(directory)
-    write_text(directory / FILE, json.dumps(settings, indent=1, default=str))
+    write_text(directory / FILE, json.dumps(mask_settings(settings), indent=1, default=str))
 
 
 def check_resumable(
@@ -112,7 +116,7 @@ def check_resumable(
 def check_same_settings(
     saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any], *, extend: bool, where: Path
 ) -> None:
-    """Refuse to continue a run with other settings.
+    """Refuse to continue a run with other settings, except for secrets, which are masked and may differ.
 
     Args:
         saved: settings of the checkpoint. Missing ones have their defaults.
@@ -125,9 +129,10 @@ def check_same_settings(
         ValueError: if settings differ. The message names them and the fix.
     """
     free = IGNORED_SETTINGS + EXTENDABLE if extend else IGNORED_SETTINGS
+    saved, current = mask_settings(_with_defaults(saved, defaults)), mask_settings(current)
     found = [
         (name, old, new)
-        for name, old, new in differences(_with_defaults(saved, defaults), current)
+        for name, old, new in differences(saved, current)
         if not any(name == f or name.startswith(f"{f}.") for f in free)
     ]
     if not found:

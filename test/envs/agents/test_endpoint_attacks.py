@@ -170,14 +170,66 @@ def test_slow_and_too_many_connections_are_closed(world: World) -> None:
     assert world.refused("slow") == 3
     world.server.gate.read_timeout, world.server.gate.max_connections = 1e3, 3
     wait_until(lambda: world.server.gate.open == 0)
-    held = [world.connect() for _ in range(3)]
+    # Strangers give way, oldest first, whether they are silent or repeat a request without a key
+    silent, loud = [world.connect() for _ in range(2)], world.connect()
     wait_until(lambda: world.server.gate.open == 3)
+    assert world.answer(whole)[0] == 200 and read_response(silent[0])[0] == 503 and world.refused("connections") == 1
+    for stranger in (
+        whole.replace(world.key.encode(), b"x" * 43),
+        world.post(BODY, path="/none"),
+        world.head(host="a.b"),
+    ):
+        loud.sendall(stranger)
+        assert read_response(loud)[0] in (401, 403, 404) and loud.recv(1) == b""  # it is closed
+        loud.close()
+        loud = world.connect()
+    # Clients with a key do not
+    wait_until(lambda: world.server.gate.open == 2)
+    known = [world.connect() for _ in range(3)]
+    for connection in known:
+        connection.sendall(whole)
+        assert read_response(connection)[0] == 200
+    assert world.server.gate.open == 3 and not world.server.gate.strangers
     status, body = world.answer(whole)
-    assert status == 503 and b"3 connections" in body and world.refused("connections") == 1
-    for connection in held:
-        connection.close()
-    wait_until(lambda: world.server.gate.open == 0)
+    assert status == 503 and b"3 connections" in body
+    known[0].close()
+    wait_until(lambda: world.server.gate.open == 2)
     assert world.answer(whole)[0] == 200
+    for connection in (*silent, loud, *known):
+        connection.close()
+
+
+ODD = [0, -1, 2**31, 10**30, 1.5, True, False, "5", "", [], [5], {}, {"a": 1}]
+USER = {"messages": QUERY}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names", "others"),
+    [
+        (PATH, USER, ("max_tokens", "max_completion_tokens", "n"), ("messages", "tools", "response_format")),
+        ("/v1/messages", USER, ("max_tokens",), ("messages", "tools", "system", "tool_choice")),
+        ("/v1/responses", {"input": QUERY}, ("max_output_tokens",), ("input", "tools", "instructions", "text")),
+    ],
+    ids=["chat", "messages", "responses"],
+)
+def test_odd_values_of_a_request_are_the_agents_fault(world: World, path: str, body: dict, names: tuple, others: tuple):
+    """Numbers are refused, other values refused or without effect, and neither breaks the conversation."""
+
+    def ask(**values: object) -> tuple[int, bytes]:
+        return world.answer(world.post(json.dumps(body | values).encode(), path=path))
+
+    for value in ODD:
+        for name in names:
+            status, said = ask(**{name: value})
+            assert status == 400 and name in said.decode(), (name, value, said)
+        for name in (*others, "model", "stream", "stream_options", "tool_choice", "metadata"):
+            assert ask(**{name: value})[0] in (200, 400), (name, value)
+            item = [{"role": value, "type": value, "content": value}, {"role": "assistant", name: [value]}]
+            assert ask(**{next(iter(body)): item})[0] in (200, 400), (name, value)
+        for name in ("temperature", "top_p", "seed", "stop", "stop_sequences", "top_logprobs", "logit_bias"):
+            assert ask(**{name: value})[0] == 200, (name, value)
+    assert ask(**{names[0]: 2**31 - 1})[0] == 200  # the policy's limit holds
+    assert world.counts["agent/failed_calls"] == 0 and world.conversation.session.error is None
 
 
 async def _post(

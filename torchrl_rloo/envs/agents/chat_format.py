@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchrl_rloo._http import MAX_DEPTH, is_deep
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.agents.session import Ask, Reply
 
@@ -17,6 +18,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 # Parameters that change what is sampled. The policy's own settings hold, so that log-probs refer to its distribution
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed")
 MAX_CHOICES = 16
+_MAX_NUMBER = 2**31 - 1
 
 
 class FormatError(ValueError):
@@ -36,7 +38,7 @@ def read_messages(value: Any) -> Messages:
 
 def _read_message(message: Any, i: int) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise FormatError(f"messages[{i}].role={role!r:.50} must be one of {sorted(_ROLES)}")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
     read["content"] = read_text(message.get("content"), f"messages[{i}].content")
@@ -80,8 +82,8 @@ def _read_call(call: Any, what: str) -> dict[str, Any]:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise FormatError(f"{what} has arguments that are not JSON: {arguments!r:.100}") from None
-    if not isinstance(arguments, dict):
-        raise FormatError(f"{what} has arguments that are not a JSON object: {arguments!r:.100}")
+    if not isinstance(arguments, dict) or is_deep(arguments, MAX_DEPTH):
+        raise FormatError(f"{what} has arguments that are not a JSON object of at most {MAX_DEPTH} levels")
     named = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id", "")), "type": "function", "function": named}
 
@@ -116,7 +118,8 @@ def read_request(body: Mapping[str, Any]) -> tuple[Ask, int]:
     choices = positive(body.get("n"), "n") or 1
     if choices > MAX_CHOICES:
         raise FormatError(f"n={choices} must be at most {MAX_CHOICES}")
-    limit = positive(body.get("max_completion_tokens") or body.get("max_tokens"), "max_tokens")
+    limits = (positive(body.get(name), name) for name in ("max_completion_tokens", "max_tokens"))
+    limit = min(filter(None, limits), default=None)
     tools = None if choice == "none" else read_tools(body.get("tools"))
     return Ask(read_messages(body.get("messages")), tools, limit), choices
 
@@ -125,12 +128,12 @@ def positive(value: Any, what: str) -> int | None:
     """Return a positive integer of a request, or None.
 
     Raises:
-        FormatError: if it is another value.
+        FormatError: if it is another value, or above 32 bits.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FormatError(f"{what}={value!r:.50} must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_NUMBER:
+        raise FormatError(f"{what}={value!r:.50} must be an integer from 1 to {_MAX_NUMBER}")
     return value
 
 

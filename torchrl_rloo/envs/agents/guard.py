@@ -55,6 +55,8 @@ def error_body(path: str, message: str, code: str) -> dict[str, Any]:
 class Connection(web.RequestHandler):
     """Connection that waits for a request no longer than a time limit, and notes whether replies were read.
 
+    It is a stranger's until a request has shown a key: an error closes it, and it makes room for others.
+
     Args:
         gate: limits and counters of its server.
         manager: aiohttp's server.
@@ -70,12 +72,15 @@ class Connection(web.RequestHandler):
         self._sent: list[Reply] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accept the connection, or answer that there are too many."""
-        self._admitted = self._gate.open < self._gate.max_connections
-        if not self._admitted:
-            self._refuse(transport, "connections", 503, f"{self._gate.max_connections} connections are open")
+        """Accept the connection, in the place of the oldest stranger's, or answer that there are too many."""
+        gate = self._gate
+        if gate.open >= gate.max_connections and gate.strangers:
+            next(iter(gate.strangers)).give_way()
+        if gate.open >= gate.max_connections:
+            self._refuse(transport, "connections", 503, f"{gate.max_connections} connections are open")
             return
-        self._gate.open += 1
+        self._admitted, gate.strangers[self] = True, None
+        gate.open += 1
         super().connection_made(transport)
         self._watch()
 
@@ -91,9 +96,7 @@ class Connection(web.RequestHandler):
         """Note that replies were not read, if the client's system discarded them."""
         if self._late is not None:
             self._late.cancel()
-        if self._admitted:
-            self._gate.open -= 1
-            self._admitted = False
+        self._leave()
         if isinstance(exc, ConnectionResetError | BrokenPipeError):
             for reply in self._sent:
                 reply.call.deliveries -= 1
@@ -101,6 +104,26 @@ class Connection(web.RequestHandler):
                     self._gate.counts["endpoint/unread_replies"] += 1
         self._sent = []
         super().connection_lost(exc)
+
+    @property
+    def is_stranger(self) -> bool:
+        """True until a request has shown a key."""
+        return self in self._gate.strangers
+
+    def admit(self) -> None:
+        """Note that a request has shown a key."""
+        self._gate.strangers.pop(self, None)
+
+    def give_way(self) -> None:
+        """Close the connection for another one."""
+        self._leave()
+        self._refuse(self.transport, "connections", 503, "other clients need the connection; send requests at once")
+
+    def _leave(self) -> None:
+        if self._admitted:
+            self._admitted = False
+            self._gate.open -= 1
+        self.admit()
 
     def begin(self) -> None:
         """Note that a request's head has arrived. A client that sends another one has read its last replies."""
@@ -157,10 +180,12 @@ class Gate:
 
     Attributes:
         open: number of open connections.
+        strangers: connections on which no request has shown a key yet, oldest first.
     """
 
     def __init__(self, counts: Counter[str], max_connections: int, read_timeout: float):
         self.counts, self.max_connections, self.read_timeout, self.open = counts, max_connections, read_timeout, 0
+        self.strangers: dict[Connection, None] = {}
 
     def connections(self, server: web.Server) -> Callable[[], Connection]:
         """Return the factory of the connections of an aiohttp server. It must be called on the server's loop."""

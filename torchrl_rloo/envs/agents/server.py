@@ -51,8 +51,9 @@ class EndpointServer:
         hosts: names in ``Host`` that are accepted, in addition to ``localhost`` and addresses.
         max_body: maximum bytes of a request.
         max_waiting: maximum number of calls of a session at a time; others are answered with status 429.
-        max_connections: maximum number of connections; others are answered with status 503. None takes half of the
-            number of files that the process may open, but at most 4096.
+        max_connections: maximum number of connections. Another one takes the place of the oldest that has shown no key
+            yet; without such, it is answered with status 503. None takes half of the number of files that the process
+            may open, but at most 4096.
         read_timeout: seconds within which the head of a request must arrive, and then its body.
         counts: counter to use; None makes one.
 
@@ -211,6 +212,7 @@ class EndpointServer:
             if sessions is None or (role and role not in sessions):
                 message = "the key is unknown, or its session has ended; use the key of a session that runs"
                 return self._refuse(request, "key", 401, message)
+            request.protocol.admit()
             if self._calls[key] >= self.max_waiting:
                 return self._refuse(request, "busy", 429, f"{self.max_waiting} calls of this session are in flight")
             self._calls[key] += 1
@@ -258,7 +260,7 @@ class EndpointServer:
     async def _chat(
         self, request: web.Request, session: AgentSession, body: dict[str, Any], replies: Sampling
     ) -> web.StreamResponse:
-        ask, choices = chat_format.read_request(body)
+        ask, choices = _read_request(chat_format, body)
         named = {"model": _model(body), "number": secrets.token_hex(12), "tokenizer": session.env.tokenizer}
         named["log_probs"] = bool(body.get("logprobs"))
         found = replies(partial(_sample, session, ask, choices))
@@ -296,9 +298,19 @@ def _key(request: web.Request) -> str:
     return request.match_info.get("key") or bearer or request.headers.get("x-api-key", "")
 
 
+def _read_request(form: ModuleType, body: dict[str, Any]) -> Any:
+    """Return what a request asks for in a format."""
+    try:
+        return form.read_request(body)
+    except FormatError:
+        raise
+    except Exception as error:  # values of any type in any place
+        raise FormatError(f"the request is not of the format: {type(error).__name__}: {error}"[:1000]) from error
+
+
 def _role(body: dict[str, Any], roles: Collection[str]) -> str:
     """Return the role that a request names as its model."""
-    if (name := body.get("model")) not in roles:
+    if not isinstance(name := body.get("model"), str) or name not in roles:
         raise FormatError(f"model={name!r:.100} must be one of the roles {list(roles)}")
     return name
 
@@ -324,7 +336,7 @@ async def _answer_one(
 ) -> web.StreamResponse:
     """Answer a request of a format with one reply."""
     named = {"model": _model(body), "number": secrets.token_hex(12)}
-    found = replies(partial(_sample, session, form.read_request(body)))
+    found = replies(partial(_sample, session, _read_request(form, body)))
     if not body.get("stream"):
         found = await found
         return await _deliver(request, found, named["number"], form.response(found[0], **named))
@@ -394,4 +406,7 @@ class _noting_delivery:  # noqa: N801  a context manager
 
 def _error(request: web.Request, status: int, message: str, code: str) -> web.Response:
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    return web.json_response(error_body(request.path, message, code), status=status, headers=headers)
+    response = web.json_response(error_body(request.path, message, code), status=status, headers=headers)
+    if request.protocol.is_stranger:
+        response.force_close()
+    return response

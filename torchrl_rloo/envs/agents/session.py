@@ -135,7 +135,8 @@ class AgentSession:
         """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request.
 
         Raises:
-            RefusedCallError: if a limit is reached, the session has ended, or the template cannot render the messages.
+            RefusedCallError: if a limit is reached, the session has ended, or the call fails before the policy samples,
+                for example if the template cannot render the messages.
             Exception: raised by the policy.
         """
         if self._ended:
@@ -162,9 +163,9 @@ class AgentSession:
         self._begun += 1
         try:
             async with self._places:
-                prompt = self._prompt(ask)
+                prompt, row = self._prepare(ask)
                 try:
-                    sampled = await self._sample(self._call_row(prompt, ask))
+                    sampled = await self._sample(row)
                 except BaseException:
                     self.tree.release(prompt)
                     raise
@@ -179,14 +180,24 @@ class AgentSession:
             raise
         return self._record(prompt, ask, sampled)
 
-    def _prompt(self, ask: Ask) -> Prompt:
-        """Return the prompt of a call, or refuse the call."""
-        arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
+    def _prepare(self, ask: Ask) -> tuple[Prompt, TensorDictBase]:
+        """Return prompt and row of a call, or refuse it: what fails before the policy samples is the agent's fault."""
+        prompt = None
         try:
-            prompt = self.tree.prompt(ask.messages, arguments)
-        except (ValueError, TypeError, RecursionError) as error:  # templates raise any of them
+            prompt = self._prompt(ask)
+            return prompt, self._call_row(prompt, ask)
+        except RefusedCallError:
+            raise
+        except Exception as error:  # templates raise any
+            if prompt is not None:
+                self.tree.release(prompt)
             self.counts["agent/refused_calls"] += 1
-            raise RefusedCallError(str(error), "invalid_messages") from error
+            message = " ".join(f"{type(error).__name__}: {error}"[:1000].split())
+            raise RefusedCallError(message, "invalid_messages") from error
+
+    def _prompt(self, ask: Ask) -> Prompt:
+        arguments = dict(self.env.template_kwargs) | ({"tools": list(ask.tools)} if ask.tools else {})
+        prompt = self.tree.prompt(ask.messages, arguments)
         room = self.env.token_limit
         if room is not None and len(prompt) >= room:
             self.tree.release(prompt)

@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from typing import Any
 
+from torchrl_rloo._http import MAX_DEPTH, is_deep
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
 
 MAX_SOURCE_CHARS = 20_000  # of Python source: parsing takes about 100 times its size in memory
 MAX_MALFORMED_CHARS = 200  # kept of a malformed call
-
-MAX_DEPTH = 100  # levels of lists and objects in arguments
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,18 +151,9 @@ def _parse_call(value: Any, text: str, ids: re.Pattern[str]) -> ToolCall | Malfo
         error = 'a call must be an object with a "name" and "arguments"'
     elif not isinstance(arguments, dict | None) and error is None:
         error = '"arguments" must be an object'
-    elif error is None and _is_deep(arguments):
+    elif error is None and is_deep(arguments, MAX_DEPTH):
         error = f'"arguments" must have at most {MAX_DEPTH} levels'
     if error is not None:
         return MalformedCall(text[:MAX_MALFORMED_CHARS], error)
     call_id = outer.get("id")
     return ToolCall(name, arguments or {}, call_id if isinstance(call_id, str) and ids.fullmatch(call_id) else None)
-
-
-def _is_deep(value: Any) -> bool:
-    """Return whether a value is nested deeper than the limit, at which its later use would exhaust the stack."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        parents = [item for item in level if isinstance(item, dict | list)]
-        level = [child for item in parents for child in (item.values() if isinstance(item, dict) else item)]
-    return bool(level)

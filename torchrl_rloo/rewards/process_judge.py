@@ -1,0 +1,150 @@
+"""Judges in worker processes, with limits of CPU time and memory for any input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchrl_rloo._processes import HelperProcess, short_environment
+
+_LOGGER = logging.getLogger(__name__)
+_SCRIPT = Path(__file__).with_name("judge_loop.py")
+_FULL_TIMEOUTS = 8  # per call of `judge_rows`; further rows get a tenth of the limit
+_MIN_TIMEOUT = 0.5  # of further rows
+_ROWS_PER_WORKER = 8
+
+
+class ProcessJudge:
+    """Judge that compares texts with golds in worker processes, which end and start again at a limit.
+
+    A worker forks the process that compares, and the next one if that exceeds its limit of CPU time or memory (2 GB).
+    Its environment holds no keys. Each concurrent thread uses a separate worker. Workers start at the first call and
+    are reused by later calls. They end with the judge or with this process, even if it is killed. A pickle does not
+    contain them, and a forked process starts new ones.
+
+    Args:
+        kind: name of the module of this folder that compares, which does not import the toolkit.
+        timeout: seconds of CPU time per comparison.
+        workers: maximum number of workers of :meth:`judge_rows`; None uses one per CPU, and at most 8.
+
+    Attributes:
+        timeouts: number of comparisons that exceeded a limit.
+        lost_seconds: wall-clock time that they took.
+
+    Raises:
+        ValueError: if ``timeout`` is not positive and finite, or ``workers`` is less than 1.
+    """
+
+    def __init__(self, kind: str, timeout: float, *, workers: int | None = None):
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise ValueError(f"timeout={timeout} must be a positive, finite number of seconds")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers={workers} must be at least 1, or None")
+        self._kind = kind
+        self.timeout, self.timeouts, self.lost_seconds, self._example = timeout, 0, 0.0, ""
+        self.workers = workers or min(8, os.cpu_count() or 1)
+        self._idle: list[_Worker] = []
+
+    def judge(self, gold: str, text: str, limit: float | None = None) -> bool | str | None:
+        """Return whether a text fits a gold.
+
+        Args:
+            gold: gold.
+            text: text.
+            limit: seconds of CPU time; None means ``timeout``.
+
+        Returns:
+            True or False, also False if judging ``text`` exceeds a limit. None if ``gold`` cannot be read, or reading
+            it exceeds a limit. The text of an error if there is one.
+        """
+        read, verdict = self._ask(self.timeout if limit is None else limit, gold, text)
+        return (read or None) if read is not True else verdict if verdict is not None else False
+
+    def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[Any]:
+        """Return what :meth:`judge` does for pairs of gold and text, several at a time; warn of many time-outs.
+
+        After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
+        up, ``n`` hanging rows take at most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
+        """
+        timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
+        short = min(self.timeout, max(_MIN_TIMEOUT, self.timeout / 10))
+
+        def judge(row: tuple[str, str]) -> Any:
+            spent = self.timeouts - timeouts >= _FULL_TIMEOUTS
+            return self.judge(*row, short if spent else self.timeout)
+
+        threads = min(self.workers, math.ceil(len(rows) / _ROWS_PER_WORKER))
+        if threads < 2:
+            verdicts = [judge(row) for row in rows]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                verdicts = list(pool.map(judge, rows))
+
+        timeouts, lost = self.timeouts - timeouts, self.lost_seconds - lost
+        if timeouts and lost > (time.monotonic() - start) * threads / 2:
+            message = "%d of %d answers exceeded timeout=%g s and took most of the time, such as %s; penalize them"
+            _LOGGER.warning(message, timeouts, len(rows), self.timeout, self._example)
+        return verdicts
+
+    def _ask(self, limit: float, gold: str | None, text: str) -> tuple[Any, Any]:
+        """Return the replies of a worker: whether the gold was read and the verdict, or the form and None."""
+        worker, start = self._take_worker(), time.monotonic()
+        worker.send([limit, gold, text])
+        first = worker.receive()
+        second = worker.receive() if first is True and gold is not None else None
+        self._idle.append(worker)
+        if first is None or first is True and gold is not None and second is None:
+            self.timeouts += 1
+            self.lost_seconds += time.monotonic() - start
+            self._example = f"{text[-200:]!r} for gold {gold!r:.200}"
+        return first, second
+
+    def _take_worker(self) -> _Worker:
+        while True:
+            try:
+                worker = self._idle.pop()
+            except IndexError:  # no idle worker, or another thread took it
+                return _Worker(self._kind)
+            if worker.is_usable():
+                return worker
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_idle": []}
+
+
+class _Worker(HelperProcess):
+    """Handle of a process that runs ``judge_loop.py``."""
+
+    def __init__(self, kind: str):
+        environment = short_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, str(_SCRIPT), kind]
+        super().__init__(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        weakref.finalize(self, _close, self.process)
+        if self.receive() is None:
+            raise RuntimeError(f"the {kind} exited with code {self.process.wait()} before it was ready")
+
+    def send(self, request: list[Any]) -> None:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> Any:
+        """Return the next reply, or None if the request exceeded a limit or the worker has ended."""
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+
+def _close(process: subprocess.Popen) -> None:
+    process.stdout.close()
+    with suppress(OSError):  # a request may be left that a dead worker has not read
+        process.stdin.close()
