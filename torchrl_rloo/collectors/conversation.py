@@ -356,7 +356,7 @@ class _Conversation:
             numbers = self.order if not self._replacements else (*self.order, self._replacements)
             self.row.set(keys.SEED, torch.tensor(_hash(self._seed, *numbers)))
         if keys.STARTED in self.row.keys():
-            self.row.set(keys.STARTED, torch.tensor(time.time(), dtype=torch.float64))
+            self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""
