@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 from torchrl_rloo._threads import PackageThread
 
 _LOGGER = logging.getLogger(__name__)
-_TICK_S = 0.1  # time in which a loop that is not blocked answers
-_WARN_TICKS = 10  # ticks in a row that find the same task running
+_TICK_S = 0.1  # time between two questions to a loop that answers
+_GRACE_S = 0.2  # time after an answer in which a loop counts as free
+_WARN_TICKS = 9  # looks in a row that find the same task running
 
 
 class WatchedCall:
@@ -74,22 +75,22 @@ class LoopWatch:
         self._loop, self._thread, self._stopped = loop, thread, stopped
         self.calls: WeakKeyDictionary[asyncio.Task, WatchedCall] = WeakKeyDictionary()
         self.blocker: WatchedCall | None = None
-        self._lost: tuple[float, float | None] = (0.0, None)  # seconds until a time; None if the loop answers
-        self._answered, self._answered_at = Event(), 0.0
-        self._answered.set()
+        # The loop is free until a while after its last answer; later time is lost
+        self._lock, self._lost, self._free_until, self._asked = Lock(), 0.0, monotonic() + _GRACE_S, False
         self._task, self._since, self._ticks = None, 0.0, 0  # running task of a blocked loop
         self._warned: set[str] = set()
         loop.set_task_factory(self._make_task)
-        PackageThread(self._run, name="torchrl_rloo loop watch", stop=stopped.set).start()
+        PackageThread(self._run, name="torchrl_rloo loop watch").start()  # the end of the loop ends it
 
     def lost(self) -> float:
         """Return the seconds in which the loop has been blocked."""
-        lost, until = self._lost
-        return lost if until is None else lost + monotonic() - until
+        with self._lock:
+            return self._lost + max(0.0, monotonic() - self._free_until)
 
     def blocked_for(self) -> float:
         """Return for how many seconds the same task, or unknown code, has blocked the loop; 0 if it answers."""
-        return 0.0 if self._lost[1] is None else monotonic() - self._since
+        with self._lock:
+            return monotonic() - self._since if self._ticks else 0.0
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine, **kwargs: Any) -> asyncio.Task:
         task = asyncio.Task(work, loop=loop, **kwargs)
@@ -97,41 +98,48 @@ class LoopWatch:
             self.calls[task] = call
         return task
 
-    def _answer(self) -> None:
-        self._answered_at = monotonic()
-        self._answered.set()
-
     def _run(self) -> None:
-        asked_at = 0.0
         while not self._stopped.wait(_TICK_S):
-            if not self._answered.is_set():
-                self._count(monotonic(), asked_at)
+            if self._asked:
+                self._look()
                 continue
-            if self._lost[1] is not None:
-                self._count(self._answered_at, asked_at)
-                self._lost, self.blocker, self._task, self._ticks = (self._lost[0], None), None, None, 0
-            self._answered.clear()
-            asked_at = monotonic()
+            self._asked = True
             try:
                 self._loop.call_soon_threadsafe(self._answer)
             except RuntimeError:  # the loop is closed
                 return
 
-    def _count(self, now: float, asked_at: float) -> None:
-        """Count the time until now as lost, at the expense of the call whose task runs."""
-        lost, until = self._lost
-        start = asked_at if until is None else until
-        if not self._answered.is_set():
+    def _answer(self) -> None:
+        with self._lock:
+            self._count(monotonic())
+            self._free_until, self._asked = monotonic() + _GRACE_S, False
+            self.blocker = self._task = None
+            self._ticks = 0
+
+    def _look(self) -> None:
+        """Find the task that has kept the loop from answering, and count the time at the expense of its call."""
+        with self._lock:
+            now = monotonic()
+            if not self._asked or now <= self._free_until:
+                return
             task = asyncio.current_task(self._loop)
-            if until is None or task is not self._task:
-                self._task, self._since, self._ticks = task, start, 0
+            if not self._ticks or task is not self._task:
+                self._task, self._since, self._ticks = task, self._free_until, 0
             self.blocker = None if task is None else self.calls.get(task)
+            self._count(now)
             self._ticks += 1
-        if self.blocker is not None:
-            self.blocker.blocked += now - start
-        self._lost = lost + now - start, now
-        if self._ticks == _WARN_TICKS and self.blocker is not None:
-            self._warn(self.blocker.name)
+            warn = self.blocker is not None and self._ticks == _WARN_TICKS
+            name = self.blocker.name if warn else ""
+        if warn:
+            self._warn(name)
+
+    def _count(self, now: float) -> None:
+        """Count the time until now, as far as the loop was not free; to be called with the lock."""
+        if (seconds := now - self._free_until) > 0:
+            self._lost += seconds
+            self._free_until = now
+            if self.blocker is not None:
+                self.blocker.blocked += seconds
 
     def _warn(self, name: str) -> None:
         """Tell who blocks the loop; not again for the same name."""
