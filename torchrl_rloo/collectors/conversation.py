@@ -201,7 +201,7 @@ class GroupRunner:
             self._track(asyncio.ensure_future(self._release(opening.result().unbind(0))))
 
     def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future:
-        return self._track(asyncio.ensure_future(event_loop.call(function, *args)))
+        return self._track(asyncio.ensure_future(event_loop.call_at_once(function, *args)))
 
     def _track(self, work: asyncio.Future) -> asyncio.Future:
         self._thread_work.add(work)
@@ -357,7 +357,7 @@ class _Conversation:
             numbers = self.order if not self._replacements else (*self.order, self._replacements)
             self.row.set(keys.SEED, torch.tensor(_hash(self._seed, *numbers)))
         if keys.STARTED in self.row.keys():
-            self.row.set(keys.STARTED, torch.tensor(time.time(), dtype=torch.float64))
+            self.row.set(keys.STARTED, torch.tensor(time.monotonic(), dtype=torch.float64))
 
     def finish(self) -> TensorDictBase:
         """Return the finished row."""

@@ -117,7 +117,7 @@ TOOLS = "tools"
 PREVIOUS_SEGMENTS = "earlier"
 TOOLS_SEEN = "tools_seen"  # non-tensor: the schemas that the policy saw at its last turn
 INITIAL_MAX_NEW_TOKENS = "own_max_new_tokens"  # int64 []: the row's MAX_NEW_TOKENS before its first turn
-STARTED = "started"  # optional, float64 []: time since the epoch at which the conversation began, in seconds
+STARTED = "started"  # optional, float64 []: time.monotonic() at which the conversation began, in seconds
 MAX_NEW_TOKENS = "max_new_tokens"  # optional, int64 []: the row's limit on the tokens of this turn
 
 INPUT_MODES = ("tokens", "text", "history")  # policy inputs: ids only, or ids with text or messages

@@ -260,7 +260,7 @@ class ChatEnv(SignedEnv, EnvBase):
             keys.COMPLETION: make_non_tensor([] if is_conversation(query) else ""),
         }
         if self.max_seconds is not None:
-            opened[keys.STARTED] = torch.tensor(time.time(), dtype=torch.float64)
+            opened[keys.STARTED] = torch.tensor(time.monotonic(), dtype=torch.float64)
         set_entries(row, opened)
         return self._set_context(row, prompt, torch.zeros(len(prompt), dtype=torch.bool), torch.zeros(len(prompt)))
 
@@ -363,6 +363,6 @@ class ChatEnv(SignedEnv, EnvBase):
         """
         if self.max_turns is not None and int(row[keys.NUM_TURNS]) >= self.max_turns:
             return "turns"
-        if self.max_seconds is not None and time.time() - float(row[keys.STARTED]) >= self.max_seconds:
+        if self.max_seconds is not None and time.monotonic() - float(row[keys.STARTED]) >= self.max_seconds:
             return "time"
         return None

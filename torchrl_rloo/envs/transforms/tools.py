@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -163,9 +162,7 @@ class ToolTransform(TurnTransform):
         """Run calls, at most ``max_parallel`` at a time, and count their outcomes."""
         session, free = self._session(row), asyncio.Semaphore(self.max_parallel)
         seconds = self.chat_env.max_seconds
-        deadline = float("inf")
-        if seconds is not None:
-            deadline = time.monotonic() + float(next_row[keys.STARTED]) + seconds - time.time()
+        deadline = float("inf") if seconds is None else float(next_row[keys.STARTED]) + seconds
 
         async def run_one(call: ToolCall | MalformedCall) -> ToolResult:
             async with free:
