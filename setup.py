@@ -51,10 +51,10 @@ EXTRAS = {
     "ray": ["ray>=2.60,<3"],  # rollouts on a cluster: actors, object store, placement; tested with 2.60
     "ray-jobs": ["ray[default]>=2.60,<3"],  # job server and dashboard of Ray, for `ray job submit`
     "loggers": ["wandb>=0.20,<1", "mlflow>=3,<4"],  # loggers other than tensorboard
-    "benchmark": ["trl>=1.16,<1.17"],  # baseline of benchmarks/; one minor version, so that ratios are comparable
 }
 EXTRAS["docs"] = [
     *EXTRAS["peft"],
+    *EXTRAS["agents"],  # a tutorial has agents
     "sphinx>=8.2,<10",  # API pages with resolved references and search; warnings are errors
     "furo>=2025.7",  # theme with light and dark; versions are dates
     "myst-nb>=1.3,<2",  # Markdown pages, and notebooks that the build executes
@@ -64,7 +64,7 @@ EXTRAS["docs"] = [
     "latex2mathml>=3.77,<4",  # equations as MathML, which needs no script from elsewhere
 ]
 EXTRAS["test"] = [
-    *EXTRAS["docs"],  # a test builds the documentation
+    *EXTRAS["docs"],  # tests run tutorials
     *EXTRAS["qlora"],
     *EXTRAS["rewards"],
     *EXTRAS["tools"],
@@ -78,7 +78,7 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.8,<4",  # runs two groups of tests at a time
     "hypothesis>=6.150,<7",  # property tests
     "ruff==0.17.6",  # exact version, since others format and lint differently
-    "trl>=1.16,<1.17",  # its settings, for the table that translates them
+    "trl>=1.16,<1.17",  # settings for the table that translates them; baseline of benchmarks/, so one minor version
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "pre-commit>=4,<5"]
 

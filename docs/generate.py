@@ -104,6 +104,10 @@ A setting is written `name=value` after a recipe's name: `torchrl-rloo run rloo 
 braces, brackets or spaces: `lora='{{r: 16}}'`. An unknown name, a wrong type or a value out of range is refused in one
 line before anything loads. `torchrl-rloo run rloo --help` prints the same tables.
 
+Text in double quotes has the escapes of JSON, as in YAML: `'generate.stop_strings=["\\n"]'` stops at a line break,
+and `'data.system_prompt="Think.\\nThen answer."'` has two lines. In single quotes a backslash is itself. The outer
+quotes are for the shell, which would remove the inner ones.
+
 Values come from the recipe's defaults, then from the YAML file that `--config` names, then from the command line.
 `null` is no value; the column *Meaning* says what takes its place.
 
@@ -196,7 +200,7 @@ def _coming_from_page(library: dict) -> str:
     lines = [f"# Coming from {library['title']}", "", library["introduction"].strip()]
     for group, rows in library["settings"].items():
         lines += ["", f"## {group}", "", f"| {library['title']} | Here | Note |", "| --- | --- | --- |"]
-        for theirs, (ours, note) in rows.items():
+        for theirs, (ours, note, *_) in rows.items():
             names = ", ".join(f"`{part.strip()}`" for part in theirs.split(","))
             lines.append(f"| {names} | {f'`{_cell(ours)}`' if ours else '—'} | {_cell(note or '')} |")
     return "\n".join(lines) + "\n"

@@ -40,6 +40,7 @@ from support.fork_server import ForkServer
 from support.hermetic import refuse_remote_connections
 from support.judges import math_judge, one_judge  # noqa: F401  fixtures
 from support.ray_cluster import functions_by_value, ray_cluster  # noqa: F401  fixtures
+from support.tutorials import WARM_START_STEPS
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.embedded import build_model, build_tokenizer, warm_start
@@ -87,9 +88,6 @@ TEMPLATES = {
     ),
 }
 END_OF_TURN = {"llama3": "<|eot|>", "mistral": "</s>", "llama2": "</s>"}  # other templates: <|im_end|>
-
-
-WARM_START_STEPS = {"addition": 150, "calculator": 120, "guessing": 40}  # enough to earn some rewards
 
 
 # Parts of the names of tests that need user namespaces

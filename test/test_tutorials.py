@@ -1,22 +1,14 @@
-"""The README's loop and the tutorials run and learn, with shorter warm starts, fewer steps and easier rewards."""
+"""The README's loop and other programs learn; ``.ci/environments.py`` runs the tutorials of the documentation."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-TUTORIALS = Path(__file__).resolve().parents[1] / "tutorials"
+from support.tutorials import NOTEBOOKS, TUTORIALS, replaced
+
 README = TUTORIALS.parent / "README.md"
-
-
-def replaced(source: str, *changes: tuple[str, str]) -> str:
-    """Return ``source`` after replacements ``(old, new)``, each of which must match."""
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    return source
 
 
 def edited(name: str, **changes: tuple[str, str]) -> str:
@@ -85,55 +77,7 @@ def test_the_tool_environment_learns_to_call(run, tmp_path):
     assert calls[0] < 0.5 < 0.6 < calls[-1]
 
 
-NOTEBOOKS = {  # task, settings of a short run, a pattern in what it prints
-    "first_loop.py": ("addition", {"STEPS = 30": "STEPS = 2"}, r"gradient norm \d+\.\d\d; after one step the clip"),
-    "own_data_and_reward.py": ("addition", {"STEPS = 40": "STEPS = 2"}, r"requires \['answer'\].*step 0: right_number"),
-    "multi_turn_game.py": (
-        "guessing",
-        {"STEPS = 18": "STEPS = 1", "prompts_per_batch=16": "prompts_per_batch=4"},
-        r"ended as '.*step 0: reward .*ended as '",
-    ),
-    "self_play.py": (
-        "addition",
-        {
-            "LESSONS = 80": "LESSONS = 30",
-            "STEPS = 16": "STEPS = 1",
-            "range(2, 8)": "range(2, 4)",
-            "batch=6": "batch=2",
-        },
-        r"first of 2 stones, group \d+: return .*step 0: right moves 0\.\d\d",
-    ),
-    "async_staleness.py": (
-        "addition",
-        {
-            "UPDATES, OLD_PROMPTS = 10, 10, 6, 64": "UPDATES, OLD_PROMPTS = 2, 2, 2, 4",
-            "prompts_per_batch=16": "prompts_per_batch=4",
-            "sleep(0.2)": "sleep(0.01)",
-        },
-        "",
-    ),
-    "postprocess_buffer.py": (
-        "addition",
-        {"(last_boxed(text) == a)": '("boxed" in text)'},  # which the short warm start does in two of five answers
-        r"sum of the advantages.*filled up: 36 groups.*log-prob of the completion",
-    ),
-    "own_method.py": (
-        "addition",
-        {"STEPS = 24": "STEPS = 1"},
-        r"equals its loops.*by loops.*RLOO with a clip: 0\.\d\d ->",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebook_runs(run, name):
-    """And its own assertions hold."""
-    task, changes, printed = NOTEBOOKS[name]
-    stdout = run(edited(name, **{str(i): change for i, change in enumerate(changes.items())}), task)
-    assert re.search(printed, stdout, re.DOTALL), stdout
-
-
-@pytest.mark.parametrize("name", [*NOTEBOOKS, "tool_environment.py"])
 def test_the_notebook_has_cells(name):
     """In jupytext's percent format: a title first, cells of text that are comments, cells of code that compile."""
     source = (TUTORIALS / name).read_text()

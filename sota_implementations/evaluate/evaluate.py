@@ -132,6 +132,7 @@ def evaluate(cfg: Config, output: Path) -> EvaluationResult:
             greedy=asked.greedy,
             extract=task.extract_answer if asked.votes is None else get_method(asked.votes) if asked.votes else None,
             batch_size=asked.batch_size,
+            quarantine=output / "quarantine.jsonl",
             seed=cfg.seed,
             make_transforms=make_transforms,
             env_kwargs=chat | {"template_kwargs": cfg.data.template_kwargs},

@@ -672,7 +672,8 @@ def make_evaluations(
         return {}
     reference = reference if ranks.size == 1 else None  # one rank alone may hold a part of it
     options = {"batch_size": cfg.eval.batch_size, "reference": reference, "score_limits": problem.limits}
-    return held_out.make_evaluations(problem.eval_sets, policy, executor=problem.rewards.executor, **options)
+    options |= {"executor": problem.rewards.executor, "quarantine": problem.rewards.quarantine}
+    return held_out.make_evaluations(problem.eval_sets, policy, **options)
 
 
 def folder_of_pages(cfg: Config) -> Path | None:

@@ -39,3 +39,5 @@ def test_an_object_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch,
     (line,) = capsys.readouterr().err.splitlines()
     assert raised.value.code == 1 and line.startswith("error: ") and all(word in line for word in words)
     assert "Traceback" in (tmp_path / "out" / "traceback.txt").read_text()
+    run_recipe(lambda cfg: None, cfg)  # a good run leaves no traceback of an earlier start
+    assert not (tmp_path / "out" / "traceback.txt").exists()

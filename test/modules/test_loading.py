@@ -53,7 +53,7 @@ def test_a_template_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None
         ("/no/such/model", "is neither a local file or directory .* nor a hub id: correct the path"),
         ("./model", "is neither a local file or directory .* nor a hub id: correct the path"),
         ("a/b/c", "is neither a local file or directory .* nor a hub id: correct the path"),
-        ("org/no-such-model", "is neither a local directory nor a hub id: "),
+        ("org/no-such-model", "is neither a local directory nor a model that the hub can give: "),
         (".", "is a directory without config.json"),
     ],
 )

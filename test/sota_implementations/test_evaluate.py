@@ -117,3 +117,23 @@ def test_a_task_without_a_scorer_is_judged_by_those_given(overrides, tmp_path):
     assert "right/pass@4" in EvaluationResult.load(tmp_path).values
     with pytest.raises(ValueError, match="task='custom' has no default scorer; .* evaluate eval.scorers="):
         run_recipe_here("evaluate", *overrides, "task=custom", f"data.eval_source={file}", f"output_dir={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scorer", "setting"),
+    [
+        ("evaluate", "eval.scorers={own: bad.nan}", "eval.scorers="),
+        ("rloo", "eval.scorer=bad.nan", "eval.scorer="),
+    ],
+)
+def test_a_scorer_that_always_fails_ends_with_its_setting_and_its_samples(
+    checkpoint, fork_server, tmp_path, recipe, scorer, setting
+):
+    (tmp_path / "bad.py").write_text("def nan(completions, **columns):\n    return [float('nan')] * len(completions)\n")
+    arguments = [f"model.name={checkpoint}", "data.eval_size=4", scorer, "output_dir=out"]
+    done = fork_server.run(recipe_file(recipe), arguments, cwd=tmp_path)
+    line = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode == 1 and f"set {setting} to others" in line and "max_consecutive_failures" not in line
+    assert "Failed samples with tracebacks: out/quarantine.jsonl." in line
+    samples = [json.loads(entry) for entry in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert len(samples) >= 4 and {sample["kind"] for sample in samples} == {"not_finite"}

@@ -93,10 +93,20 @@ class ForkServer:
     Args:
         folder: folder for the output of the processes.
         imports: modules that are imported before the fork.
+        python: interpreter of the server. None is this one.
+        path: folders to import from, in addition to those of the interpreter. None takes those of this process.
     """
 
-    def __init__(self, folder: Path, imports: Sequence[str] = IMPORTED) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        imports: Sequence[str] = IMPORTED,
+        *,
+        python: Path | None = None,
+        path: Sequence[str] | None = None,
+    ) -> None:
         self._folder, self._imports, self._count, self._server = folder, imports, 0, None
+        self._python, self._path = str(python or sys.executable), path
 
     def start(
         self,
@@ -152,8 +162,9 @@ class ForkServer:
     def _connected(self) -> socket.socket:
         if self._server is None:
             self._socket, theirs = socket.socketpair()
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, __file__, str(theirs.fileno()), *self._imports]
+            path = filter(None, sys.path if self._path is None else self._path)
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+            command = [self._python, __file__, str(theirs.fileno()), *self._imports]
             self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
             theirs.close()
         return self._socket

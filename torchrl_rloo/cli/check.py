@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,22 +226,3 @@ def _plan_memory(cfg: Any, prompt_tokens: int) -> dict[str, int]:
     if settings.device == "cpu":
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"peak_bytes": plan_memory(model, settings).peak} | ({} if known is None else {"device_bytes": known})
-
-
-def run_command(file: Path, arguments: Sequence[str]) -> bool:
-    """Check a recipe with the settings of a command line, and return whether no check found an error.
-
-    Args:
-        file: file of the recipe.
-        arguments: arguments of the recipe.
-
-    Raises:
-        ValueError: if the recipe does not sample groups, or its settings do not fit together.
-    """
-    from torchrl_rloo.cli.plan import load_recipe
-    from torchrl_rloo.cli.recipe import parse_args
-
-    sys.path.insert(0, str(Path.cwd()))  # settings may name modules in the working directory
-    recipe = load_recipe(file)
-    cfg = parse_args(recipe.Config, file, recipe.__doc__, arguments)
-    return all(finding.level != "error" for finding in check_recipe(recipe, cfg))

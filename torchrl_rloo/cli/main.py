@@ -193,24 +193,25 @@ def plan(
     """
     from torchrl_rloo.cli.cluster_options import parse_cluster
     from torchrl_rloo.cli.plan import load_recipe, print_plan
-    from torchrl_rloo.cli.recipe import PROGRAM, parse_args
+    from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
     # The recipe checks its settings and prints an error itself
-    file = recipe_file(recipe)
+    file, config = recipe_file(recipe), None
     PROGRAM.set(f"torchrl-rloo plan {recipe}")
     try:
         if picture is not None and not cluster:
             raise ValueError(f"--picture {picture} requires --cluster")
         options, settings = parse_cluster(settings) if cluster else (None, settings)
         arguments = [*RECIPES.get(recipe, ("",))[1:], *settings]
-        cfg = parse_args(load_recipe(file).Config, file, None, arguments)
+        config = load_recipe(file).Config
+        cfg = parse_args(config, file, None, arguments)
         if options is not None:
             from torchrl_rloo.cli.plan_cluster import print_cluster
 
             return print_cluster(cfg, options, prompt_tokens=prompt_tokens, picture=picture)
         print_plan(cfg, ranks=ranks, gpu_memory=gpu_memory, prompt_tokens=prompt_tokens)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        _fail(" ".join(str(error).split()))
+        _fail(error_line(error, config))
 
 
 def check(recipe: str, settings: Sequence[str]) -> None:
@@ -220,17 +221,22 @@ def check(recipe: str, settings: Sequence[str]) -> None:
         recipe: name in :data:`RECIPES`, or path of a file.
         settings: arguments of the recipe.
     """
-    from torchrl_rloo.cli.check import run_command
-    from torchrl_rloo.cli.recipe import PROGRAM
+    from torchrl_rloo.cli.check import check_recipe
+    from torchrl_rloo.cli.plan import load_recipe
+    from torchrl_rloo.cli.recipe import PROGRAM, error_line, parse_args
 
-    file = recipe_file(recipe)
+    sys.path.insert(0, str(Path.cwd()))  # settings may name modules in the working directory
+    file, config = recipe_file(recipe), None
     PROGRAM.set(f"torchrl-rloo check {recipe}")
     try:
-        passed = run_command(file, [*RECIPES.get(recipe, ("",))[1:], *settings])
+        module = load_recipe(file)
+        config = module.Config
+        cfg = parse_args(config, file, module.__doc__, [*RECIPES.get(recipe, ("",))[1:], *settings])
+        passed = all(finding.level != "error" for finding in check_recipe(module, cfg))
     except Exception as error:
         if "--traceback" in settings:
             raise
-        _fail(f"{' '.join(str(error).split())} (--traceback shows where)")
+        _fail(f"{error_line(error, config)} (--traceback shows where)")
     raise SystemExit(0 if passed else 1)
 
 
@@ -310,7 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     # Options of the sampling server
     server = made["serve"]
     server.add_argument("model", help="local directory or hub id")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on; the server has no password")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; requests need a key, which runs on this machine find"
+    )
     server.add_argument("--port", type=int, default=8000, help="port to listen on; default: 8000")
     server.add_argument("--dtype", default="auto", help="dtype of weights and activations; default: the checkpoint's")
     server.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model")

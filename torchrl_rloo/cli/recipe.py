@@ -29,8 +29,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrl_rloo._masking import mask_urls
+from torchrl_rloo.cli.arguments import in_settings, raising_module
 from torchrl_rloo.cli.dry_run import COVERED, NOT_COVERED, check_supported, dry_run, has_dry_run
 from torchrl_rloo.cli.dry_run import HELP as DRY_RUN_HELP
+from torchrl_rloo.cli.quoting import decode, quote, refuse_bare_escapes
 from torchrl_rloo.cli.schema import (
     SettingError,
     check_names,
@@ -166,12 +168,12 @@ def load_config(
         raise SettingError(explain_error(error)) from error
     except OverrideParseException as error:
         raise SettingError(
-            f"{str(error.override).lstrip('+')} is malformed: {_line(error)}; quote text as in 'name=\"a, b\"'"
+            f"{str(error.override).lstrip('+')} is malformed: {error_line(error)}; quote text as in 'name=\"a, b\"'"
         ) from error
     except HydraException as error:
         cause = error.__cause__
         raise SettingError(
-            explain_error(cause) if isinstance(cause, OmegaConfBaseException) else _line(error)
+            explain_error(cause) if isinstance(cause, OmegaConfBaseException) else error_line(error)
         ) from error
 
 
@@ -209,17 +211,22 @@ def run_recipe(main: Callable[[C], None], cfg: C) -> None:
     """
     sys.path.insert(0, str(Path.cwd()))
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its error tells all that its lines of each retry tell
     from torchrl_rloo.run.lock import DirectoryInUseError, DirectoryLock  # imports torch
 
     tries = cfg.__dict__.get("dry_run", False)
     try:
         if tries:
             return dry_run(main, cfg)
-        with DirectoryLock(cfg.output_dir) if os.environ.get("RANK", "0") == "0" else _without_output():
+        first = os.environ.get("RANK", "0") == "0"
+        with DirectoryLock(cfg.output_dir) if first else _without_output():
             main(cfg)
+            if first:  # an earlier start may have failed
+                Path(cfg.output_dir, "traceback.txt").unlink(missing_ok=True)
     except Exception as error:
         foreign = isinstance(error, DirectoryInUseError)  # the other process may have a traceback there
-        _fail(error, cfg.__dict__.get("traceback", False), None if foreign or tries else Path(cfg.output_dir))
+        output = None if foreign or tries else Path(cfg.output_dir)
+        _fail(error, cfg.__dict__.get("traceback", False), output, config=type(cfg))
 
 
 @contextmanager
@@ -229,8 +236,18 @@ def _without_output() -> Iterator[None]:
         yield
 
 
-def _fail(error: Exception, with_traceback: bool, output: Path | None = None, *, once: bool = False) -> None:
-    """Print an error in one line and exit with code 1; ``once`` prints one that all ranks have on the first only."""
+def _fail(
+    error: Exception,
+    with_traceback: bool,
+    output: Path | None = None,
+    *,
+    once: bool = False,
+    config: type | None = None,
+) -> None:
+    """Print an error in one line and exit with code 1; ``once`` prints one that all ranks have on the first only.
+
+    With ``config``, arguments that the error names become its settings.
+    """
     if once and not _is_first_rank():
         raise SystemExit(1)
     if with_traceback:
@@ -241,18 +258,24 @@ def _fail(error: Exception, with_traceback: bool, output: Path | None = None, *,
             make_folder(output)
             file = write_text(output / "traceback.txt", mask_urls("".join(traceback.format_exception(error))))
             hint = f"traceback in {file}"
-    line = mask_urls(_line(error))
+    line = mask_urls(error_line(error, config))
     print(f"error: {line} ({hint})" if output else f"error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
-def _line(error: BaseException) -> str:
-    """Return an error's message in one line, with its type unless the message alone is clear."""
+def error_line(error: BaseException, config: type | None = None) -> str:
+    """Return an error's message in one line, with its type unless the message alone is clear.
+
+    Args:
+        error: error.
+        config: class of settings, whose names take the place of those of arguments. None leaves these.
+    """
     if isinstance(error, InstantiationException) and error.__cause__ is not None:  # its message only names the target
         target = re.search(r"'([\w.]+)'", str(error))
-        return f"{target[1]}: {_line(error.__cause__)}" if target else _line(error.__cause__)
+        return f"{target[1]}: {error_line(error.__cause__)}" if target else error_line(error.__cause__)
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     plain = isinstance(error, _PLAIN_ERRORS) or type(error).__module__.startswith("torchrl_rloo")
+    text = text if config is None else in_settings(text, raising_module(error), config)
     return " ".join(text.split() if plain else [f"{type(error).__name__}:", *text.split()]) or type(error).__name__
 
 
@@ -275,7 +298,7 @@ def _check_file(file: Path, config: type, others: Sequence[str]) -> None:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise SettingError(f"{file} is not valid YAML: {_line(error)}") from error
+        raise SettingError(f"{file} is not valid YAML: {error_line(error)}") from error
     if not isinstance(content, dict) or "schema" not in (content.pop("defaults", None) or ()):
         raise SettingError(f"{file} must be a mapping of settings that begins with `defaults: [schema, _self_]`")
     names = [name for section, values in content.items() for name in _dotted(section, values)]
@@ -315,9 +338,10 @@ def _normalize(override: str, config: type) -> str:
     check_names([name], config)
     free = any(f"{name}.".startswith(f"{section}.") for section in free_sections(config))
     if name in text_settings(config) and value[:1] not in ("'", '"') and value not in ("", "null"):
-        value = (
-            "'" + re.sub(r"(?<!\\)(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"
-        )  # commas and braces are text
+        refuse_bare_escapes(name, value)
+        value = quote(value)  # commas and braces are text
+    else:
+        value = decode(name, value)
     return f"++{name}={value}" if free else f"{name}={value}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -182,7 +183,8 @@ def _yaml(value: Any) -> str:
         return f"[{','.join(map(_yaml, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{_yaml(v)}" for k, v in value.items()) + "}"
-    return str(value)
+    text = str(value)
+    return text if text.isprintable() else json.dumps(text, ensure_ascii=False)
 
 
 def _comments(config: type) -> dict[str, str]:

@@ -144,7 +144,9 @@ class PromptDataset(Sequence):
 
 
 _CHAT_NOTICE = "text prompts become user messages: the tokenizer has a chat template; use chat=False to keep plain text"
-_TEXT_NOTICE = "text prompts stay plain text: the tokenizer has no chat template; set one to train on messages"
+_TEXT_NOTICE = (
+    "text prompts stay plain text: the tokenizer has no chat template; set model.chat_template= to train on messages"
+)
 
 
 def _encoding_key(tokenizer, template_kwargs: Mapping[str, Any]) -> str:

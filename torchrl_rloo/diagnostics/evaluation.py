@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchrl_rloo.rewards.protocol import (
     find_missing_columns,
     reward_name,
 )
+from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
 
@@ -56,6 +58,7 @@ class Evaluation:
             disables votes and maj@k.
         batch_size: number of concurrent conversations.
         executor: executor that runs the scorers, with its time limit; None runs them inline.
+        quarantine: JSON-lines file of completions that a scorer failed on; None writes none.
         seed: seed of the sampled completions.
         make_env: factory of the environment for a part of the dataset. The environment returns one row per prompt, in
             any order, with ``"prompt_id"``, as :class:`DatasetChatEnv` does with ``prompts_per_batch=len(part)``. None
@@ -98,6 +101,7 @@ class Evaluation:
         extract: Callable[[str], str | None] | None = final_answer,
         batch_size: int = 256,
         executor: Executor | None = None,
+        quarantine: str | os.PathLike | Quarantine | None = None,
         seed: int = 0,
         make_env: Callable[[PromptDataset], EnvBase] | None = None,
         make_transforms: Callable[[], Sequence[Transform]] = tuple,
@@ -110,6 +114,7 @@ class Evaluation:
         self.policy, self.dataset, self.batch_size, self.extract = policy, dataset, batch_size, extract
         self.reference, self.score_limits = reference, dict(score_limits or {})
         self.scorers, self.executor = name_scorers(scorers), executor
+        self.quarantine = quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine)
         self.make_env, self.make_transforms, self.env_kwargs = make_env, make_transforms, dict(env_kwargs or {})
         # Record all settings that affect scores, so that comparisons can list differences
         sampling = {k: v for k, v in policy.generate_kwargs.items() if k != "do_sample"} | dict(generate_kwargs or {})
@@ -272,11 +277,19 @@ class Evaluation:
 
     def _score(self, name: str, scorer: RewardFunction, batch: RewardBatch) -> tuple[list[float | None], int]:
         """Return the scores of all completions and the number of failures of the scorer."""
-        runner = RewardRunner(scorer, executor=self.executor, max_consecutive_failures=max(1, len(batch)))
+        runner = RewardRunner(
+            scorer,
+            executor=self.executor,
+            max_consecutive_failures=max(1, len(batch)),
+            quarantine=self.quarantine,
+        )
         try:
             scores = runner(batch).scores[0]
         except RewardFailureError as error:
-            raise RuntimeError(f"scorer {name} failed on all {len(batch)} completions: {error}") from error
+            raise RuntimeError(
+                f"scorer {name} failed on all {len(batch)} completions: {error.report} "
+                "Fix it, or set scorers= to others"
+            ) from error
         finally:
             runner.close()
         kinds = {key.rpartition("/")[2]: number for key, number in runner.counts.items()}

@@ -155,7 +155,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(f"model={str(name)!r} is neither a local directory nor a hub id: {reason}") from error
+        raise FileNotFoundError(
+            f"name={str(name)!r} is neither a local directory nor a model that the hub can give: {reason}"
+        ) from error
     if template is not None:
         tokenizer.chat_template = template
     # Require a token that ends turns; pad with it if there is no pad token

@@ -133,7 +133,7 @@ class MCAdvantage(BufferTransform):
         if num_generations == 1 and estimator_option(self.estimator, "needs_group"):
             raise ValueError(
                 f"num_generations=1: estimator={estimator_name(self.estimator)} compares the rows of a group and "
-                "requires at least 2; use 'reinforce' or a RunningBaseline with 1"
+                "requires at least 2; with 1, set estimator='reinforce' or a RunningBaseline"
             )
         if kl is not None and not isinstance(kl, KL):
             raise TypeError(f"kl={kl!r} must be a KL, such as KL('token', 0.01)")

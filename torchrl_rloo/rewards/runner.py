@@ -36,7 +36,16 @@ _COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several thr
 
 
 class RewardFailureError(RuntimeError):
-    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row."""
+    """Error of a reward function that failed on ``max_consecutive_failures`` samples in a row.
+
+    Args:
+        report: what failed, how often, and where the samples are.
+        remedy: what to change.
+    """
+
+    def __init__(self, report: str, remedy: str = ""):
+        super().__init__(f"{report} {remedy}".rstrip())
+        self.report = report
 
 
 @dataclass
@@ -73,7 +82,8 @@ class RewardRunner:
             names to executors. None, and functions that are not in the mapping, run inline.
         max_consecutive_failures: number of consecutive samples that a function may fail on before the run ends; None
             disables the limit.
-        quarantine: path of a JSON-lines file for failed samples, at most 1,000 per function. None disables it.
+        quarantine: path of a JSON-lines file for failed samples, at most 1,000 per function, or a quarantine that other
+            runners share. None disables it.
         deduplicate: True scores identical trajectories once. Use False for functions that draw random numbers.
 
     Attributes:
@@ -102,7 +112,7 @@ class RewardRunner:
         *,
         executor: Executor | Mapping[str, Executor] | None = None,
         max_consecutive_failures: int | None = 100,
-        quarantine: str | os.PathLike | None = None,
+        quarantine: str | os.PathLike | Quarantine | None = None,
         deduplicate: bool = True,
     ):
         single = callable(functions) or isinstance(functions, str | Mapping)
@@ -117,7 +127,8 @@ class RewardRunner:
         self.executor = None if isinstance(executor, Mapping) else executor
         self.executors = self._executors(executor)
         self.max_consecutive_failures, self.deduplicate = max_consecutive_failures, deduplicate
-        self.quarantine, self._loop = Quarantine(quarantine), EventLoop()
+        self.quarantine = quarantine if isinstance(quarantine, Quarantine) else Quarantine(quarantine)
+        self._loop = EventLoop()
         # Statistics of the calls
         self.counts: Counter[str] = Counter()
         self.latency = {f"{name}/{what}": Histogram() for name in self.names for what in ("call", "sample")}
@@ -292,11 +303,11 @@ class RewardRunner:
 
     def _error(self, name: str, number: int, evidence: str) -> RewardFailureError:
         counts = {k.rpartition("/")[2]: v for k, v in self.counts.items() if k.rpartition("/")[0] == name}
-        where = self.quarantine.path or "not recorded, set quarantine='bad_samples.jsonl'"
+        where = self.quarantine.path or "not recorded; pass quarantine='bad_samples.jsonl'"
         return RewardFailureError(
             f"reward {name} failed on {number} samples in a row{self._advice(name)}. Last: {evidence}. "
-            f"So far: {counts}. Failed samples with tracebacks: {where}. Fix the function, or increase "
-            f"max_consecutive_failures={self.max_consecutive_failures} (None disables the limit)"
+            f"So far: {counts}. Failed samples with tracebacks: {where}.",
+            f"Fix the function, or raise max_consecutive_failures={self.max_consecutive_failures}, which None disables",
         )
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ _BUILDERS: dict[str, Callable[[Path, Records, dict[str, Any]], Logger | RayLogge
     "mlflow": _mlflow,
     "ray": _ray,
 }
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "ray": "'torchrl_rloo[ray]'"}
+_EXTRAS = {"wandb": "loggers", "mlflow": "loggers", "ray": "ray"}
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -136,9 +136,8 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _BUILDERS:
             raise ValueError(f"unknown logger {name!r}; valid: {sorted(_BUILDERS)}")
-        package = _PACKAGES.get(name)
-        if package is not None and importlib.util.find_spec(name) is None:
-            raise ImportError(f"logger {name!r} requires the package {package}; run: pip install {package}")
+        if name in _EXTRAS and importlib.util.find_spec(name) is None:
+            raise ImportError(f"logger {name!r} requires {name}; run: pip install 'torchrl_rloo[{_EXTRAS[name]}]'")
         if name == "ray" and not require_ray().is_initialized():
             raise ValueError("logger 'ray' requires a cluster; enter a ray_session before, or remove it")
 

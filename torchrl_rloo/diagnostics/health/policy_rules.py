@@ -84,7 +84,7 @@ POLICY_RULES = (
         entropy_collapse,
         ("outcome/unsolved/entropy", "outcome/unsolved/share"),
         "The policy no longer explores prompts that it has not solved: their entropy is below a tenth of its start.",
-        "Raise the upper clip (loss.clip_epsilon=[0.2,0.28]), set kl.coeff=0.01, or lower optimizer.lr.",
+        "Raise the upper clip (loss.surrogate.high=0.28), set kl.coeff=0.01, or lower optimizer.lr.",
         "falls slowly, and stays above a tenth of its start on unsolved prompts",
         "https://arxiv.org/abs/2505.22617 (entropy mechanism), https://arxiv.org/abs/2503.14476 (clip-higher)",
         patience=3,
