@@ -62,7 +62,7 @@ class Decoder:
                 "recomputes layers"
             )
 
-        self.cache_name = _cache_name(model if head is None else head.decoder)
+        self.argument = cache_argument(model if head is None else head.decoder)
         self.last = longest - 1
 
         # Read each distinct prompt once, padded on the left so that all end at the same position
@@ -109,7 +109,7 @@ class Decoder:
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            self.cache_name: self.cache,
+            self.argument: self.cache,
             "use_cache": True,
         }
         if self.head is not None:
@@ -152,7 +152,7 @@ class Decoder:
             return self._forward(tokens[:, None], mask, position)
 
 
-def _cache_name(module: torch.nn.Module) -> str:
+def cache_argument(module: torch.nn.Module) -> str:
     """Return the argument that takes a cache. Wrappers, such as those of peft, pass it to their decoder."""
     for part in (module, module.get_decoder()):
         known = inspect.signature(part.forward).parameters
