@@ -1,7 +1,7 @@
 """Context length of a model in a run, and rotary frequencies that are those of this length in every pass.
 
 Rotary positions of type ``longrope`` and ``dynamic`` have frequencies that Transformers chooses by the largest position
-of a pass. A cached prefix would keep others than its row, and a row's log-probs would depend on the rows beside it.
+of a pass. A cached prefix would keep others than its row, and a row's log-probs would depend on the other rows.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def cut(row: TensorDict, length: int) -> TensorDict:
 @pytest.mark.parametrize("context", [None, 16], ids=["longer", "original length"])
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_are_those_of_the_context_in_every_pass(name: str, context: int | None) -> None:
-    """Rows below and above the original length agree alone, beside each other, sampled and in each packing."""
+    """Rows below and above the original length agree alone, next to each other, sampled and in each packing."""
     family, sizes = ROPES[name]
     model = model_of(family, **sizes)
     if context is not None or "dynamic" in name:
@@ -236,7 +236,7 @@ def test_prompts_are_sampled_by_length_if_padding_is_not_exact() -> None:
 def test_a_model_whose_rows_depend_on_each_other_is_refused() -> None:
     model = build("qwen2", **FLOAT32)
     model.model.register_forward_hook(average)
-    with pytest.raises(NotImplementedError, match="Qwen2ForCausalLM cannot be trained exactly: .* beside a longer one"):
+    with pytest.raises(NotImplementedError, match="Qwen2For.* cannot be trained exactly: .* next to a longer one"):
         TransformersWrapper(model, tokenizer=TOKENIZER, generate=False)
 
 

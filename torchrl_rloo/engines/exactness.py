@@ -11,9 +11,10 @@ from torch import nn
 
 from torchrl_rloo.data.rows import pad
 from torchrl_rloo.engines.head import NARROW, Head, evaluation_mode, probe_tolerance
+from torchrl_rloo.engines.root import call_root
 from torchrl_rloo.rotary import context_length
 
-# What the probes of a model found; NotImplementedErrors are kept as text
+# Results of the probes by model: reasons of a refusal, None, or whether prompts may be padded
 _ROWS: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 _CACHES: WeakKeyDictionary[nn.Module, bool | str] = WeakKeyDictionary()
 
@@ -22,9 +23,9 @@ _CONTINUED = 4  # tokens of each row that are fed one by one
 
 
 def check_rows(model: nn.Module, head: Head | None) -> None:
-    """Raise unless a row has equal logits alone, beside longer rows, and beside late positions.
+    """Raise unless a row has equal logits alone, next to longer rows, and next to late positions.
 
-    A probe of a few tokens decides it on first use.
+    A probe of a few tokens decides it on first use, which all ranks of a sharded model must do together.
 
     Args:
         model: causal language model.
@@ -34,7 +35,7 @@ def check_rows(model: nn.Module, head: Head | None) -> None:
         NotImplementedError: if a row's logits depend on the other rows of a pass.
     """
     if model not in _ROWS:
-        _ROWS[model] = _run(_compare_rows, model, head)
+        _ROWS[model] = call_root(model, _run, _compare_rows, model, head)
     if reason := _ROWS[model]:
         raise NotImplementedError(f"{type(model).__name__} cannot be trained exactly: {reason}; use another model")
 
@@ -88,14 +89,14 @@ def _compare_rows(model: nn.Module, head: Head | None) -> str | None:
         return _differs(model, logits, alone)
 
     if differs():
-        return "a row's logits differ beside a longer one"
+        return "a row's logits differ next to a longer one"
     # The longest row of a run is too long for a probe, but its positions are not
     limit, callee = context_length(model), model if head is None else head.decoder
     if limit is None or limit < len(long) or "position_ids" not in inspect.signature(callee.forward).parameters:
         return None
     positions = torch.arange(len(long), device=model.device)
     if differs(position_ids=torch.stack([positions, positions + limit - len(long)])):
-        return f"a row's logits differ beside a row of {limit} tokens"
+        return f"a row's logits differ next to a row of {limit} tokens"
     return None
 
 

@@ -83,7 +83,7 @@ class TransformersWrapper(TurnPolicy):
         ValueError: if ``record_support`` is set for a scorer or without truncation, ``num_samples`` is set for a
             scorer, or ``packing`` is unknown or set with ``generate=True``. Also if ``precision`` is unknown, or
             ``float32_head`` has no effect.
-        NotImplementedError: if the model cannot be packed exactly, or a row's log-probs depend on the rows beside it.
+        NotImplementedError: if the model cannot be packed exactly, or a row's log-probs depend on the other rows.
             A policy also raises it at its first call if cached decoding is not exact.
 
     Example:
@@ -143,7 +143,7 @@ class TransformersWrapper(TurnPolicy):
         self.head = self._rounding(find_head(model, warn=not generate) if head is None else head)
         self.packing = packing
         self._check_packing()
-        call_root(model, check_rows, model, self.head)
+        check_rows(model, self.head)
         # A scorer reads finished rows and adds only log-probs
         if not generate:
             self.in_keys, self.out_keys = [keys.TOKENS, keys.ACTION_MASK], ["log_probs"]
