@@ -22,6 +22,8 @@ os.environ.update(ONE_THREAD)  # must be set before torch is imported
 import torch  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
+from torchrl_rloo.engines.decoder import cache_argument  # noqa: E402
+
 
 class Floor:
     """Model calls that a step requires at least, over rows of equal length, which need no mask."""
@@ -51,12 +53,13 @@ class Floor:
     def sample(self, prompts: torch.Tensor, copies: int, length: int) -> torch.Tensor:
         """Read each prompt once and sample ``copies`` answers of ``length`` tokens."""
         cache = DynamicCache(config=self.model.config)
-        logits = self.model(prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        kwargs = {cache_argument(self.model): cache, "use_cache": True}
+        logits = self.model(prompts, logits_to_keep=1, **kwargs).logits
         cache.batch_repeat_interleave(copies)
         logits = logits.repeat_interleave(copies, 0)
         sampled = [torch.multinomial(logits[:, -1].softmax(-1), 1)]
         while len(sampled) < length:
-            logits = self.model(sampled[-1], past_key_values=cache, use_cache=True).logits
+            logits = self.model(sampled[-1], **kwargs).logits
             sampled.append(torch.multinomial(logits[:, -1].softmax(-1), 1))
         return torch.cat(sampled, 1)
 

@@ -29,6 +29,7 @@ CHOICE = {
 REPLIES = {
     "/weight_info": {"weight_version": "default"},
     "/get_world_size": {"world_size": 1},
+    "/v1/models": {"data": [{"max_model_len": 64}]},
     "/reset_prefix_cache": {"success": True},
     "/collective_rpc": {"results": [{"rank": 0}]},
     "/inference/v1/generate": {"choices": [CHOICE]},

@@ -48,15 +48,18 @@ class FixedDecoding:
         config: text config of the model, whose attention is replaced during a step.
         mask: ``[lines, length]``, nonzero on real tokens of the padded prompts.
         position: ``[lines]`` position id of the next token.
+        last: largest position id; finished lines stay there.
         steps: maximum number of steps.
     """
 
-    def __init__(self, forward: Forward, cache: Cache, config, mask: torch.Tensor, position: torch.Tensor, steps: int):
+    def __init__(
+        self, forward: Forward, cache: Cache, config, mask: torch.Tensor, position: torch.Tensor, last: int, steps: int
+    ):
         self.forward, self.cache, self.config = forward, cache, config
         self.length, self.limit = mask.shape[1], mask.shape[1] + steps
         self.index = torch.tensor([self.length], device=mask.device)  # where a step writes
         self.mask = mask.bool()[:, None, None]
-        self.position = position[:, None].clone()
+        self.position, self.last = position[:, None].clone(), last
         cache.layers = [_FixedLayer(layer.keys, layer.values, self.index) for layer in cache.layers]
         self._resize()
 
@@ -76,7 +79,7 @@ class FixedDecoding:
 
     def keep(self, indices: torch.Tensor) -> None:
         """Keep lines by index ``[n]``."""
-        self.cache.batch_select_indices(indices)
+        self.cache.reorder_cache(indices)
         self.mask, self.position = self.mask[indices], self.position[indices]
         self._reset()
 
@@ -101,7 +104,7 @@ class FixedDecoding:
         self.mask.index_fill_(3, self.index, True)
         with attention_implementation(self.config, _NAME):
             logits = self.forward(self.tokens, self.mask, self.position)
-        self.position.add_(1)
+        self.position.add_(1).clamp_(max=self.last)
         self.index.add_(1)
         return logits
 

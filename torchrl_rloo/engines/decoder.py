@@ -5,13 +5,14 @@ Importing this module imports transformers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -31,6 +32,7 @@ class Decoder:
         model: causal language model in evaluation mode.
         head: head of the model; None uses the model's logits.
         prompts: ids ``[P_i]`` of each line. Equal prompts are read once.
+        longest: tokens of the longest line, prompt and turn. The positions of finished lines stop there.
         track_seen: whether to record ``seen``.
         graph_steps: maximum number of tokens to feed, for which a CUDA graph is captured where the device and the model
             allow and it saves time; 0 captures none.
@@ -42,16 +44,26 @@ class Decoder:
 
     Raises:
         ValueError: if the model uses gradient checkpointing in training mode.
+        NotImplementedError: if the model takes no cache.
     """
 
     def __init__(
-        self, model, head: Head | None, prompts: Sequence[torch.Tensor], track_seen: bool, graph_steps: int = 0
+        self,
+        model,
+        head: Head | None,
+        prompts: Sequence[torch.Tensor],
+        longest: int,
+        track_seen: bool,
+        graph_steps: int = 0,
     ):
         if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             raise ValueError(
                 "gradient checkpointing in training mode disables the key-value cache; call model.eval(), which still "
                 "recomputes layers"
             )
+
+        self.argument = cache_argument(model if head is None else head.decoder)
+        self.last = longest - 1
 
         # Read each distinct prompt once, padded on the left so that all end at the same position
         self.model, self.head = model, head
@@ -73,6 +85,7 @@ class Decoder:
         decoder = model if head is None else head.decoder
         standard = plain and config._attn_implementation == "sdpa" and decoder._supports_attention_backend
         self.own_mask = standard and self.padded
+        self.padded &= any(isinstance(layer, CacheLayerMixin) for layer in self.cache.layers)  # states need no mask
         self.grouped = config if self.own_mask and model.device.type == "cpu" else None
         self.seen = None
         if track_seen:
@@ -87,7 +100,8 @@ class Decoder:
         # Fix the addresses of the cache for a CUDA graph
         self.min_kept = 0.75
         if standard and graph_steps >= MIN_STEPS and supports_graph(model):
-            self.fixed = FixedDecoding(self._forward, self.cache, config, self.mask, self.position, graph_steps)
+            fixed = (self._forward, self.cache, config, self.mask, self.position, self.last, graph_steps)
+            self.fixed = FixedDecoding(*fixed)
             self.min_kept = 0.5
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
@@ -95,7 +109,7 @@ class Decoder:
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": self.cache,
+            self.argument: self.cache,
             "use_cache": True,
         }
         if self.head is not None:
@@ -109,7 +123,7 @@ class Decoder:
         if self.fixed is not None:
             self.fixed.keep(indices)
         else:
-            self.cache.batch_select_indices(indices)
+            self.cache.reorder_cache(indices)  # unlike batch_select_indices, recurrent states have it
             self.mask, self.position = self.mask[indices], self.position[indices]
         if self.seen is not None:
             self.seen = self.seen[indices]
@@ -130,12 +144,22 @@ class Decoder:
     def _launch(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute the next logits by single kernels."""
         mask, position = None, self.position[:, None]
-        self.position = self.position + 1
+        self.position = (self.position + 1).clamp(max=self.last)
         if self.padded:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
             mask = self.mask.bool()[:, None, None] if self.own_mask else self.mask
         with nullcontext() if self.grouped is None else attention_implementation(self.grouped, _GROUPED):
             return self._forward(tokens[:, None], mask, position)
+
+
+def cache_argument(module: torch.nn.Module) -> str:
+    """Return the argument that takes a cache. Wrappers, such as those of peft, pass it to their decoder."""
+    for part in (module, module.get_decoder()):
+        known = inspect.signature(part.forward).parameters
+        for name in ("cache", "past_key_values", "cache_params"):
+            if name in known:
+                return name
+    raise NotImplementedError(f"{type(module).__name__} takes no cache of Transformers")
 
 
 class _Layer(DynamicLayer):
@@ -157,11 +181,11 @@ class _Layer(DynamicLayer):
         self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep only these lines."""
         length = self.get_seq_length()
         if length > 0:
-            self.buffers = [_grow(states[indices], length) for states in (self.keys, self.values)]
+            self.buffers = [_grow(states[beam_idx], length) for states in (self.keys, self.values)]
             self.keys, self.values = (buffer[..., :length, :] for buffer in self.buffers)
 
 

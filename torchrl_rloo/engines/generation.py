@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -154,14 +155,57 @@ def generate(
 
     Returns:
         One :class:`Generated` per row, on the CPU.
+
+    Raises:
+        NotImplementedError: if a probe of the model on its first use finds that cached decoding is not exact.
     """
-    from torchrl_rloo.engines.decoder import Decoder  # imports transformers, which takes 2 s
+    from torchrl_rloo.engines.exactness import pads_prompts  # imports transformers, which takes 2 s
+
+    sample = partial(
+        _sample_batch,
+        model,
+        distribution,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        head=head,
+        record_support=record_support,
+        cuda_graphs=cuda_graphs,
+    )
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    if pads_prompts(model, head) or len(lengths.unique()) == 1:
+        return sample(prompts, uniforms, limits)
+    # Sample each length of prompts by itself if only those decode exactly
+    turns: dict[int, Generated] = {}
+    for length in lengths.unique():
+        rows = (lengths == length).nonzero()[:, 0].tolist()
+        turns.update(zip(rows, sample([prompts[row] for row in rows], uniforms[rows], limits[rows]), strict=True))
+    return [turns[row] for row in range(len(prompts))]
+
+
+def _sample_batch(
+    model,
+    distribution: SamplingDistribution,
+    prompts: Sequence[torch.Tensor],
+    uniforms: torch.Tensor,
+    limits: torch.Tensor,
+    *,
+    stop_ids: Sequence[int],
+    stop_strings: Sequence[str],
+    tokenizer,
+    head: Head | None,
+    record_support: bool,
+    cuda_graphs: bool,
+) -> list[Generated]:
+    """Sample prompts that are read together."""
+    from torchrl_rloo.engines.decoder import Decoder
 
     # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device
     batch, length = uniforms.shape
     graph_steps = length if cuda_graphs else 0
-    decoder = Decoder(model, head, prompts, distribution.repetition_penalty != 1, graph_steps)
+    longest = max(len(prompt) + int(limit) for prompt, limit in zip(prompts, limits, strict=True))
+    decoder = Decoder(model, head, prompts, longest, distribution.repetition_penalty != 1, graph_steps)
     uniforms, stops = uniforms.to(device), torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     first_limit = int(limits.min())
     limits = limits.to(device)

@@ -22,6 +22,7 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.generation import generate, model_stop_ids
 from torchrl_rloo.engines.head import current_head, find_head
+from torchrl_rloo.rotary import context_length, fix_frequencies
 from torchrl_rloo.weight_update.checksums import xxh3
 from torchrl_rloo.weight_update.open_update import RECEIVERS, OpenUpdate, StaleStepError, require_open
 from torchrl_rloo.weight_update.protocol import read_manifest
@@ -62,8 +63,9 @@ class TransformersEngine(Engine):
         if request_timeout <= 0:
             raise ValueError(f"request_timeout={request_timeout} must be above 0 seconds")
         self.model, self.tokenizer, self.request_timeout = model, tokenizer, request_timeout
+        fix_frequencies(model)
         self.head = find_head(model, warn=False)
-        self.stop_ids = model_stop_ids(model)
+        self.context_length, self.stop_ids = context_length(model), model_stop_ids(model)
         self._turn = Condition()
         self._busy = self._paused = False
         self._device: torch.device | None = None  # device of the model before it slept

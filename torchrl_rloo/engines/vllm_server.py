@@ -189,6 +189,8 @@ class VLLMServer(LoopEngine):
                 f"the server at {self._http.redact(self.url)} returns log-probs of the plain softmax, not of the "
                 "sampled distribution; start it with --logprobs-mode processed_logprobs, as server_command does"
             )
+        models = await self._http.get("/v1/models", self.request_timeout)
+        self.context_length = models["data"][0]["max_model_len"]
         return (await self._http.get("/get_world_size", self.request_timeout))["world_size"]
 
     async def _returns_processed(self) -> bool:

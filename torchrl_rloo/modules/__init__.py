@@ -2,7 +2,6 @@
 
 from torchrl_rloo.modules.loading import (
     add_adapter,
-    context_length,
     count_trained,
     load_engine,
     load_model,
@@ -21,6 +20,7 @@ from torchrl_rloo.modules.sharded_files import load_shards
 from torchrl_rloo.modules.turns import TurnPolicy
 from torchrl_rloo.modules.value import ValueHead
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
+from torchrl_rloo.rotary import context_length, set_context_length
 
 __all__ = [
     "AdapterReference",
@@ -47,6 +47,7 @@ __all__ = [
     "record_log_probs",
     "save_merged",
     "save_model",
+    "set_context_length",
     "supports_packing",
     "vLLMWrapper",
 ]

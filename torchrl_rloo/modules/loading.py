@@ -21,6 +21,7 @@ from torchrl_rloo.lookup import check_path, did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 from torchrl_rloo.modules.quantization import check_quantization, check_quantized, quantization_config
 from torchrl_rloo.modules.sharded_files import is_collective, save_on_all
+from torchrl_rloo.rotary import set_context_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +37,7 @@ def load_model(
     quantization: str | None = None,
     quantization_kwargs: Mapping[str, Any] | None = None,
     meta: bool = False,
+    context_length: int | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer.
@@ -57,6 +59,8 @@ def load_model(
             also quantizes the scales, and ``bnb_4bit_compute_dtype``, the dtype of products (``dtype`` by default).
         meta: if True, leave the weights on the meta device, without memory. Shard the model, and then load its weights
             with :func:`~torchrl_rloo.modules.load_shards`; the ``device`` is not used.
+        context_length: longest row of the run in tokens; None takes the model's. It decides rotary frequencies that
+            depend on the length (``longrope``, ``dynamic``), so pass the same for policy, reference and engine.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
 
@@ -96,22 +100,27 @@ def load_model(
                 f"gradient_checkpointing=True, but {type(model).__name__} has no layers that support it; "
                 "set it to False"
             )
+    if context_length is not None:
+        set_context_length(model, context_length)
     return model.to(device).eval(), tokenizer
 
 
-def load_engine(model: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu") -> TransformersEngine:
+def load_engine(
+    model: str | os.PathLike, *, dtype: str = "float32", device: str = "cpu", context_length: int | None = None
+) -> TransformersEngine:
     """Load a causal language model, and return an engine that samples with it, e.g. in the actor of a ``RayEngine``.
 
     Args:
         model: hub id or local directory.
         dtype: ``"float32"``, ``"bfloat16"``, ...
         device: device of the model.
+        context_length: see :func:`load_model`.
 
     Raises:
         ValueError: if the dtype is unknown, or the CUDA device is missing.
         FileNotFoundError: if the model does not exist.
     """
-    return TransformersEngine(*load_model(model, dtype=dtype, device=device))
+    return TransformersEngine(*load_model(model, dtype=dtype, device=device, context_length=context_length))
 
 
 def _build_on_meta(name: str | os.PathLike, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
@@ -348,8 +357,3 @@ def _adapters_off_meta() -> Iterator[None]:
         layout = table[adapter].state_dict(keep_vars=True)
         state = {name: value.to(layout[name].dtype) for name, value in values.state_dict().items()}
         table[adapter].load_state_dict(state, assign=True)
-
-
-def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that a model accepts, in tokens; None if its configuration has no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)

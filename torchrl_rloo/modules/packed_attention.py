@@ -28,7 +28,9 @@ MIN_FILL = 0.8  # shortest segment of an attention call, as a share of its longe
 _NAME = "torchrl_rloo_packed"
 _PLAN: ContextVar[AttentionPlan | None] = ContextVar("attention_plan", default=None)
 # Arguments without effect on a call that has a plan. Any other argument that is set raises.
-_IGNORED_KWARGS = frozenset({"position_ids", "position_embeddings", "use_cache", "past_key_values", "cache_position"})
+_IGNORED_KWARGS = frozenset(
+    {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position"}
+)
 
 
 class Segment(NamedTuple):

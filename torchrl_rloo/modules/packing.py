@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from torchrl_rloo.data.rows import PACKINGS, pad, prefix_order
-from torchrl_rloo.engines.head import evaluation_mode
+from torchrl_rloo.engines.head import evaluation_mode, probe_tolerance
 from torchrl_rloo.modules.context_parallel import context_group
 from torchrl_rloo.modules.packed_attention import PACKING_HINT, AttentionPlan, Segment, forward_pack, index_runs
+from torchrl_rloo.rotary import fix_frequencies
 
 PACKED = PACKINGS[1:]
 
@@ -113,6 +114,7 @@ def check_packing(decoder: nn.Module) -> None:
 def _refusal(decoder: nn.Module) -> str | None:
     if decoder not in _REFUSALS:
         try:
+            fix_frequencies(decoder)
             device = decoder.get_input_embeddings().weight.device
             # Disable autocast: its rounding would look like attention between rows
             with evaluation_mode(decoder), torch.autocast(device.type, enabled=False):
@@ -137,7 +139,7 @@ def _probe(decoder: nn.Module) -> str | None:
     masks = [torch.arange(len(r)) >= 3 for r in rows]
     alone = [decoder(input_ids=r[None].to(embeddings.device), use_cache=False).last_hidden_state[0] for r in rows]
     expected = torch.cat([h[:-1][m[1:].to(h.device)] for h, m in zip(alone, masks, strict=True)]).float()
-    tolerance = (2e-2 if embeddings.dtype in (torch.float16, torch.bfloat16) else 1e-4) * float(expected.abs().max())
+    tolerance = probe_tolerance(decoder) * float(expected.abs().max())
     # Compare both packings with them
     for packing in PACKED:
         windows: list[int | None] = []
@@ -181,10 +183,10 @@ class _Pack(NamedTuple):
     segments: list[Segment]
 
 
-def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str, trim: bool) -> _Pack:
+def _pack(tokens: Sequence[torch.Tensor], action_masks: Sequence[torch.Tensor], packing: str) -> _Pack:
     # Cut each row after its last needed token
     mask = pad(action_masks, False)
-    stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist() if trim else [len(t) for t in tokens]
+    stops = (mask * torch.arange(mask.shape[1])).amax(1).tolist()
     if not any(stops):  # without action tokens, run the decoder anyway, so that its parameters are in the graph
         stops[0] = 1
     rows = [t[:stop] for t, stop in zip(tokens, stops, strict=True)]
@@ -223,15 +225,9 @@ def _action_states(
     tokens, masks = [t.cpu() for t in tokens], [m.cpu() for m in action_masks]
     _check(tokens, masks, packing)
     # Lay out the pack; with context parallelism, each rank runs an equal slice of it
-    context, rope_grows = context_group(decoder), _rope_depends_on_length(decoder.config.get_text_config())
-    pack = _pack(tokens, masks, packing, trim=not rope_grows)
+    context, pack = context_group(decoder), _pack(tokens, masks, packing)
     own = slice(None)
     if context is not None:
-        if rope_grows:
-            raise NotImplementedError(
-                f"context_parallel={context.size} cannot split rows whose rotary frequencies depend on their length; "
-                "set it to 1"
-            )
         pack = _padded(pack, context.size)
         own = context.own(len(pack.ids))
     # Run it
@@ -255,12 +251,6 @@ def _padded(pack: _Pack, multiple: int) -> _Pack:
     ids = torch.cat([pack.ids, pack.ids[:1].expand(more)])
     positions = torch.cat([pack.position_ids, torch.arange(more)])
     return pack._replace(ids=ids, position_ids=positions, segments=[*pack.segments, Segment(size, more)])
-
-
-def _rope_depends_on_length(config) -> bool:
-    """Return whether rotary frequencies depend on the longest row, so that rows must not be trimmed."""
-    scaling = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
-    return "longrope" in scaling or "dynamic" in scaling
 
 
 def _check(tokens: list[torch.Tensor], action_masks: list[torch.Tensor], packing: str) -> None:

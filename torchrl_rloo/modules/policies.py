@@ -27,15 +27,16 @@ from torchrl_rloo.data.rows import (
     to_lazy_stack,
 )
 from torchrl_rloo.data.templates import encode_conversation, from_history
+from torchrl_rloo.engines.exactness import check_rows
 from torchrl_rloo.engines.generation import Generated, GenerationConfig, end_of_sequence_ids, generate
 from torchrl_rloo.engines.head import Head, current_head, find_head, predicting_states, sampled_logits, score_positions
 from torchrl_rloo.engines.root import adopt, call_root
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.modules.context_parallel import context_group, owned_inputs
-from torchrl_rloo.modules.loading import context_length
 from torchrl_rloo.modules.packing import ActionStates, action_states, check_packing
 from torchrl_rloo.modules.scoring import ScoredActions, batch_support, check_has_router, load_balancing_loss
 from torchrl_rloo.modules.turns import TurnPolicy, actions_before
+from torchrl_rloo.rotary import context_length, fix_frequencies
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 
@@ -83,7 +84,8 @@ class TransformersWrapper(TurnPolicy):
         ValueError: if ``record_support`` is set for a scorer or without truncation, ``num_samples`` is set for a
             scorer, or ``packing`` is unknown or set with ``generate=True``. Also if ``precision`` is unknown, or
             ``float32_head`` has no effect.
-        NotImplementedError: if the model cannot be packed exactly.
+        NotImplementedError: if the model cannot be packed exactly, or a row's log-probs depend on the other rows.
+            A policy also raises it at its first call if cached decoding is not exact.
 
     Example:
         >>> from tensordict import TensorDict
@@ -134,6 +136,7 @@ class TransformersWrapper(TurnPolicy):
             raise ValueError(f"num_samples={num_samples} requires generate=True")
         self.model, self.generate = adopt(model), generate
         model = self.model
+        fix_frequencies(model)
         self.record_support = record_support
         # Record supports, over which a scorer must later normalize
         if record_support:
@@ -147,6 +150,7 @@ class TransformersWrapper(TurnPolicy):
         self.head = self._rounding(find_head(model, warn=not generate) if head is None else head)
         self.packing = packing
         self._check_packing()
+        check_rows(model, self.head)
         # A scorer reads finished rows and adds only log-probs
         if not generate:
             self.in_keys, self.out_keys = [keys.TOKENS, keys.ACTION_MASK], ["log_probs"]

@@ -18,6 +18,7 @@ from torchrl_rloo.data.rows import pad, ragged, stack_rows
 from torchrl_rloo.engines.root import call_root, is_distributed
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
 from torchrl_rloo.rewards.classifier import scored_ids
+from torchrl_rloo.rotary import fix_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ class RewardModel(nn.Module):
             )
         if model.config.get_text_config().pad_token_id is None:
             raise ValueError("model.config.pad_token_id is None, so the last token of a padded row is unknown; set it")
+        fix_frequencies(model)
         self.model = model
 
     def score(self, rows: TensorDictBase) -> torch.Tensor:

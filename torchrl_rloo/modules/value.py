@@ -11,6 +11,7 @@ from torch import nn
 from torchrl_rloo.data.rows import ActionTokens, action_tokens, place_actions, to_lazy_stack
 from torchrl_rloo.engines.root import call_root
 from torchrl_rloo.modules.checkpointing import recompute_in_eval
+from torchrl_rloo.rotary import fix_frequencies
 
 
 class ValueHead(nn.Module):
@@ -42,6 +43,7 @@ class ValueHead(nn.Module):
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         if decoder is None or decoder is model:
             raise TypeError(f"model must have a decoder that get_decoder() returns; it is a {type(model).__name__}")
+        fix_frequencies(model)
         if share_trunk:
             self.__dict__["trunk"] = decoder  # not a submodule, or an optimizer would get its weights twice
         else:

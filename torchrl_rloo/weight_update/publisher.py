@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from torchrl_rloo.ranks import RankError
+from torchrl_rloo.rotary import check_engine_frequencies
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.joint import JointCalls
 from torchrl_rloo.weight_update.peers import Peer, PeerError
@@ -50,7 +51,7 @@ class Publisher(WeightUpdater):
         timeout: time limit of a step in seconds.
 
     Raises:
-        ValueError: if there are no engines or an argument is out of range.
+        ValueError: if there are no engines, an argument is out of range, or an engine has other rotary frequencies.
     """
 
     def __init__(
@@ -381,7 +382,10 @@ class Publisher(WeightUpdater):
         self.group.mark_failed(session.peer.engine, session.error.__cause__)
 
     def _peer(self, engine: WeightTarget) -> Peer:
-        return self._peers.get(id(engine)) or self._peers.setdefault(id(engine), Peer(engine, next(self._numbers)))
+        if id(engine) not in self._peers:
+            check_engine_frequencies(self._trained, engine.context_length)
+            self._peers[id(engine)] = Peer(engine, next(self._numbers))
+        return self._peers[id(engine)]
 
     def _drop_closed(self) -> None:
         """Forget members that left the group."""

@@ -32,6 +32,7 @@ class WeightTarget(ABC):
         in_process: True if the model is in this process, so that tensors may be passed by reference.
         reads_object_store: True if the engine is in an actor that can read Ray's object store.
         node_id: Ray's id of that actor's node; None without an actor.
+        context_length: maximum number of tokens of a row; None if the engine does not report it.
         failed_version: version whose update failed halfway, or None. The engine then refuses to sample until an update
             succeeds.
     """
@@ -41,6 +42,7 @@ class WeightTarget(ABC):
     in_process: bool = False
     reads_object_store: bool = False
     node_id: str | None = None
+    context_length: int | None = None
     failed_version: int | None = None
 
     @abstractmethod
