@@ -11,15 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, resolve_names
-from torchrl_rloo.rewards.code_peers import encode
-from torchrl_rloo.rewards.fences import last_block
+from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
+from torchrl_rloo.rewards.fences import find_program
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 
 _LOGGER = logging.getLogger(__name__)
-_PYTHON = ("", "py", "python", "python3")
 _SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
+_READS = re.compile(r"\binput\b|\bstdin\b|\bopen\(0|\bfileinput\b")
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _STATEMENT = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
 _BYTE_ORDER_MARK = "\ufeff"  # Python ignores it at the start of a file
@@ -33,7 +32,7 @@ class Call:
 
     Attributes:
         name: name of the function.
-        arguments: its arguments, encoded by :func:`~torchrl_rloo.rewards.code_peers.encode`.
+        arguments: its arguments as JSON.
         expected: its result as JSON, or a list with the result.
     """
 
@@ -187,13 +186,14 @@ class CodeTests:
 
     def _judge(self, text: str, row: Mapping[str, Any]) -> Verdict:
         prelude, setup = (join_code(row[name] if name else None) for name in (self.prelude, self.setup))
-        program = last_block(text, _PYTHON).removeprefix(_BYTE_ORDER_MARK)
         try:
             # Parse the tests first: a broken row abstains whatever its program is
             given = as_names(row.get(self.entry_point))
             tests = parse_tests(row[self.column], given)
             pairs = isinstance(tests[0], tuple)
             tasks = None if pairs else make_tasks(tests, setup, prelude, given)
+            wanted = None if pairs else {*tasks[0]["program"], *tasks[0]["candidate"]}
+            program = find_program(text, lambda block: rank_block(block, wanted)).removeprefix(_BYTE_ORDER_MARK)
             if len(program) > self.max_chars:
                 return Verdict(0.0, f"program has {len(program)} characters, more than max_chars={self.max_chars}")
             if not _STATEMENT.search(program):
@@ -235,13 +235,48 @@ class CodeTests:
             json.dumps({**guest, "program": program}),
         )
         result = self.sandbox.run(_JUDGE, judge_text, guest=_SERVE, guest_stdin=guest_text)
-        # The last line is incomplete if a limit ended the judge
-        verdicts = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
-        for verdict in verdicts:
-            if isinstance(verdict, dict):
-                raise BrokenTestsError(verdict["broken"])
+        verdicts = read_verdicts(result.stdout, len(judge["tests"]))
         reasons = [reason for passed, reason in verdicts if not passed]
         return sum(passed for passed, _ in verdicts), reasons[0] if reasons else _describe_end(result), [result]
+
+
+def read_verdicts(output: str, count: int) -> list[tuple[bool, str | None]]:
+    """Return the verdicts that :func:`torchrl_rloo.rewards.code_judge.judge` has printed.
+
+    Args:
+        output: lines of verdicts. The last one is incomplete if a limit ended the judge.
+        count: number of tests.
+
+    Raises:
+        BrokenTestsError: if the judge says so, or tests have written to the file of the verdicts.
+    """
+    verdicts: list[tuple[bool, str | None]] = []
+    for line in output.split("\n")[:-1]:
+        try:
+            verdict = json.loads(line)
+        except (ValueError, RecursionError):
+            verdict = None
+        match verdict:
+            case {"broken": str(reason)}:
+                raise BrokenTestsError(reason)
+            case [True, None] | [False, str()]:
+                verdicts.append(tuple(verdict))
+            case _:
+                raise BrokenTestsError("a test wrote to the file of the verdicts")
+    if len(verdicts) > count:
+        raise BrokenTestsError(f"there are {len(verdicts)} verdicts of {count} tests")
+    return verdicts
+
+
+def rank_block(block: str, wanted: set[str] | None) -> int:
+    """Return how many of the ``wanted`` names a block defines. None ranks programs by whether they read and print."""
+    if wanted is None:
+        return 2 * bool(_READS.search(block)) + ("print" in block or "write" in block)
+    try:
+        names = read_names(block)
+    except BrokenTestsError:
+        return 0
+    return len((names.defined | names.imported) & wanted)
 
 
 def is_stalled(result: SandboxResult) -> bool:
@@ -367,10 +402,6 @@ def _make_call(name: Any, arguments: Any, expected: Any) -> Call:
     if not isinstance(arguments, list):
         raise BrokenTestsError(f"fn_name={name!r} requires a list of arguments per call, got {arguments!r:.100}")
     try:
-        return Call(name, encode(arguments, _refuse), json.loads(json.dumps(expected)))
+        return Call(name, *json.loads(json.dumps([arguments, expected])))
     except (TypeError, ValueError, RecursionError) as error:
         raise BrokenTestsError(f"fn_name={name!r} has a call that is not plain data: {error}") from None
-
-
-def _refuse(value: Any) -> int:
-    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
