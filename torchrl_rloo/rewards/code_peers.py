@@ -6,9 +6,9 @@ Nothing that the program does to its interpreter affects the tests: not ``sys.ex
 ``__eq__`` that always returns True. No frame or file of that process holds an expected result. Objects of the program
 stay there, and the tests hold a proxy for each. The program may write anything to the channel: a reply is only data.
 
-A message is a line of JSON. A request has the operation, its arguments and keywords, the changed containers (None leaves
-them out of the reply), and the containers that the tests no longer hold. A reply has ``"value"`` or ``"raised"``, that value, the objects and classes
-that are new, the changed containers, and the text that the program printed.
+A message is a line of JSON. A request has the operation, its arguments and keywords, the changed containers, and those
+that the tests no longer hold. None instead of the changes leaves them out of the reply. A reply has ``"value"`` or
+``"raised"``, that value, the objects and classes that are new, the changed containers, and what the program printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
+    from torchrl_rloo.rewards.code_values import (
+        COPIED,
+        SHARED,
+        Values,
+        find_library,
+        get_fixed,
+        plain_base,
+        take_scalar,
+    )
 else:  # loaded as a file
     from code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
 
@@ -37,7 +45,9 @@ _ARITHMETIC = "add and floordiv lshift matmul mod mul or pow rshift sub truediv 
 BINARY = {f"__{name}__" for name in f"{_ORDER} {_ARITHMETIC} contains".split()}
 BINARY |= {f"__{side}{name}__" for name in _ARITHMETIC.split() for side in "ri"}
 # Those that turn it into a number or a truth
-CONVERSIONS = {f"__{name}__" for name in "bool int float complex index round trunc floor ceil abs neg pos invert".split()}
+CONVERSIONS = {
+    f"__{name}__" for name in "bool int float complex index round trunc floor ceil abs neg pos invert".split()
+}
 _FREE = (
     "call iter next len length_hint str repr format bytes hash getitem setitem delitem missing reversed enter exit "
     "fspath aiter anext aenter aexit await"
@@ -69,25 +79,37 @@ class ProgramValues(Values):
 
     Attributes:
         news: descriptions of the objects that the tests do not know.
+        lent: names of what the tests have passed of the standard library.
     """
 
     def __init__(self) -> None:
         super().__init__("p")
         self.numbers: dict[int, int] = {}
         self.news: list[list[Any]] = []
+        self.lent: dict[int, list[str]] = {}
 
     def refer(self, value: Any) -> list[Any]:
-        if id(value) not in self.numbers:
-            self._describe_class(value) if isinstance(value, type) else self._describe_object(value)
+        if id(value) in self.lent:
+            return ["library", *self.lent[id(value)]]
+        number = self._number(value)
         if plain_base(type(value)) in SHARED:
-            self.share(value, f"o{self.numbers[id(value)]}")
-        return ["object", self.numbers[id(value)]]
+            self.share(value, f"o{number}")
+        return ["object", number]
 
     def resolve(self, kind: str, parts: list[Any]) -> Any:
         if kind == "new":
             kind, *args = map(self.decode, parts or [["library", "builtins", "object"]])
             return kind(*args)
-        return find_library(*parts) if kind == "library" else self.objects[parts[0]]
+        if kind == "library":
+            found = find_library(*parts)
+            self.lent[id(found)] = parts
+            return found
+        return self.objects[parts[0]]
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self.numbers:
+            self._describe_class(value) if isinstance(value, type) else self._describe_object(value)
+        return self.numbers[id(value)]
 
     def _keep(self, value: Any) -> int:
         number = self.numbers[id(value)] = len(self.objects)
@@ -96,7 +118,7 @@ class ProgramValues(Values):
 
     def _describe_object(self, value: Any) -> None:
         kind, base, content = type(value), plain_base(type(value)), None  # ``__class__`` may be a claim
-        described = self.refer(kind)[1]
+        described = self._number(kind)
         if base in COPIED:
             content = [base.__name__, *map(self.encode, COPIED[base][0](value))]
         elif base in SHARED:
@@ -111,8 +133,8 @@ class ProgramValues(Values):
     def _describe_class(self, kind: type) -> None:
         library = _is_library(kind)
         known = library and kind.__module__ == "builtins"
-        bases = [] if known else [self.refer(base)[1] for base in kind.__bases__ if base not in (object, type)]
-        meta = None if type(kind) is type or library else self.refer(type(kind))[1]
+        bases = [] if known else [self._number(base) for base in kind.__bases__ if base not in (object, type)]
+        meta = None if type(kind) is type or library else self._number(type(kind))
         # Find the methods that it does not have from a type which the tests have
         plain, errors = plain_base(kind), [base for base in kind.__mro__ if base.__module__ == "builtins"]
         anchor = plain or next(base for base in errors if issubclass(base, (BaseException, type)) or base is object)

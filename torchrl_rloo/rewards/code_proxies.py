@@ -56,7 +56,7 @@ def is_remote(value: Any) -> bool:
 
 
 class RemoteClass(ABCMeta):
-    """Class of the program. Its local base classes are those that the tests have, too."""
+    """Class of the program. Its local base classes are those that the tests also have."""
 
     __link: ProgramConnection  # mangled, so that no attribute of the program has its name
 
@@ -99,7 +99,7 @@ class RemoteClass(ABCMeta):
 
 
 class RemoteAttribute:
-    """Attribute of a class that the program defines and a plain base class has, too."""
+    """Attribute of a class that the program defines and a plain base class also has."""
 
     def __init__(self, link: ProgramConnection, name: str):
         self.link, self.name = link, name
@@ -121,6 +121,7 @@ class ProgramConnection(Values):
         raised: exceptions of the program.
         named: classes that the tests name, whose objects have a say in the tests.
         asking: classes whose metaclass knows further instances.
+        lent: what the tests have passed of the standard library, such as functions.
     """
 
     def __init__(self) -> None:
@@ -129,6 +130,7 @@ class ProgramConnection(Values):
         self.fault: Exception | None = None
         self.numbers: dict[int, int] = {}
         self.asking: set[int] = set()
+        self.lent: dict[tuple[str, str], Any] = {}
         self.raised: list[BaseException] = []
         self.named: set[int] = set()
         self.input = sys.stdin, builtins.input
@@ -222,6 +224,7 @@ class ProgramConnection(Values):
         if name is not None:
             module = module or "builtins"  # methods of its types have no module
             if find_library(module, name) is value:
+                self.lent[module, name] = value
                 return ["library", module, name]
         base = plain_base(type(value))
         if base in COPIED and type(value).__module__ != "__main__":
@@ -229,9 +232,7 @@ class ProgramConnection(Values):
         self.refuse(f"a test passes a {type(value).__name__}, which cannot be sent to another process")
 
     def resolve(self, kind: str, parts: list[Any]) -> Any:
-        if kind != "object":
-            raise ValueError(f"kind={kind!r:.100} is unknown")
-        return self.objects[parts[0]]
+        return self.objects[parts[0]] if kind == "object" else self.lent[tuple(parts)]
 
     def register(self, kind: str, number: int, *description: Any) -> None:
         """Build the local object or class of one of the program."""
@@ -349,6 +350,8 @@ class ProgramConnection(Values):
                 base = plain_base(kind)
                 if base is not None and hasattr(base, name):
                     return getattr(base, name)(value, *args, **kwargs)
+                if name == "__contains__" and hasattr(kind, "__iter__"):
+                    return any(item is args[0] or item == args[0] for item in value)
                 if name in CONVERSIONS or (name == "__contains__" and not is_remote(args[0])):
                     raise TypeError(f"{name} of a {kind.__name__}, whose class no test names, does not count")
                 if name in BINARY and not is_remote(args[0]):
@@ -422,7 +425,7 @@ def forward_library(link: ProgramConnection) -> None:
 
     def forwarding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(value: Any, *args: Any, **kwargs: Any) -> Any:
-            return (link.request(name, value, *args, **kwargs) if is_remote(value) else function(value, *args, **kwargs))
+            return link.request(name, value, *args, **kwargs) if is_remote(value) else function(value, *args, **kwargs)
 
         return call
 

@@ -36,7 +36,7 @@ _COPIED: list[tuple[type, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]]
     (tuple, lambda v: tuple(tuple.__iter__(v)), lambda *parts: parts),
     (frozenset, lambda v: tuple(frozenset.__iter__(v)), lambda *parts: frozenset(parts)),
     (bytes, lambda v: (bytes.hex(v),), bytes.fromhex),
-    (complex, lambda v: (complex.__getnewargs__(v)), complex),
+    (complex, lambda v: complex.__getnewargs__(v), complex),
     (range, lambda v: (v.start, v.stop, v.step), range),
     (slice, lambda v: (v.start, v.stop, v.step), slice),
     (Fraction, lambda v: (v.numerator, v.denominator), Fraction),
