@@ -63,7 +63,8 @@ LIMITS = [  # a program, its test, and the beginning of the reason
         "a test needs what the sandbox lacks: PermissionError",
     ),
     (F, "assert f(lambda: 1)", "a test passes a function"),
-    (F, "from unittest.mock import patch\nwith patch('builtins.input', str): f(1)", "a test replaces the input"),
+    (F, "from unittest.mock import patch\nwith patch('builtins.input', str): f(1)", "a test patches input"),
+    (F, "import io, sys\nsys.stdin = io.StringIO()\nf(1)", "a test replaces the input"),
     ("class A: pass", "class B(A): pass", "a test derives B from a class of the program"),
     ("class A: pass", "import pickle\npickle.dumps(A())", "a test pickles a A"),
 ]

@@ -250,6 +250,11 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
         ["r = f([3, 1, 2])\nassert all(r[i] <= r[i + 1] for i in range(2)) and sorted(r) == [1, 2, 3]"],
         {},
     ),
+    (
+        "class L(list):\n    __bool__ = __contains__ = lambda *a: 1\n    __str__ = lambda s: '6'\ndef f(x): return L()",
+        ["assert f(3)", "assert str(f(3)) == '6'", "assert 6 in f(3)"],
+        {},
+    ),
     ("class T:\n    __enter__ = lambda s: s\n    __exit__ = lambda s, *a: True", ["with T() as t: assert t == 3"], {}),
     ("import unittest\ndef f(x): raise unittest.SkipTest('no')", [UNITTEST], {}),
     ("def f(x): raise SystemExit(0)", [*SIX, UNITTEST], {}),

@@ -58,8 +58,9 @@ def same_output(actual: str, expected: str) -> bool:
 class CodeTests:
     """Reward of 1.0 where the program in a completion passes all tests of its row, else 0.0.
 
-    The program is the last fenced block of Python or without a language, else the whole text. A dataset column holds
-    the tests, as values or as JSON, in one of these forms:
+    The program is a fenced block of Python, or without a language if there is none, else the whole text. Of several
+    blocks it is the last that defines the names under test, or that reads standard input. A dataset column holds the
+    tests, as values or as JSON, in one of these forms:
 
     - **assertions**: a Python snippet or a list of them (MBPP's ``test_list``), each of which is a test. A snippet that
       defines ``check(candidate)`` is called with the function that ``entry_point`` names (HumanEval's ``test``).
@@ -81,7 +82,16 @@ class CodeTests:
     - A program that knows the inputs can look up the results instead of computing them.
     - A program can influence tests that check a result with another name under test. An example is a class whose
       instances are the expected results. It can also change an argument with which a test compares the result.
+    - Methods of an object are the program's opinion, such as ``f(1).is_valid()`` or ``f(1).get(2)``. So are the
+      operators of a class under test, as in ``3 in Bag([3])``.
     - NaN passes tests that only refute a comparison, such as ``not abs(f(2) - 4) > 1e-6``.
+
+    **Objects.** An object of the program acts in the tests like in one process: its methods, operators, attributes,
+    classes and exceptions are the program's. Lists, dicts and other containers are the same on both sides, up to 2000
+    items. A class counts as under test if its name in the tests is capitalized, such as ``Stack``; ``Solution`` and
+    names with underscores do not. Objects of other classes have less say. Their operators never see a value of the
+    tests. They cannot stand for a number, a false value or a text. If they are a subclass of ``list``, ``int`` or
+    another plain type, they act as that.
 
     **Time.** A call takes at most ``ceil(B / workers) * (row_timeout + sandbox.timeout)`` seconds, plus the start of
     the sandbox, for any programs. Rows run concurrently. The assertions of a row share one time limit of the sandbox.
@@ -89,9 +99,16 @@ class CodeTests:
     remaining ones fail.
 
     A row abstains (None) if its tests are missing or broken: unknown form, unequal numbers of inputs and outputs, a
-    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test passes a
-    function, an instance of the test's class, or another value that cannot be sent to a process. Any failure of the
-    program, time-outs included, scores 0.0.
+    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test
+
+    - passes a function, an instance of the test's class, or another value that cannot be sent to a process;
+    - derives a class from one of the program, or pickles an object of it;
+    - patches a module, or replaces the input, the environment or the warnings of the program;
+    - needs a package, a file, ``asyncio`` or ``tempfile``, which the sandbox lacks;
+    - writes to the file of the verdicts.
+
+    Any failure of the program, time-outs included, scores 0.0. So does a program that needs what the sandbox lacks, and
+    a test of its log, its threads or the lifetime of its objects.
 
     Args:
         column: column of tests.

@@ -36,6 +36,7 @@ if __package__:
 else:  # loaded as a file
     from code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
 
+ABSTRACT = ("abc", "collections.abc", "numbers")  # modules of the standard library whose classes only compute
 CHANNEL = 3  # file descriptor of the socket between both processes
 PROGRAM = "candidate"  # module name of the program's classes
 MAX_PRINTED = 100_000  # characters that a reply has of what the program printed
@@ -127,21 +128,26 @@ class ProgramValues(Values):
             content = ["scalar", take_scalar(value, base)]
         elif issubclass(kind, BaseException):
             attributes = tuple(vars(value).items()) if _is_library(kind) else ()
-            content = ["error", *map(self.encode, (tuple(value.args), attributes, value.__cause__))]
+            # The members of a group must exist before it
+            args = (value.message, tuple(value.exceptions)) if hasattr(kind, "exceptions") else tuple(value.args)
+            content = ["error", *map(self.encode, (args, attributes, value.__cause__))]
         self.news.append(["object", self._keep(value), described, content])
 
     def _describe_class(self, kind: type) -> None:
         library = _is_library(kind)
-        known = library and kind.__module__ == "builtins"
-        bases = [] if known else [self._number(base) for base in kind.__bases__ if base not in (object, type)]
+        builtin = library and kind.__module__ == "builtins"
+        bases = [] if builtin else [self._number(base) for base in kind.__bases__ if base not in (object, type)]
         meta = None if type(kind) is type or library else self._number(type(kind))
         # Find the methods that it does not have from a type which the tests have
         plain, errors = plain_base(kind), [base for base in kind.__mro__ if base.__module__ == "builtins"]
         anchor = plain or next(base for base in errors if issubclass(base, (BaseException, type)) or base is object)
+        known = [plain] if plain else [base for base in kind.__mro__ if base.__module__ in ABSTRACT]
         own = {"__getattr__": True} if hasattr(kind, "__getattr__") else {}
         for name in () if kind is anchor else {name for base in kind.__mro__ for name in vars(base)}:
             method, missing = getattr(kind, name, anchor), getattr(anchor, name, anchor)
-            if method is not missing and (name in PROTOCOLS or plain and name[:2] != "__" and hasattr(plain, name)):
+            if name not in PROTOCOLS and (name[:2] == "__" or not any(hasattr(base, name) for base in known)):
+                continue
+            if method is not missing:
                 own[name] = method is not None
         names = kind.__name__, kind.__module__, kind.__qualname__
         self.news.append(["class", self._keep(kind), *names, library, bases, meta, issubclass(kind, type), own])
@@ -209,6 +215,7 @@ def serve() -> None:
             return
         operation, args, kwargs, changes, forgotten = request
         sharing = changes is not None
+        values.create(changes or {})
         values.apply(changes or {})
         values.forget(forgotten)
         args, kwargs = map(values.decode, args), {name: values.decode(value) for name, value in kwargs.items()}

@@ -16,19 +16,19 @@ import random
 import sys
 import threading
 import types
+import warnings
 from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_peers import BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
     from torchrl_rloo.rewards.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 else:  # loaded as a file
-    from code_peers import BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
     from code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 
 MAX_SHARED = 2000  # items of containers that both processes compare with each request; more are copied
-_ABSTRACT = ("abc", "collections.abc", "numbers")  # modules whose classes only compute
 _FOREIGN = {(kind.__module__, kind.__qualname__): kind for kind in vars(types).values() if isinstance(kind, type)}
 _ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 _SETTABLE = ("__traceback__", "__cause__", "__context__", "__suppress_context__", "__notes__")
@@ -105,10 +105,10 @@ class RemoteAttribute:
         self.link, self.name = link, name
 
     def __get__(self, value: Any, owner: type) -> Any:
-        if value is None:
-            return self.link.request("getattr", owner, self.name)
+        if value is None:  # also while the class is made
+            return self.link.request("getattr", owner, self.name) if id(owner) in self.link.numbers else self
         found = self.link.request("getattr", value, self.name)
-        if self.link.trusts(owner) or not is_remote(found):
+        if self.link.trusts(owner) or not is_remote(found) or plain_base(owner) is None:
             return found
         return getattr(plain_base(owner), self.name).__get__(value)
 
@@ -133,7 +133,7 @@ class ProgramConnection(Values):
         self.lent: dict[tuple[str, str], Any] = {}
         self.raised: list[BaseException] = []
         self.named: set[int] = set()
-        self.input = sys.stdin, builtins.input
+        self.surroundings = _surroundings()
         RemoteClass.connect(self)
 
     # Requests
@@ -147,8 +147,8 @@ class ProgramConnection(Values):
         with self.lock:
             if self.fault:
                 raise self.fault
-            if (sys.stdin, builtins.input) != self.input:
-                self.refuse("a test replaces the input of the program")
+            if _surroundings() != self.surroundings:
+                self.refuse("a test replaces the input, the environment or the warnings of the program")
             sharing = not self.applying  # a request while a reply is read must leave the containers alone
             changes, forgotten = (self.changes(), self.drop_unused()) if sharing else (None, [])
             content = [self.encode(arg) for arg in args], {name: self.encode(arg) for name, arg in kwargs.items()}
@@ -169,11 +169,12 @@ class ProgramConnection(Values):
             self.end()
         applying, self.applying = self.applying, True
         try:
+            self.create(changes)
             for entry in news:
                 self.register(*entry)
             self.apply(changes)
             value = self.decode(content)
-            sys.stdout.write(printed)
+            sys.stdout.write(printed) if printed else None
         except Exception as error:
             raise self.fault or ProgramError(f"unreadable value: {type(error).__name__}") from None
         finally:
@@ -272,8 +273,8 @@ class ProgramConnection(Values):
     ) -> type:
         """Build a local class with the special methods of one of the program."""
         if library and (found := find_shared_class(module, qualified)):
-            return RemoteClass if is_meta else found
-        space: dict[str, Any] = {"__slots__": (), "__module__": module, "__qualname__": qualified}
+            return found
+        space: dict[str, Any] = {"__module__": module, "__qualname__": qualified}
         methods = {
             method: self.forward(method) if own[method] else None
             for method in PROTOCOLS.intersection(own)
@@ -291,7 +292,6 @@ class ProgramConnection(Values):
         maker = RemoteClass if meta is None else self.objects[meta]
         kind = ABCMeta.__new__(maker, name, local, space)
         type.__setattr__(kind, "__abstractmethods__", frozenset())
-        type.__delattr__(kind, "__slots__")
         if meta is not None:
             self.asking.add(id(kind))
         return kind
@@ -350,6 +350,8 @@ class ProgramConnection(Values):
                 base = plain_base(kind)
                 if base is not None and hasattr(base, name):
                     return getattr(base, name)(value, *args, **kwargs)
+                if base is not None and name == "__bool__":
+                    return not hasattr(base, "__len__") or len(value) > 0
                 if name == "__contains__" and hasattr(kind, "__iter__"):
                     return any(item is args[0] or item == args[0] for item in value)
                 if name in CONVERSIONS or (name == "__contains__" and not is_remote(args[0])):
@@ -392,7 +394,9 @@ def find_shared_class(module: str, name: str) -> type | None:
         return None
     if issubclass(found, BaseException):
         return None if module.startswith("unittest") else found  # some of its exceptions end a test without failure
-    if module in _ABSTRACT or PLAIN.get(name) is found or found in (object, bool, int, float, str):
+    if module in ABSTRACT and getattr(found, "__abstractmethods__", None):  # others can have instances, which are the program's
+        return found
+    if PLAIN.get(name) is found or found in (object, bool, int, float, str):
         return found
     return None
 
@@ -413,6 +417,11 @@ def _build_error(
     return error
 
 
+def _surroundings() -> tuple[Any, ...]:
+    """Return what tests may change in their process, and what does not reach the program."""
+    return sys.stdin, builtins.input, dict(os.environ), warnings._showwarnmsg_impl
+
+
 def _decoy(like: Any) -> Any:
     """Return a value like another one that equals no other."""
     number = int.from_bytes(os.urandom(7), "big")
@@ -420,7 +429,10 @@ def _decoy(like: Any) -> Any:
 
 
 def forward_library(link: ProgramConnection) -> None:
-    """Let functions of the standard library work on objects of the program, and on its random numbers."""
+    """Let functions of the standard library work on objects of the program, and on its random numbers.
+
+    Patches of modules, which would not reach the program, are refused.
+    """
     import dataclasses
 
     def forwarding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -438,3 +450,12 @@ def forward_library(link: ProgramConnection) -> None:
         link.request("seed", *args)
 
     random.seed = seed_both
+    if mock := sys.modules.get("unittest.mock"):
+        enter = mock._patch.__enter__
+
+        def check_target(patcher: Any) -> Any:
+            if not is_remote(patcher.getter()) and patcher.attribute not in ("stdout", "stderr"):
+                link.refuse(f"a test patches {patcher.attribute}, which is not that of the program")
+            return enter(patcher)
+
+        mock._patch.__enter__ = check_target

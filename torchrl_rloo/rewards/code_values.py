@@ -131,8 +131,6 @@ def make_empty(base: type, kind: type, fixed: Any) -> Any:
     value = base.__new__(kind)
     if base is deque:
         deque.__init__(value, (), fixed)
-    elif base is defaultdict:
-        defaultdict.__init__(value, fixed)
     return value
 
 
@@ -221,16 +219,21 @@ class Values:
         self.known |= known  # only now: an error leaves all unsent
         return updates
 
+    def create(self, updates: dict[str, list[Any]]) -> None:
+        """Make the containers that are new, without content."""
+        for key, (name, fixed, *_) in updates.items():
+            if key not in self.shared and key[0] != "o":
+                self.adopt(key, make_empty(PLAIN[name], PLAIN[name], fixed))
+
     def apply(self, updates: dict[str, list[Any]]) -> None:
         """Make the changes of the other end."""
-        for key, (name, fixed, *_) in updates.items():
-            if key not in self.shared:
-                own = key.startswith("o")
-                base = PLAIN[name]
-                self.adopt(key, self.objects[int(key[1:])] if own else make_empty(base, base, self.decode(fixed)))
-        for key, (name, _, *parts) in updates.items():
+        for key, (name, fixed, *parts) in updates.items():
             take, fill, _ = SHARED[PLAIN[name]]
+            if key not in self.shared:
+                self.adopt(key, self.objects[int(key[1:])])
             value = self.shared[key]
+            if name == "defaultdict":
+                value.default_factory = self.decode(fixed)
             fill(value, [self.decode(part) for part in parts])
             self.known[key] = take(value)
 
