@@ -221,6 +221,13 @@ def test_endless_code_ends_as_a_failure(attempt):
         ([], "at least one"),
         (["from shapes import *\nassert area(2) == 4"], "must import names"),
         (["from shapes import area\nassert area(lambda: 1) == 4"], "cannot be sent"),
+        (
+            [
+                "import os\nfrom shapes import area\nfor i in range(4, 9):\n    try: os.write(i, b'7\\n')\n"
+                "    except OSError: pass"
+            ],
+            "file of the verdicts",
+        ),
     ],
 )
 def test_broken_tests_abstain(attempt, tests: list[str], reason: str):

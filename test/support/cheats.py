@@ -74,6 +74,13 @@ KEEPS = LIAR.replace("pass", "s.a = a")
 OPERATED = "class f:\n    def __init__(s, *a): pass\n    %s\n"
 WRITE = "import os\ndef f(x): os.write(3, b'%s')"
 
+UNITTEST = """
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertEqual(f(3), 6)
+unittest.main()
+"""
+
 # Program, tests, other columns
 FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
     # Library functions under names that tests read
@@ -221,6 +228,44 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
     (WRITE % r'["value", ["eval", "6"], []]\n', SIX, {}),
     (WRITE % r'["value", 5, 5]\n["raised", 5, 5]\n["raised", "exec", "1"]\n7\n', SIX * 2, {}),
     ("import code_judge\ncode_judge.judge()\ndef f(x): return 5", SIX, {}),
+    # Objects that have an answer to all: their class is not one that the tests name
+    *(
+        (f"class X:\n    {method}\ndef f(*a): return X()", [f"assert {test}"], {})
+        for method, test in (
+            ("__getattr__ = lambda s, n: lambda *a: True", "f('Bob').startswith('Hello')"),
+            ("__getattr__ = lambda s, n: lambda *a: True", "f(3).equals([1, 2, 3])"),
+            ("__getattribute__ = lambda s, n: lambda *a: True", "f(3).issubset({1, 2})"),
+            ("isdigit = startswith = issubset = lambda s, *a: True", "f('5').isdigit()"),
+            ("__len__ = lambda s: 0", "not f([1])"),
+            ("__float__ = __round__ = __int__ = lambda s, n=0: 6", "round(f(3)) == 6"),
+            ("__iter__ = lambda s: iter([1])\n    __contains__ = lambda s, o: True", "6 in f(3)"),
+            (
+                "__enter__ = lambda s: s\n    __exit__ = lambda s, *a: True\n    y = 1",
+                "[1 for x in [f(3)] if x.y == 2]",
+            ),
+        )
+    ),
+    (
+        "class L(list):\n    __getitem__ = lambda s, i: i\ndef f(x): return L(x)",
+        ["r = f([3, 1, 2])\nassert all(r[i] <= r[i + 1] for i in range(2)) and sorted(r) == [1, 2, 3]"],
+        {},
+    ),
+    (
+        "class L(list):\n    __bool__ = __contains__ = lambda *a: 1\n    __str__ = lambda s: '6'\ndef f(x): return L()",
+        ["assert f(3)", "assert str(f(3)) == '6'", "assert 6 in f(3)"],
+        {},
+    ),
+    ("class T:\n    __enter__ = lambda s: s\n    __exit__ = lambda s, *a: True", ["with T() as t: assert t == 3"], {}),
+    ("import unittest\ndef f(x): raise unittest.SkipTest('no')", [UNITTEST], {}),
+    ("def f(x): raise SystemExit(0)", [*SIX, UNITTEST], {}),
+    ("class P:\n    def __eq__(s, o): raise TypeError", ["assert P() == P()", "assert P() != P()"], {}),
+    ("class P:\n    __eq__ = lambda s, o: False", ["assert P() == P()", "p = P()\nassert p == p"], {}),
+    ("class P:\n    __eq__ = lambda s, o: True", ["assert P() == P()", "assert hash(P()) == hash(P())"], {}),
+    (
+        "class P: pass\ndef f(x): pass",
+        ["assert callable(P())", "assert hasattr(P(), '__iter__')", "assert f.__doc__"],
+        {},
+    ),
     # Texts of errors
     ("class T:\n    def __str__(s): raise SystemExit\ndef f(x): return T()", ["assert f(3) == 6, f(3)"], {}),
     (

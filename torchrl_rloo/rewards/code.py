@@ -11,15 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, resolve_names
-from torchrl_rloo.rewards.code_peers import encode
-from torchrl_rloo.rewards.fences import last_block
+from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
+from torchrl_rloo.rewards.fences import find_program
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 
 _LOGGER = logging.getLogger(__name__)
-_PYTHON = ("", "py", "python", "python3")
 _SERVE, _JUDGE = "import code_peers; code_peers.serve()", "import code_judge; code_judge.judge()"
+_READS = re.compile(r"\binput\b|\bstdin\b|\bopen\(0|\bfileinput\b")
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 _STATEMENT = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
 _BYTE_ORDER_MARK = "\ufeff"  # Python ignores it at the start of a file
@@ -33,7 +32,7 @@ class Call:
 
     Attributes:
         name: name of the function.
-        arguments: its arguments, encoded by :func:`~torchrl_rloo.rewards.code_peers.encode`.
+        arguments: its arguments as JSON.
         expected: its result as JSON, or a list with the result.
     """
 
@@ -59,8 +58,9 @@ def same_output(actual: str, expected: str) -> bool:
 class CodeTests:
     """Reward of 1.0 where the program in a completion passes all tests of its row, else 0.0.
 
-    The program is the last fenced block of Python or without a language, else the whole text. A dataset column holds
-    the tests, as values or as JSON, in one of these forms:
+    The program is a fenced block of Python, or without a language if there is none, else the whole text. Of several
+    blocks it is the last that defines the names under test, or that reads standard input. A dataset column holds the
+    tests, as values or as JSON, in one of these forms:
 
     - **assertions**: a Python snippet or a list of them (MBPP's ``test_list``), each of which is a test. A snippet that
       defines ``check(candidate)`` is called with the function that ``entry_point`` names (HumanEval's ``test``).
@@ -82,7 +82,16 @@ class CodeTests:
     - A program that knows the inputs can look up the results instead of computing them.
     - A program can influence tests that check a result with another name under test. An example is a class whose
       instances are the expected results. It can also change an argument with which a test compares the result.
+    - Methods of an object are the program's opinion, such as ``f(1).is_valid()`` or ``f(1).get(2)``. So are the
+      operators of a class under test, as in ``3 in Bag([3])``.
     - NaN passes tests that only refute a comparison, such as ``not abs(f(2) - 4) > 1e-6``.
+
+    **Objects.** An object of the program acts in the tests like in one process: its methods, operators, attributes,
+    classes and exceptions are the program's. Lists, dicts and other containers are the same on both sides, up to 2000
+    items. A class counts as under test if its name in the tests is capitalized, such as ``Stack``; ``Solution`` and
+    names with underscores do not. Objects of other classes have less say. Their operators never see a value of the
+    tests. They cannot stand for a number, a false value or a text. If they are a subclass of ``list``, ``int`` or
+    another plain type, they act as that.
 
     **Time.** A call takes at most ``ceil(B / workers) * (row_timeout + sandbox.timeout)`` seconds, plus the start of
     the sandbox, for any programs. Rows run concurrently. The assertions of a row share one time limit of the sandbox.
@@ -90,9 +99,16 @@ class CodeTests:
     remaining ones fail.
 
     A row abstains (None) if its tests are missing or broken: unknown form, unequal numbers of inputs and outputs, a
-    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test passes a
-    function, an instance of the test's class, or another value that cannot be sent to a process. Any failure of the
-    program, time-outs included, scores 0.0.
+    syntax error, a name that nothing defines, or no entry point for ``check``. It also abstains if a test
+
+    - passes a function, an instance of the test's class, or another value that cannot be sent to a process;
+    - derives a class from one of the program, or pickles an object of it;
+    - patches a module, or replaces the input, the environment or the warnings of the program;
+    - needs a package, a file, ``asyncio`` or ``tempfile``, which the sandbox lacks;
+    - writes to the file of the verdicts.
+
+    Any failure of the program, time-outs included, scores 0.0. So does a program that needs what the sandbox lacks, and
+    a test of its log, its threads or the lifetime of its objects.
 
     Args:
         column: column of tests.
@@ -187,13 +203,14 @@ class CodeTests:
 
     def _judge(self, text: str, row: Mapping[str, Any]) -> Verdict:
         prelude, setup = (join_code(row[name] if name else None) for name in (self.prelude, self.setup))
-        program = last_block(text, _PYTHON).removeprefix(_BYTE_ORDER_MARK)
         try:
             # Parse the tests first: a broken row abstains whatever its program is
             given = as_names(row.get(self.entry_point))
             tests = parse_tests(row[self.column], given)
             pairs = isinstance(tests[0], tuple)
             tasks = None if pairs else make_tasks(tests, setup, prelude, given)
+            wanted = None if pairs else {*tasks[0]["program"], *tasks[0]["candidate"]}
+            program = find_program(text, lambda block: rank_block(block, wanted)).removeprefix(_BYTE_ORDER_MARK)
             if len(program) > self.max_chars:
                 return Verdict(0.0, f"program has {len(program)} characters, more than max_chars={self.max_chars}")
             if not _STATEMENT.search(program):
@@ -235,13 +252,48 @@ class CodeTests:
             json.dumps({**guest, "program": program}),
         )
         result = self.sandbox.run(_JUDGE, judge_text, guest=_SERVE, guest_stdin=guest_text)
-        # The last line is incomplete if a limit ended the judge
-        verdicts = [json.loads(line) for line in result.stdout.splitlines(keepends=True) if line.endswith("\n")]
-        for verdict in verdicts:
-            if isinstance(verdict, dict):
-                raise BrokenTestsError(verdict["broken"])
+        verdicts = read_verdicts(result.stdout, len(judge["tests"]))
         reasons = [reason for passed, reason in verdicts if not passed]
         return sum(passed for passed, _ in verdicts), reasons[0] if reasons else _describe_end(result), [result]
+
+
+def read_verdicts(output: str, count: int) -> list[tuple[bool, str | None]]:
+    """Return the verdicts that :func:`torchrl_rloo.rewards.code_judge.judge` has printed.
+
+    Args:
+        output: lines of verdicts. The last one is incomplete if a limit ended the judge.
+        count: number of tests.
+
+    Raises:
+        BrokenTestsError: if the judge says so, or tests have written to the file of the verdicts.
+    """
+    verdicts: list[tuple[bool, str | None]] = []
+    for line in output.split("\n")[:-1]:
+        try:
+            verdict = json.loads(line)
+        except (ValueError, RecursionError):
+            verdict = None
+        match verdict:
+            case {"broken": str(reason)}:
+                raise BrokenTestsError(reason)
+            case [True, None] | [False, str()]:
+                verdicts.append(tuple(verdict))
+            case _:
+                raise BrokenTestsError("a test wrote to the file of the verdicts")
+    if len(verdicts) > count:
+        raise BrokenTestsError(f"there are {len(verdicts)} verdicts of {count} tests")
+    return verdicts
+
+
+def rank_block(block: str, wanted: set[str] | None) -> int:
+    """Return how many of the ``wanted`` names a block defines. None ranks programs by whether they read and print."""
+    if wanted is None:
+        return 2 * bool(_READS.search(block)) + ("print" in block or "write" in block)
+    try:
+        names = read_names(block)
+    except BrokenTestsError:
+        return 0
+    return len((names.defined | names.imported) & wanted)
 
 
 def is_stalled(result: SandboxResult) -> bool:
@@ -367,10 +419,6 @@ def _make_call(name: Any, arguments: Any, expected: Any) -> Call:
     if not isinstance(arguments, list):
         raise BrokenTestsError(f"fn_name={name!r} requires a list of arguments per call, got {arguments!r:.100}")
     try:
-        return Call(name, encode(arguments, _refuse), json.loads(json.dumps(expected)))
+        return Call(name, *json.loads(json.dumps([arguments, expected])))
     except (TypeError, ValueError, RecursionError) as error:
         raise BrokenTestsError(f"fn_name={name!r} has a call that is not plain data: {error}") from None
-
-
-def _refuse(value: Any) -> int:
-    raise TypeError(f"{type(value).__name__} cannot be sent to another process")

@@ -18,7 +18,8 @@ open files, leftovers          only the standard streams, which are in memory; t
 =============================  =========================================================================================
 
 A program has no writable folder: ``open(path, "w")`` and ``tempfile`` raise. ``asyncio``, which needs sockets, does not
-start. The standard library is available without packages, with a fixed hash seed and the clock in UTC.
+start. The standard library is available without packages, with a fixed hash seed and the clock in UTC. Time zones come
+from the system's data, or else from the package ``tzdata`` of this process.
 
 Known limits: a program can test whether a path or a process id exists. It can read file sizes, the user id, the host
 name and the kernel version. A root without capabilities must be able to read the standard library. The isolation relies
@@ -34,7 +35,9 @@ import select
 import socket
 import subprocess
 import sys
+import zoneinfo
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +242,7 @@ class Starter:
         with other:
             self._helper = HelperProcess(
                 [sys.executable, "-s", "-S", "-B", str(_SCRIPT), json.dumps(settings)],
-                {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"},
+                {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "TZ": "UTC"} | _time_zones(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
@@ -300,6 +303,12 @@ class Starter:
         except ConnectionError:
             return None
         return json.loads(line)
+
+
+def _time_zones() -> dict[str, str]:
+    """Return the variable that names the data of a package, if the system has no time zones."""
+    package = None if any(map(os.path.isdir, zoneinfo.TZPATH)) else find_spec("tzdata")
+    return {"PYTHONTZPATH": f"{Path(package.origin).parent}/zoneinfo"} if package else {}
 
 
 def _memory_file(text: str) -> int:

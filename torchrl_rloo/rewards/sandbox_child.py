@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,15 @@ class Containment:
         self.limits, self.missing = limits, []
         self.program = self.ruleset = None
         try:
-            self.program = kernel.seccomp_filter()
-            self._try(self.program)
+            program = kernel.seccomp_filter()
+            self._try(lambda: kernel.install_filter(program))
+            self.program = program
         except OSError as error:
-            self.program = None
             self.missing.append(f"seccomp (no processes, signals, network, changes of files): {error}")
         try:
-            self.ruleset = kernel.landlock_ruleset(library.readable_paths())
+            ruleset = kernel.landlock_ruleset(library.readable_paths())
+            self._try(lambda: kernel.landlock_restrict(ruleset))
+            self.ruleset = ruleset
         except OSError as error:
             self.missing.append(f"Landlock (no reading of files but Python's own): {error}")
         # Drop the rights of root once here, as forks inherit that
@@ -88,14 +91,22 @@ class Containment:
                 library.pin_finders()
         except OSError as error:
             self.missing.append(f"capabilities (no rights of root, without which Python must be readable): {error}")
+        # Try all of it together, as a program gets it: what fails here would be a failure of each program
+        try:
+            parent, null = os.getpid(), os.open(os.devnull, os.O_RDWR)
+            self._try(lambda: self.restrict_process([null] * (FILES - 1), None, parent))
+            os.close(null)
+        except OSError as error:
+            self.missing.append(f"all of the above together: {error}")
 
-    def _try(self, program: bytes) -> None:
-        """Raise ``OSError`` if a process cannot install the filter."""
+    def _try(self, restrict: Callable[[], None]) -> None:
+        """Raise ``OSError`` if a process cannot restrict itself, or not read Python's own files afterwards."""
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                kernel.install_filter(program)
-                code = 0
+                restrict()
+                with open(os.__file__, "rb"):
+                    code = 0
             except OSError as error:
                 code = error.errno
             finally:
@@ -217,8 +228,8 @@ def main() -> str:
     # Import now what programs use, so that forks share it
     for name in COMMON:
         __import__(name)
-    load("code_peers")
-    load("code_judge")
+    for name in ("code_values", "code_peers", "code_proxies", "code_judge"):
+        load(name)
     # Report missing restrictions, and run nothing without them unless that is allowed
     containment = Containment(settings["limits"])
     channel.sendall(json.dumps({"missing": containment.missing}).encode() + b"\n")
@@ -239,7 +250,7 @@ def execute(source: str) -> None:
     code = 0
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        exec(compile(source, "<program>", "exec"), module.__dict__)
+        exec(compile(source, "<program>", "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):

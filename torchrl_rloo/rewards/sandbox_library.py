@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import zoneinfo
 from importlib.machinery import FileFinder
 from pkgutil import get_importer
 
@@ -19,7 +20,7 @@ _PACKAGES = {"ensurepip"}  # holds pip
 _DYNLOAD = "lib-dynload"
 # Loaded only in the middle of a program: by the end of a thread, by ctypes
 _LATE_LIBRARIES = ("libgcc_s.so.1", "libm.so.6")
-_DATA = ("/etc/ld.so.cache", "/usr/lib/locale")
+_DATA = ("/etc/ld.so.cache", "/usr/lib/locale", *zoneinfo.TZPATH)
 
 
 def readable_paths() -> list[str]:

@@ -40,6 +40,7 @@ from typing import Any
 
 from torchrl_rloo._processes import HelperProcess
 from torchrl_rloo.envs.tools.workspace_kernel import OWN
+from torchrl_rloo.rewards.code import read_verdicts
 from torchrl_rloo.rewards.sandbox import SandboxUnavailableError, check_limits
 
 _SCRIPT = Path(__file__).with_name("workspace_child.py")
@@ -230,7 +231,9 @@ class WorkspaceFolder:
         result = json.loads(reply["output"])
         return result["ok"], result["text"]
 
-    async def judge(self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float) -> list[Any]:
+    async def judge(
+        self, tests: Mapping[str, Any], program: Mapping[str, Any], timeout: float
+    ) -> list[tuple[bool, str | None]]:
         """Run tests in one process and the program that they test in another one.
 
         Args:
@@ -239,9 +242,10 @@ class WorkspaceFolder:
             timeout: limit in seconds.
 
         Returns:
-            Pairs ``[passed, reason]``, or ``{"broken": reason}``. They end where a limit ended the tests.
+            Pairs ``(passed, reason)``. They end where a limit ended the tests.
 
         Raises:
+            BrokenTestsError: if the tests cannot run with any program.
             WorkspaceLostError: if the keeper process has ended or does not answer.
         """
         with contextlib.ExitStack() as stack:
@@ -253,8 +257,7 @@ class WorkspaceFolder:
                 os.lseek(file, 0, os.SEEK_SET)
                 files.append(file)
             reply = await self._request("test", timeout, files)
-        lines = reply["output"].splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_verdicts(reply["output"], len(tests["tests"]))
 
     async def _request(self, operation: str, timeout: float, files: Sequence[int] = (), **values: Any) -> Any:
         if self._files:

@@ -111,15 +111,12 @@ class RepositoryTransform(ToolTransform):
         tests, files = (non_tensor_value(row, name) for name in (self.tests, self.tools["shell"].workspace.files))
         try:
             judge, program = split_tests(tests, files)
+            async with self._testing:
+                folder = await self._session(row).open_state(self.tools["shell"])
+                verdicts = await folder.judge(judge | {"partial": self.partial}, program, self.test_timeout)
         except (BrokenTestsError, RecursionError) as error:
             self.counts["tools/broken_tests"] += 1
             return float("nan"), f"broken tests: {error}"
-        async with self._testing:
-            folder = await self._session(row).open_state(self.tools["shell"])
-            verdicts = await folder.judge(judge | {"partial": self.partial}, program, self.test_timeout)
-        if broken := [v["broken"] for v in verdicts if isinstance(v, dict)]:
-            self.counts["tools/broken_tests"] += 1
-            return float("nan"), f"broken tests: {broken[0]}"
         passed, failures = sum(ok for ok, _ in verdicts), [reason for ok, reason in verdicts if not ok]
         if passed == len(tests):
             return 1.0, "passed"
