@@ -35,7 +35,7 @@ def form_hint(function: RewardFunction, batch: RewardBatch, run: Run) -> str:
     """
     while (inner := getattr(function, "function", None) or getattr(function, "func", None)) is not None:
         function = inner
-    if getattr(function, "__module__", "").startswith(__package__):
+    if (getattr(function, "__module__", None) or "").startswith(__package__):
         return ""
     first = {final_text(completion): i for i, completion in enumerate(batch.completions)}  # a row of each text
     batch = batch.select(list(first.values())[:MAX_SAMPLES])
