@@ -32,18 +32,10 @@ def form_hint(function: RewardFunction, batch: RewardBatch, run: Run) -> str:
         function: reward function. Those of this package read both forms.
         batch: trajectories in the form that the run has.
         run: function that scores batches with ``function``.
-
-    Example:
-        >>> from torchrl_rloo.rewards.protocol import call_reward
-        >>> def letters(completions, **columns): return [float(len(c)) for c in completions]
-        >>> say = lambda text: [{"role": "assistant", "content": text}]
-        >>> batch = RewardBatch([[{"role": "user", "content": "?"}]] * 2, [say("a"), say("abc")], [[1], [2]])
-        >>> form_hint(letters, batch, lambda batches: [call_reward(letters, b) for b in batches])[:16]
-        'it expects texts'
     """
     while (inner := getattr(function, "function", None) or getattr(function, "func", None)) is not None:
         function = inner
-    if getattr(function, "__module__", "").startswith(__package__):
+    if (getattr(function, "__module__", None) or "").startswith(__package__):
         return ""
     first = {final_text(completion): i for i, completion in enumerate(batch.completions)}  # a row of each text
     batch = batch.select(list(first.values())[:MAX_SAMPLES])
