@@ -15,7 +15,7 @@ import torch
 
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.call_pool import CallLimit
-from torchrl_rloo.envs.tools.calls import ToolCall
+from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool
@@ -267,6 +267,86 @@ def test_waiting_for_a_loop_on_itself_is_refused(loops) -> None:
 
     with pytest.raises(RuntimeError, match="cannot be called on the event loop"):
         loops[0].run(wait())
+
+
+class Waits(Tool):
+    """Tool with a state that takes a while to open."""
+
+    def __init__(self) -> None:
+        super().__init__("waits", "Waits.", {"type": "object", "properties": {}})
+
+    async def open(self, columns) -> list[int]:
+        await asyncio.sleep(0.2)
+        return []
+
+    async def call(self, state: list[int], /) -> str:
+        await asyncio.sleep(0.2)
+        return "rain"
+
+
+async def nap() -> int:
+    await asyncio.sleep(0.2)
+    return 1
+
+
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_a_function_that_blocks_the_loop_is_named_and_costs_no_other_its_time(in_a_task: bool, loops, caplog) -> None:
+    release, began = threading.Event(), threading.Event()
+
+    async def blocks() -> None:
+        await asyncio.sleep(0.1)
+        began.set()
+        release.wait(SECONDS)
+
+    async def blocks_in_a_task() -> None:
+        await asyncio.gather(blocks())
+
+    async def play() -> list:
+        session = ToolSession(ToolRegistry([Waits()]), {}, timeout=0.6)
+        work = [
+            event_loop.call(blocks_in_a_task if in_a_task else blocks, timeout=0.5),
+            session.call(ToolCall("waits", {})),
+        ]
+        work = [asyncio.ensure_future(one) for one in [*work, *(event_loop.call(nap, timeout=0.5) for _ in range(3))]]
+        (blocked, *_), _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        assert blocked is work[0] and began.is_set()
+        # Others, which began before, cannot run; a new call gets another loop
+        assert await event_loop.call(nap, timeout=SECONDS) == 1 and not any(one.done() for one in work[1:])
+        while "blocks the event loop" not in caplog.text:
+            await asyncio.sleep(0.05)
+        release.set()
+        found = await asyncio.gather(*work, return_exceptions=True)
+        await session.close()
+        return found
+
+    late, result, *naps = loops[0].run(play())
+    assert isinstance(late, TimeoutError) and result == ToolResult("waits", "rain", "ok") and naps == [1, 1, 1]
+    name = "blocks_in_a_task" if in_a_task else "blocks"
+    assert caplog.text.count(f"{name} blocks the event loop of async functions at {threading.__file__}:") == 1
+
+
+def test_calls_give_up_a_loop_that_stays_blocked(loops, monkeypatch) -> None:
+    """They fail, which is no time-out of theirs."""
+    monkeypatch.setattr(event_loop, "_LOST_AFTER_S", 0.5)
+    release = threading.Event()
+
+    async def blocks() -> None:
+        await asyncio.sleep(0.1)
+        release.wait(SECONDS)
+
+    work = [event_loop.call(blocks, timeout=SECONDS), *(event_loop.call(nap, timeout=0.3) for _ in range(2))]
+    session = ToolSession(ToolRegistry([Waits()]), {}, timeout=0.3)
+    work.append(session.call(ToolCall("waits", {})))
+
+    async def play() -> list:
+        blocked, *others = (asyncio.ensure_future(one) for one in work)
+        found = await asyncio.gather(*others, return_exceptions=True)
+        release.set()
+        await blocked
+        return found
+
+    for error in loops[0].run(play()):
+        assert isinstance(error, RuntimeError) and "could not run, because blocks blocked the event loop" in str(error)
 
 
 def test_a_session_of_tools_may_change_its_loop(loops) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -98,6 +99,30 @@ def test_a_blocked_loop_costs_other_runs_on_it_nothing():
     release.set()
     other.join(60)
     assert outcomes(found) == [1.0, 1.0] and calls == ["a", "b"]
+
+
+def test_a_block_within_its_own_limit_is_named_and_costs_others_no_time(caplog):
+    loop, began = EventLoop(), threading.Event()
+
+    async def naps(**_):
+        began.set()
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+        return [1.0]
+
+    async def blocks(**_):
+        time.sleep(3)
+        return [1.0]
+
+    found: list = []
+    other = threading.Thread(target=lambda: found.extend(loop.run(naps, batches("a", "b"), 2.0)))
+    other.start()
+    began.wait(60)
+    assert outcomes(loop.run(blocks, batches("a"), 60.0)) == [1.0]
+    other.join(60)
+    assert outcomes(found) == [1.0, 1.0]
+    assert "reward blocks blocks the event loop" in caplog.text
+    loop.close()
 
 
 def test_a_function_that_cancels_all_that_it_finds_costs_its_calls_alone():

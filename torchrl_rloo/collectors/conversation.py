@@ -201,7 +201,7 @@ class GroupRunner:
             self._track(asyncio.ensure_future(self._release(opening.result().unbind(0))))
 
     def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future:
-        return self._track(asyncio.ensure_future(event_loop.call(function, *args)))
+        return self._track(asyncio.ensure_future(event_loop.call_at_once(function, *args)))
 
     def _track(self, work: asyncio.Future) -> asyncio.Future:
         self._thread_work.add(work)

@@ -166,7 +166,7 @@ class BatchedTurns(TurnSource):
         began = monotonic()
         self.occupancy.add(len(batch))
         try:
-            outcomes = await event_loop.call(self._sample, [row for _, row, _ in batch])
+            outcomes = await event_loop.call_at_once(self._sample, [row for _, row, _ in batch])
         except Exception as error:
             outcomes = [error] * len(batch)
         finally:

@@ -1,4 +1,4 @@
-"""CallPool: bounded, reusable daemon threads for users' sync functions; CallLimit: bound of concurrent calls."""
+"""CallPool: reusable daemon threads for sync functions; CallLimit: bound of concurrent calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import contextvars
 import logging
 import os
+import time
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from math import inf
 from threading import Condition, Lock, current_thread
 from time import monotonic
 from typing import Any
@@ -22,39 +23,55 @@ from torchrl_rloo._threads import PackageThread, is_exiting
 _LOGGER = logging.getLogger(__name__)
 
 _SLOW_START_S = 10.0  # a call that waited longer for a thread is worth a warning
+_WAITING_S = 1.0  # a thread that has not computed for this long waits for something
+_COMPUTES_S = 0.001  # CPU time of a thread that computes, in that time
+_IDLE_S = 60.0  # time after which a thread without calls ends
 
 
 class Call(Future):
-    """Future of one call of a sync function.
+    """Future of one call of a sync function."""
 
-    Attributes:
-        started_at: time of ``time.monotonic()`` at which the function started; None while the call waits for a thread.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, pool: CallPool, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
         super().__init__()
+        self.name = name_of(function)
         self.work: tuple[Callable[..., Any], tuple, dict[str, Any]] | None = (function, args, kwargs)
         self.submitted_at, self.started_at = monotonic(), None
         self.worker: _Worker | None = None  # the thread that runs it
+        self._pool = pool
+
+    @property
+    def future(self) -> Call:
+        """The call itself, as of a call of an async function."""
+        return self
+
+    def elapsed(self) -> float:
+        """Return the seconds since the function started; 0 while the call waits for a thread."""
+        return 0.0 if self.started_at is None else monotonic() - self.started_at
+
+    def abandon(self) -> None:
+        """Cancel the call. If its function is running, another thread may start in place of its thread."""
+        self._pool.abandon(self)
 
 
 class CallPool:
-    """Pool of at most ``size`` daemon threads, started on demand, that run calls in the order of submission.
+    """Pool of daemon threads, started on demand, that run calls in the order of submission.
 
-    Two kinds of threads do not count: one whose call was abandoned, which ends when its function returns, and one that
-    waits for other calls (:meth:`waiting`). So calls that make calls cannot use up the pool.
+    At most ``size`` threads count. A thread whose call was abandoned does not; it ends when its function returns. Nor
+    does one that waits: while calls are queued, the pool looks every second for threads that have used no CPU. So
+    calls that wait for each other, or for calls that they make, cannot use up the pool.
 
     Args:
-        size: largest number of threads that count.
+        size: largest number of threads that count; infinity queues no call.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: float):
         self.owner = os.getpid()
         self.size, self._lock = size, Lock()
         self._changed = Condition(self._lock)
         self._queue: deque[Call] = deque()
+        self._busy: set[_Worker] = set()
         self._counted = self._idle = self._starting = 0
-        self._stopped = self._warned = False
+        self._stopped = self._warned = self._looking = False
 
     def submit(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
         """Queue a call; it neither waits nor starts a thread itself.
@@ -62,7 +79,7 @@ class CallPool:
         Raises:
             RuntimeError: if the process is exiting.
         """
-        call = Call(function, args, kwargs)
+        call = Call(self, function, args, kwargs)
         with self._lock:
             if self._stopped or is_exiting():
                 raise RuntimeError(f"{name_of(function)} cannot be called, because the process is exiting")
@@ -72,42 +89,27 @@ class CallPool:
         return call
 
     def abandon(self, call: Call) -> None:
-        """Cancel a call. If its function is running, another thread may start in place of its thread."""
+        """Cancel a call; see :meth:`Call.abandon`."""
         call.cancel()
         with self._lock:
             worker = call.worker
             if worker is not None and not worker.abandoned:
                 worker.abandoned = True
-                if not worker.waiting:
-                    self._counted -= 1
-                    self._grow()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Leave the calling thread, if it belongs to the pool, out of the count within the context."""
-        worker = current_thread()
-        if not isinstance(worker, _Worker) or worker.pool is not self:
-            yield
-            return
-        with self._lock:
-            worker.waiting = True
-            if not worker.abandoned:
-                self._counted -= 1
+                self._leave_out(worker)
                 self._grow()
-        try:
-            yield
-        finally:
-            with self._lock:
-                worker.waiting = False
-                self._counted += not worker.abandoned
+
+    def leave_out(self, worker: _Worker) -> None:
+        """Leave a thread out of the count until its call ends."""
+        with self._lock:
+            self._leave_out(worker)
+            self._grow()
 
     def resize(self, size: int) -> None:
         """Change the number of threads. Surplus ones end after their calls."""
         with self._lock:
             self.size = size
             self._changed.notify_all()
-            for _ in range(len(self._queue)):
-                self._grow()
+            self._grow()
 
     def stop(self) -> None:
         """Cancel queued calls and let threads end after their calls."""
@@ -120,12 +122,35 @@ class CallPool:
             call.cancel()
 
     def _grow(self) -> None:
-        """Start a thread if a queued call has none and the size allows it; to be called with the lock."""
-        if len(self._queue) > self._idle + self._starting and self._counted < self.size and not self._stopped:
-            self._counted += 1
-            self._starting += 1
+        """Start threads for queued calls as far as the size allows it; to be called with the lock."""
+        while len(self._queue) > self._idle + self._starting and not self._stopped:
             # Thread.start waits for the new thread, so it must not run here: the caller may be an event loop
-            start_new_thread(self._start, ())
+            if self._counted < self.size:
+                self._counted += 1
+                self._starting += 1
+                start_new_thread(self._start, ())
+                continue
+            if not self._looking:
+                self._looking = True
+                start_new_thread(self._look, ())
+            return
+
+    def _look(self) -> None:
+        """Leave threads that wait out of the count as long as calls are queued, so that others start."""
+        while True:
+            time.sleep(_WAITING_S / 2)
+            with self._lock:
+                if not self._queue or self._stopped:
+                    self._looking = False
+                    return
+                for worker in self._busy:
+                    if worker.counts and worker.waits():
+                        self._leave_out(worker)
+                self._grow()
+
+    def _leave_out(self, worker: _Worker) -> None:
+        self._counted -= worker.counts
+        worker.counts = False
 
     def _start(self) -> None:
         try:
@@ -142,47 +167,46 @@ class CallPool:
                     call.set_exception(RuntimeError(f"{name_of(call.work[0])} has no thread to run on: {error}"))
 
     def serve(self, worker: _Worker) -> None:
-        """Run calls until the pool is stopped, too large, or the thread's call was abandoned."""
+        """Run calls until the pool is stopped, too large, or idle, or the thread's call was abandoned."""
         with self._lock:
             self._starting -= 1
         while (call := self._next(worker)) is not None:
-            _run(call)
+            if call.set_running_or_notify_cancel():
+                self._report_wait(call)
+                _run(call)
             with self._lock:
                 call.worker = None
+                self._busy.discard(worker)
                 if worker.abandoned:
                     return
+                self._counted += not worker.counts
+                worker.counts = True
             del call  # it would live until the next call
 
     def _next(self, worker: _Worker) -> Call | None:
         """Wait for a call, and return None if the thread is to end."""
-        while True:
-            with self._lock:
-                self._idle += 1
-                try:
-                    while not (self._queue or self._stopped or self._counted > self.size):
-                        self._changed.wait()
-                finally:
-                    self._idle -= 1
-                if self._stopped or self._counted > self.size:
-                    self._counted -= 1
-                    return None
-                call = self._queue.popleft()
-                call.worker = worker
-            if call.set_running_or_notify_cancel():
-                self._report_wait(call)
-                return call
-            with self._lock:
-                call.worker = None
-                if worker.abandoned:
-                    return None
+        with self._lock:
+            self._idle += 1
+            awaited = True
+            while awaited and not (self._queue or self._stopped or self._counted > self.size):
+                awaited = self._changed.wait(_IDLE_S)
+            self._idle -= 1
+            if not self._queue or self._stopped or self._counted > self.size:
+                self._counted -= 1
+                return None
+            call = self._queue.popleft()
+            call.worker = worker
+            worker.mark()
+            self._busy.add(worker)
+        return call
 
     def _report_wait(self, call: Call) -> None:
         waited = monotonic() - call.submitted_at
-        if waited > _SLOW_START_S and not self._warned:
+        if waited > _SLOW_START_S and self.size < inf and not self._warned:
             self._warned = True
             _LOGGER.warning(
-                "%s waited %.0f s for one of the %d threads that run users' functions; raise the number with "
-                "set_call_threads, or make the functions async",
+                "%s waited %.0f s for one of the %d threads that run users' functions, because all of them compute; "
+                "run what computes in processes, or raise the number with set_call_threads",
                 *(name_of(call.work[0]), waited, self.size),
             )
 
@@ -192,7 +216,28 @@ class _Worker(PackageThread):
 
     def __init__(self, pool: CallPool):
         super().__init__(pool.serve, self, name="torchrl_rloo call", stop=pool.stop)
-        self.pool, self.abandoned, self.waiting = pool, False, False
+        self.pool, self.counts, self.abandoned = pool, True, False
+        self._marked = (0.0, 0.0)  # a time, and the CPU time used until then
+
+    def mark(self) -> None:
+        """Note the CPU time; to be called by the thread at the begin of a call."""
+        self._marked = monotonic(), time.thread_time()
+
+    def waits(self) -> bool:
+        """Return whether the thread, which runs a call, has not computed for a while."""
+        (then, used), now = self._marked, monotonic()
+        if now - then < _WAITING_S:
+            return False
+        # Only Linux tells the CPU time of another thread
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        self._marked = now, used if clock is None else time.clock_gettime(clock(self.ident))
+        return self._marked[1] - used < _COMPUTES_S
+
+
+def leave_out() -> None:
+    """Leave the calling thread, if it belongs to a pool, out of its count: it is about to wait for another call."""
+    if isinstance(worker := current_thread(), _Worker):
+        worker.pool.leave_out(worker)
 
 
 def _run(call: Call) -> None:
@@ -210,8 +255,8 @@ def _run(call: Call) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function for messages."""
-    return getattr(function, "__name__", type(function).__name__)
+    """Return the name of a function for messages, with its class."""
+    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
 def as_error(function: Callable[..., Any], raised: BaseException) -> Exception:

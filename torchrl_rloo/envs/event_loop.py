@@ -1,8 +1,13 @@
-"""Event loops on daemon threads, and calls of users' functions that do not block them.
+"""Event loops on daemon threads, and calls of functions that do not block them.
 
 Conversations run on an :class:`EventLoop`: each collector has its own, and transforms stepped by hand share one. Users'
-async functions share a separate loop, and their sync functions a pool of threads. A function that blocks so stops only
-its own conversation. Loops and threads start on first use, and a forked process starts its own.
+async functions share a separate loop. Loops and threads start on first use, and a forked process starts its own.
+
+One rule keeps calls from waiting for each other for ever: **work that others wait for never queues behind work that
+waits.** Sampling, resets, scoring, agents and ``asyncio.to_thread`` get a thread at once (:func:`call_at_once`). Those
+who make such calls bound their number: a source samples one batch at a time, and a collector has ``max_in_flight``
+conversations. All other functions of users (:func:`call`) share :func:`set_call_threads` threads, of which only those
+that compute count.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import wait
-from contextlib import AsyncExitStack, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from math import inf
 from threading import Event, Lock
 from time import monotonic
 from typing import Any, TypeVar
 
+from torchrl_rloo._loop_watch import LoopWatch, WatchedCall
 from torchrl_rloo._threads import PackageThread, is_exiting
-from torchrl_rloo.envs.call_pool import Call, CallLimit, CallPool, as_error, name_of
+from torchrl_rloo.envs.call_pool import Call, CallLimit, CallPool, as_error, leave_out, name_of
 from torchrl_rloo.rewards.protocol import is_async
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,11 +35,12 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_THREADS = 64  # default number of threads for users' sync functions
-_BLOCKED_AFTER_S = 1.0  # a loop that runs no callback for this long counts as blocked
+_BLOCKED_AFTER_S = 1.0  # a loop that runs no callback for this long counts as blocked when it is closed
+_LOST_AFTER_S = 30.0  # shortest time for which calls wait for a blocked loop
 _CLOSE_TIMEOUT_S = 2.0  # time for cancelled tasks to end when a loop is closed
 _STOP_TIMEOUT_S = 0.2  # time for an idle loop's thread to end
 _ALIVE_POLL_S = 1.0
-_QUEUED_POLL_S = 0.01  # shortest time between two looks at a call that waits for a thread
+_SHORTEST_WAIT_S = 0.01  # between two looks at the clock of a call
 
 
 class EventLoop:
@@ -64,6 +72,7 @@ class EventLoop:
         if is_exiting():
             raise RuntimeError(f"the event loop {name!r} cannot start, because the process is exiting")
         self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
+        self.loop.set_default_executor(_AtOnce())
         self._stopped = Event()
         stop = weakref.finalize(self, _stop, self.loop, self._stopped, self.owner)
         stop.atexit = False
@@ -91,10 +100,10 @@ class EventLoop:
             raise RuntimeError(f"the event loop {self._thread.name!r} is closed")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            with _call_pool().waiting():
-                # Look at the thread from time to time, since nothing would resolve the future after its end
-                while not wait({future}, _ALIVE_POLL_S).done and self._thread.is_alive():
-                    pass
+            leave_out()
+            # Look at the thread from time to time, since nothing would resolve the future after its end
+            while not wait({future}, _ALIVE_POLL_S).done and self._thread.is_alive():
+                pass
             if not future.done():
                 raise RuntimeError(f"the event loop {self._thread.name!r} was closed")
             return future.result()
@@ -167,27 +176,62 @@ async def _end_tasks(timeout: float) -> None:
 _LOCK = Lock()
 _OPEN: weakref.WeakSet[EventLoop] = weakref.WeakSet()
 _SHARED: dict[str, EventLoop] = {}
-_POOLS: list[CallPool] = []  # the pool of this process, after its first call
+_POOLS = {"users": CallPool(CALL_THREADS), "at once": CallPool(inf)}
 
 
-def _shared(name: str) -> EventLoop:
+def _pool(name: str) -> CallPool:
     with _LOCK:
-        held = _SHARED.get(name)
-        if held is None or held.owner != os.getpid():
-            held = _SHARED[name] = EventLoop(name)
+        if _POOLS[name].owner != os.getpid():
+            _POOLS[name] = CallPool(_POOLS[name].size)
+        return _POOLS[name]
+
+
+class _AtOnce(ThreadPoolExecutor):
+    """Executor of ``asyncio.to_thread`` on the package's loops; asyncio's own has a few threads, and may deadlock."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        return _pool("at once").submit(function, args, kwargs)
+
+
+class _UserLoop(EventLoop):
+    """Loop of users' async functions, with a watch for those that block it."""
+
+    def __init__(self):
+        super().__init__("users")
+        self.watch = LoopWatch(self.loop, self._thread, self._stopped)
+
+    def is_stuck(self) -> bool:
+        """Return whether the call that blocks the loop has timed out or was cancelled, or blocks it for long."""
+        blocker = self.watch.blocker
+        return getattr(blocker, "abandoned", False) or self.watch.blocked_for() > _LOST_AFTER_S
+
+
+def _user_loop() -> _UserLoop:
+    """Return the loop of users' async functions, or another one in its place if it is stuck."""
+    with _LOCK:
+        held = _SHARED.get("users")
+        if held is not None and held.owner == os.getpid():
+            if not held.is_stuck():
+                return held
+            asyncio.run_coroutine_threadsafe(_retire(held), held.loop)
+        held = _SHARED["users"] = _UserLoop()
         return held
 
 
-def _call_pool() -> CallPool:
-    with _LOCK:
-        if not _POOLS or _POOLS[0].owner != os.getpid():
-            _POOLS[:] = [CallPool(CALL_THREADS if not _POOLS else _POOLS[0].size)]
-        return _POOLS[0]
+async def _retire(held: EventLoop) -> None:
+    """Stop a loop, once it is no longer blocked and its tasks have ended."""
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks)
+    held._thread.stop()
 
 
 def default_loop() -> EventLoop:
     """Return the loop shared by transforms that are stepped by hand, outside a collector."""
-    return _shared("conversations")
+    with _LOCK:
+        held = _SHARED.get("conversations")
+        if held is None or held.owner != os.getpid():
+            held = _SHARED["conversations"] = EventLoop("conversations")
+        return held
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -198,18 +242,18 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def set_call_threads(number: int) -> None:
     """Set how many threads run users' sync functions in this process; 64 by default.
 
-    Raise it if many conversations wait in functions at the same time, such as slow tools. Calls beyond the number wait
-    for a thread, and their time limits begin when they start.
+    Agents do not count, and get a thread each. Calls beyond the number wait for a thread, and their time limits begin
+    when they start. A thread that has waited for a second, for a server or for another call, leaves the number.
 
     Args:
-        number: largest number of threads. Abandoned ones and those that wait for other calls do not count.
+        number: largest number of threads that compute.
 
     Raises:
         ValueError: if ``number`` is below 1.
     """
     if number < 1:
         raise ValueError(f"number={number} of threads must be at least 1")
-    _call_pool().resize(number)
+    _pool("users").resize(number)
 
 
 async def call(
@@ -221,16 +265,18 @@ async def call(
 ) -> Any:
     """Call a user's function, sync or async, without blocking the caller's loop; it may be awaited on any loop.
 
-    An async function runs on the users' loop and is cancelled at its timeout. All async functions share that loop
-    until one blocks it; the next call then starts a new loop. A sync function runs on one of a fixed number of reusable
-    threads (:func:`set_call_threads`). At its timeout, or if the caller is cancelled, its thread is abandoned: it ends
-    when the function returns, and another one takes its place.
+    An async function runs on the users' loop and is cancelled at its timeout. A sync function runs on one of a fixed
+    number of reusable threads (:func:`set_call_threads`). At its timeout, or if the caller is cancelled, its thread is
+    abandoned: it ends when the function returns, and another one takes its place.
+
+    All async functions share the users' loop. If one blocks it, a warning names it, and the clocks of the others stand
+    still. Once its time is over, later calls get another loop.
 
     Args:
         function: sync or async function.
         *args: positional arguments of the function.
-        timeout: time limit in seconds, from the start of the function; None disables it. Waiting for a thread or for
-            ``limit`` does not count.
+        timeout: time limit in seconds, from the start of the function; None disables it. Waiting for a thread, for
+            ``limit``, or for another function that blocks the loop does not count.
         limit: limit of concurrent calls that this call shares; None disables it.
         **kwargs: keyword arguments of the function.
 
@@ -240,95 +286,96 @@ async def call(
     Raises:
         TimeoutError: if the function exceeds ``timeout``.
         RuntimeError: in place of SystemExit, KeyboardInterrupt, StopIteration, or a cancellation from within the
-            function; these would otherwise end a loop or the run. Also if the process is exiting.
+            function; these would otherwise end a loop or the run. Also if the process is exiting, or if another
+            function blocks the loop for longer than ``timeout`` and 30 s.
     """
-    async with AsyncExitStack() as places:
-        if limit is not None:
-            await places.enter_async_context(limit)
-        if is_async(function):
-            return await _call_async(function, args, kwargs, timeout)
-        return await _call_sync(function, args, kwargs, timeout)
+    async with nullcontext() if limit is None else limit:
+        return await _finish(begin(function, *args, **kwargs), timeout)
 
 
-async def _call_async(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], timeout: float | None) -> Any:
-    future = asyncio.run_coroutine_threadsafe(_await_guarded(function, args, kwargs), _shared("users").loop)
-    waiting = asyncio.wrap_future(future)
+async def call_at_once(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+    """Call a function like :func:`call`, but give a sync one a thread at once.
+
+    This is for work that others wait for, and for functions that run as long as a conversation. The caller bounds how
+    many of them there are.
+    """
+    running = _AsyncCall(function, args, {}) if is_async(function) else _pool("at once").submit(function, args, {})
+    return await _finish(running, timeout)
+
+
+def begin(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
+    """Begin a :func:`call`, and return it. Its ``elapsed()`` are the seconds that count for a time limit."""
+    return _AsyncCall(function, args, kwargs) if is_async(function) else _pool("users").submit(function, args, kwargs)
+
+
+class _AsyncCall(WatchedCall):
+    """Call of an async function on the users' loop.
+
+    Attributes:
+        future: its result.
+        abandoned: whether it timed out, or its caller was cancelled.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
+        held = _user_loop()
+        super().__init__(held.watch, name_of(function))
+        self.abandoned = False
+        self.future = asyncio.run_coroutine_threadsafe(self._run(function, args, kwargs), held.loop)
+
+    async def _run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.begin()
+        try:
+            return await function(*args, **kwargs)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise as_error(function, error) from error
+
+    def abandon(self) -> None:
+        """Cancel the call, which ends once the loop is not blocked."""
+        self.abandoned = True
+        self.future.cancel()
+
+    def check_loop(self, seconds: float) -> None:
+        """Raise RuntimeError if another call has blocked the loop for longer than this."""
+        blocker, blocked = self.watch.blocker, self.watch.blocked_for()
+        if blocked > seconds and blocker is not self:
+            name = "code of no known call" if blocker is None else blocker.name
+            raise RuntimeError(f"{self.name} could not run, because {name} blocked the event loop for {blocked:.0f} s")
+
+
+Running = Call | _AsyncCall
+
+
+async def _finish(call: Running, timeout: float | None) -> Any:
+    """Wait for a call, at most to its time limit, and return what it returns."""
+    waiting = asyncio.wrap_future(call.future)
     try:
-        done, _ = await asyncio.wait({waiting}, timeout=timeout)
-    except asyncio.CancelledError:
-        waiting.cancel()
-        raise
-    if done:
-        return _result(function, waiting)
-    # At the timeout, cancel it and check that it does not block the users' loop
-    waiting.cancel()
-    await _replace_if_blocked()
-    raise TimeoutError(f"{name_of(function)} took longer than {timeout:g} s")
-
-
-async def _call_sync(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], timeout: float | None) -> Any:
-    pool = _call_pool()
-    submitted = pool.submit(function, args, kwargs)
-    waiting = asyncio.wrap_future(submitted)
-    try:
-        while not waiting.done() and (remaining := _remaining(submitted, timeout)) != 0.0:
+        while not waiting.done() and (remaining := remaining_time(call, timeout)) != 0.0:
             await asyncio.wait({waiting}, timeout=remaining)
-    except asyncio.CancelledError:
+    except BaseException:  # cancelled, or the loop is lost
         waiting.cancel()
-        pool.abandon(submitted)
+        call.abandon()
         raise
-    if waiting.done():
-        return _result(function, waiting)
-    waiting.cancel()
-    pool.abandon(submitted)
-    raise TimeoutError(f"{name_of(function)} took longer than {timeout:g} s")
+    if not waiting.done():
+        waiting.cancel()
+        call.abandon()
+        raise TimeoutError(f"{call.name} took longer than {timeout:g} s")
+    if waiting.cancelled():
+        raise RuntimeError(f"{call.name} was cancelled from within")
+    return waiting.result()
 
 
-def _remaining(submitted: Call, timeout: float | None) -> float | None:
-    """Return the time to wait for a call: the rest of its limit, or a poll while it waits for a thread."""
+def remaining_time(call: Running, timeout: float | None) -> float | None:
+    """Return the time to wait for a call, after which its clock is to be read again; 0 at its time limit.
+
+    Raises:
+        RuntimeError: if another call blocks its loop for too long.
+    """
     if timeout is None:
         return None
-    if submitted.started_at is None:
-        return max(timeout, _QUEUED_POLL_S)
-    return max(0.0, submitted.started_at + timeout - monotonic())
-
-
-def _result(function: Callable[..., Any], done: asyncio.Future) -> Any:
-    if done.cancelled():
-        raise RuntimeError(f"{name_of(function)} was cancelled from within")
-    return done.result()
-
-
-async def _await_guarded(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    try:
-        return await function(*args, **kwargs)
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise as_error(function, error) from error
-
-
-async def _replace_if_blocked() -> None:
-    """Replace the users' loop if it is blocked."""
-    held = _SHARED.get("users")
-    if held is None:
-        return
-    responded = Event()
-    held.call_soon(responded.set)
-    for _ in range(20):
-        if responded.is_set():
-            return
-        await asyncio.sleep(_BLOCKED_AFTER_S / 20)
-    with _LOCK:
-        if _SHARED.get("users") is not held:
-            return
-        del _SHARED["users"]
-    asyncio.run_coroutine_threadsafe(_retire(held), held.loop)
-
-
-async def _retire(held: EventLoop) -> None:
-    """Stop a loop, once it is no longer blocked and its tasks have ended."""
-    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(tasks)
-    held._thread.stop()
+    if isinstance(call, _AsyncCall):
+        call.check_loop(max(timeout, _LOST_AFTER_S))
+    remaining = timeout - call.elapsed()
+    return 0.0 if remaining <= 0 else max(remaining, _SHORTEST_WAIT_S)
 
 
 @atexit.register
@@ -337,5 +384,6 @@ def _close_all() -> None:
     users = _SHARED.get("users")
     _close([held for held in list(_OPEN) if held is not users], _CLOSE_TIMEOUT_S)
     _close([held for held in list(_OPEN) if held is users], _CLOSE_TIMEOUT_S)
-    if _POOLS and _POOLS[0].owner == os.getpid():
-        _POOLS[0].stop()
+    for pool in _POOLS.values():
+        if pool.owner == os.getpid():
+            pool.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
+from torchrl_rloo._loop_watch import LoopWatch, WatchedCall
 from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.executors import ThreadExecutor
 from torchrl_rloo.rewards.protocol import (
@@ -24,14 +26,16 @@ from torchrl_rloo.rewards.protocol import (
 
 CONCURRENCY = 16  # calls in flight of a function without an attribute `concurrency`
 CHECK_SECONDS = 5.0  # between checks that the loop still runs
+_SHORTEST_WAIT_S = 0.05
 
 
 class EventLoop:
     """Event loop in a daemon thread, which calls async reward functions and starts at the first call.
 
     A call that times out is cancelled. A coroutine that blocks the loop (``time.sleep``, an endless computation) cannot
-    be cancelled. The loop and its thread are then abandoned. The calls without a result are repeated, each on a
-    separate loop and thread, so only the blocking call fails.
+    be cancelled. A warning names it, and time limits of the others stand still. If it exceeds its own time limit, the
+    loop and its thread are abandoned. The calls without a result are repeated, each on a separate loop and thread, so
+    only the blocking call fails.
 
     Any thread may call :meth:`run`, and runs may overlap. The loop stops when this object is deleted. A pickled copy
     or a forked process starts a new loop.
@@ -50,6 +54,7 @@ class EventLoop:
         self._lock, self._owner = threading.Lock(), os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._watch: LoopWatch | None = None
 
     def run(
         self, function: RewardFunction, batches: Sequence[RewardBatch], timeout: float | None = None
@@ -71,11 +76,11 @@ class EventLoop:
         if self._owner != os.getpid():
             self.__init__()
         limit, results = _concurrency(function), [None] * len(batches)
-        loop, thread = self._start()
-        future = asyncio.run_coroutine_threadsafe(_call_all(function, batches, limit, timeout, results), loop)
+        loop, thread, watch = self._start()
+        future = asyncio.run_coroutine_threadsafe(_call_all(watch, function, batches, limit, timeout, results), loop)
         longest = None if timeout is None else timeout * max(map(len, batches), default=1)
         try:
-            if self._wait(future, loop, thread, longest) and not future.cancelled():  # a function may cancel it
+            if self._wait(future, thread, watch, longest) and not future.cancelled():  # a function may cancel it
                 future.result()
                 return results
         finally:
@@ -92,24 +97,24 @@ class EventLoop:
             results[i] = result
         return results
 
-    def _start(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    def _start(self) -> tuple[asyncio.AbstractEventLoop, threading.Thread, LoopWatch]:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._end = weakref.finalize(self, _stop, self._loop, self._owner)
+                self._loop, stopped = asyncio.new_event_loop(), threading.Event()
+                self._end = weakref.finalize(self, _stop, self._loop, stopped, self._owner)
                 self._end.atexit = False
                 self._thread = PackageThread(_serve, self._loop, name="async rewards", stop=self._end)
                 self._thread.start()
-            return self._loop, self._thread
+                self._watch = LoopWatch(self._loop, self._thread, stopped)
+            return self._loop, self._thread, self._watch
 
     @staticmethod
-    def _wait(future: Future, loop: asyncio.AbstractEventLoop, thread: threading.Thread, longest: float | None) -> bool:
-        """Wait for the calls; return False if the loop has ended or is blocked for ``longest`` seconds."""
+    def _wait(future: Future, thread: threading.Thread, watch: LoopWatch, longest: float | None) -> bool:
+        """Wait for the calls; return False if the loop has ended, or one call blocks it for ``longest`` seconds."""
+        longest = math.inf if longest is None else longest
         while not future.done():
-            responded = threading.Event()
-            loop.call_soon_threadsafe(responded.set)
-            wait([future], timeout=CHECK_SECONDS if longest is None else longest)
-            if not future.done() and (not thread.is_alive() or longest is not None and not responded.is_set()):
+            wait([future], timeout=max(_SHORTEST_WAIT_S, min(CHECK_SECONDS, longest - watch.blocked_for())))
+            if not future.done() and (not thread.is_alive() or watch.blocked_for() >= longest):
                 return False
         return True
 
@@ -138,8 +143,9 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, owner: int) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, stopped: threading.Event, owner: int) -> None:
     if os.getpid() == owner:
+        stopped.set()
         loop.call_soon_threadsafe(loop.stop)
 
 
@@ -151,22 +157,32 @@ def _concurrency(function: RewardFunction) -> int:
 
 
 async def _call_all(
-    function: RewardFunction, batches: Sequence[RewardBatch], limit: int, timeout: float | None, results: list[Any]
+    watch: LoopWatch,
+    function: RewardFunction,
+    batches: Sequence[RewardBatch],
+    limit: int,
+    timeout: float | None,
+    results: list[Any],
 ) -> None:
     slots = asyncio.Semaphore(limit)
 
     async def call(index: int, batch: RewardBatch) -> None:
         async with slots:  # the time limit starts when the call has a slot
-            results[index] = await _call(function, batch, None if timeout is None else timeout * len(batch))
+            results[index] = await _call(watch, function, batch, math.inf if timeout is None else timeout * len(batch))
 
     await asyncio.gather(*(call(i, batch) for i, batch in enumerate(batches)))
 
 
-async def _call(function: RewardFunction, batch: RewardBatch, limit: float | None) -> RewardCall | RewardFailure:
-    start = perf_counter()
+async def _call(
+    watch: LoopWatch, function: RewardFunction, batch: RewardBatch, limit: float
+) -> RewardCall | RewardFailure:
+    start, call = perf_counter(), WatchedCall(watch, f"reward {reward_name(function)}")
+    call.begin()
     task = asyncio.ensure_future(_attempt(function, batch))
     try:
-        await asyncio.wait({task}, timeout=limit)  # wait_for would also wait for a task that ignores cancellation
+        while not task.done() and (left := limit - call.elapsed()) > 0:
+            # wait_for would also wait for a task that ignores cancellation
+            await asyncio.wait({task}, timeout=None if left == math.inf else left)
     finally:
         task.cancel()
     if not task.done():

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
 from threading import Lock
 from typing import Any
 
@@ -71,7 +72,8 @@ class AgentTransform(TurnTransform):
         max_parallel: maximum number of concurrent calls of an agent, or of each role; others wait.
         roles: :class:`~torchrl_rloo.data.Role` or name of each role; empty for an agent without roles.
         score: function ``f(calls, row) -> float`` of the whole session, sync or async, whose reward is added to the
-            agent's. See :meth:`AgentSession.transcript` for ``calls``. None adds nothing.
+            agent's. See :meth:`AgentSession.transcript` for ``calls``. ``max_seconds`` limits it as well. None adds
+            nothing.
 
     Attributes:
         counts: those of :class:`AgentSession` and :class:`EndpointServer`, and ``"agent/failed"`` and
@@ -135,7 +137,7 @@ class AgentTransform(TurnTransform):
             Exception: raised by the policy on a call.
             BrokenAgentError: if a whole batch of agents failed, and none has ever ended otherwise.
         """
-        server = await event_loop.call(self.server)
+        server = await event_loop.call_at_once(self.server)
         settings = {"parser": self.parser, "max_parallel": self.max_parallel}
         session: AgentSession | RoleSessions
         if self.roles:
@@ -144,7 +146,7 @@ class AgentTransform(TurnTransform):
             session = AgentSession(self.chat_env, row, sample, **settings)
         key = server.add(session.by_role)
         context = AgentContext(f"{server.url}/v1", key, roles=tuple(role.name for role in self.roles))
-        calling = event_loop.call(
+        calling = event_loop.call_at_once(
             _catching(self.agent), context, dataset_columns(row), timeout=self.chat_env.max_seconds
         )
         agent, broken = asyncio.ensure_future(calling), asyncio.ensure_future(session.broken.wait())
@@ -195,7 +197,8 @@ class AgentTransform(TurnTransform):
                 _LOGGER.warning("an agent ended without a reply of the policy; its conversation abstains")
         try:
             if self.score is not None and reason != "failed":
-                scored = await event_loop.call(self.score, session.transcript(), columns)
+                limit = self.chat_env.max_seconds
+                scored = await event_loop.call_at_once(self.score, session.transcript(), columns, timeout=limit)
                 if trained and isinstance(scored, Mapping):
                     of_roles.update(read_role_rewards(scored, trained))
                 else:
@@ -247,7 +250,7 @@ def _catching(agent: Agent) -> Callable[..., Any]:
         except Exception as error:
             return None, error
 
-    return run_async if is_async(agent) else run
+    return update_wrapper(run_async if is_async(agent) else run, agent, updated=())  # keeps its name
 
 
 def agent_env(

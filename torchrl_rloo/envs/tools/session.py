@@ -9,10 +9,10 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.call_pool import CallLimit
@@ -21,8 +21,6 @@ from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.schema import fit_arguments
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 from torchrl_rloo.rewards.protocol import is_async
-
-T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str)
@@ -120,7 +118,7 @@ class ToolSession:
         return ToolResult(tool.name, self._error(outcome.value), "timed_out" if outcome.timed_out else "failed")
 
     async def _call(self, tool: Tool, state: Any, arguments: dict[str, Any], limit: float, deadline: float) -> _Outcome:
-        work = _guard(tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
+        work = _guard(tool, tool.call, (state,), arguments, lambda value: _text(value, self.max_chars))
         held, remaining = self._states.get(tool.state_key), max(0.0, deadline - time.monotonic())
         calling = event_loop.call(work, timeout=min(limit, remaining), limit=self.limits.get(tool.name))
         try:
@@ -137,28 +135,27 @@ class ToolSession:
         if self.closed:
             raise RuntimeError(f"the session is closed: {tool.name} cannot be called")
         if tool.state_key not in self._states:
-            started: list[float] = []
             columns = copy.deepcopy(self.columns)  # rewards and other trajectories read the same values
-            work = event_loop.call(_guard(tool.open, (columns,), started=started))
-            self._states[tool.state_key] = _State(tool, _start(work), started)
-        held, asked_at = self._states[tool.state_key], time.monotonic()
+            self._states[tool.state_key] = _State(tool, event_loop.begin(_guard(tool, tool.open, (columns,))))
+        held = self._states[tool.state_key]
         # Wait for at most the limit from the start of the function, or from now if it has started before
-        opening = asyncio.wrap_future(held.opening)
+        opening, limit = asyncio.wrap_future(held.opening.future), limit + held.opening.elapsed()
         while not opening.done():
-            until = max([asked_at, *held.started]) + limit if held.started else float("inf")
-            remaining = min(deadline, until) - time.monotonic()
+            remaining = min(deadline - time.monotonic(), event_loop.remaining_time(held.opening, limit))
             if remaining <= 0:
                 raise TimeoutError
-            await asyncio.wait({opening}, timeout=min(remaining, limit))
-        if not held.opening.result().ok and self._states.get(tool.state_key) is held:
+            await asyncio.wait({opening}, timeout=remaining)
+        if not opening.result().ok and self._states.get(tool.state_key) is held:
             del self._states[tool.state_key]
-        return held.opening.result()
+        return opening.result()
 
     def _drop(self, state_key: Hashable) -> None:
         """Close a state in the background."""
         state = self._states.pop(state_key, None)
         if state is not None:
-            closing = _start(self._close(state.tool, state.opening))
+            closing = asyncio.run_coroutine_threadsafe(
+                self._close(state.tool, state.opening.future), asyncio.get_running_loop()
+            )  # its future may be awaited on any loop
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
@@ -168,7 +165,7 @@ class ToolSession:
             return
         state = opening.result()
         try:
-            outcome = await event_loop.call(_guard(tool.close, (state.value,)), timeout=self.timeout)
+            outcome = await event_loop.call(_guard(tool, tool.close, (state.value,)), timeout=self.timeout)
         except TimeoutError:
             _LOGGER.warning("closing the state of tool %s took longer than %g s", tool.name, self.timeout)
         else:
@@ -191,8 +188,7 @@ class _State(NamedTuple):
     """State of a trajectory, with the tool that opened it."""
 
     tool: Tool
-    opening: Future[_Outcome]  # continues if its waiter is cancelled
-    started: list[float]  # the time at which the tool's method began; empty while it waits for a thread
+    opening: event_loop.Running  # continues if its waiter is cancelled
 
 
 class _Outcome(NamedTuple):
@@ -203,31 +199,25 @@ class _Outcome(NamedTuple):
     timed_out: bool = False
 
 
-def _start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start work on the running loop; its future may be awaited on any loop (``asyncio.wrap_future``)."""
-    return asyncio.run_coroutine_threadsafe(work, asyncio.get_running_loop())
-
-
 def _has_state(tool: Tool) -> bool:
     return type(tool).open is not Tool.open
 
 
 def _guard(
+    tool: Tool,
     method: Callable[..., Any],
     args: tuple[Any, ...],
     arguments: Mapping[str, Any] | None = None,
     convert: Callable[[Any], Any] = lambda value: value,
-    started: list[float] | None = None,
 ) -> Callable[[], Any]:
     """Wrap a call of a tool's method and the conversion of its result, so that it raises nothing.
 
-    It also catches ``SystemExit``, which would end the loop, and appends the time of its start to ``started``.
+    It also catches ``SystemExit``, which would end the loop.
     """
-    arguments, started = arguments or {}, [] if started is None else started
+    arguments = arguments or {}
     if is_async(method):
 
         async def work() -> _Outcome:
-            started.append(time.monotonic())
             try:
                 return _Outcome(True, convert(await method(*args, **arguments)))
             except BaseException as error:
@@ -236,12 +226,12 @@ def _guard(
     else:
 
         def work() -> _Outcome:
-            started.append(time.monotonic())
             try:
                 return _Outcome(True, convert(method(*args, **arguments)))
             except BaseException as error:
                 return _failed(method, error)
 
+    work.__qualname__ = f"tool {tool.name}"  # for messages
     return work
 
 

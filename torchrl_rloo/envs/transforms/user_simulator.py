@@ -230,7 +230,8 @@ class _EngineSpeaker:
     async def _settle(self, batch: list[tuple[Request, Future[Sample]]]) -> None:
         try:
             requests = [request for request, _ in batch]
-            samples = await event_loop.call(self.engine.generate, requests, limit=self._one_call)
+            async with self._one_call:
+                samples = await event_loop.call_at_once(self.engine.generate, requests)
         except Exception as error:
             if len(batch) == 1:
                 _settle(batch[0][1], error)
