@@ -92,7 +92,7 @@ def plays_two_roles(context: AgentContext, row: dict[str, Any]) -> dict[str, Any
     ],
 )
 def test_more_agents_than_threads_end(agent: Callable, calls: int, roles: tuple[str, ...], policy) -> None:
-    """By default a batch waits for all agents, so each of them must be running."""
+    """A batch waits for all agents by default, so each of them must be running."""
     env = agent_env(
         agent,
         policy.tokenizer,
