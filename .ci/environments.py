@@ -32,12 +32,20 @@ OPTIONS = "plan.steps=1 plan.prompts_per_step=2 plan.num_generations=2 data.eval
 SERVER = ROOT / "test" / "envs" / "tools" / "mcp_server.py"
 RLOO = f"torchrl-rloo run rloo model.name=MODEL {OPTIONS}"
 LORA = "lora={r:2,target_modules:all-linear}"
+# Random weights earn nothing, which the checks say with exit code 1
+_CHECK = """
+import contextlib, io
+from torchrl_rloo.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+    main(["check", "rloo", "model.name=MODEL", "data.eval_size=2"])
+assert "checks passed" in printed.getvalue(), "check found nothing"
+"""
 BASE = (
     "torchrl-rloo ls",
     RLOO,
     f"torchrl-rloo cp rloo ../mine.py model.name=MODEL {OPTIONS}",
     "python mine.py",
-    "torchrl-rloo check rloo model.name=MODEL data.eval_size=2",
+    _CHECK,
     "torchrl-rloo evaluate model.name=MODEL data.eval_size=2 eval.num_samples=2",
 )
 # What needs an extra: commands and Python code
