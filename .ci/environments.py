@@ -105,7 +105,8 @@ class Environment:
         venv.create(folder, symlinks=True, with_pip=not below)
         self.folder, self.python = folder, folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
-        (self.packages / "below.pth").write_text("".join(f"{each.packages}\n" for each in below))
+        added = (f"import site; site.addsitedir({str(each.packages)!r})\n" for each in below)  # with its .pth files
+        (self.packages / "below.pth").write_text("".join(added))
 
     def install(self, pip: Path, *requirements: str) -> None:
         """Install packages with pip of another environment, which sees those below this one."""
