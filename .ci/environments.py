@@ -59,7 +59,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "tools": (
         "from torchrl_rloo.envs.tools import SearchTool; SearchTool(['some text'])",
-        f"from torchrl_rloo.envs.tools import MCPTools; MCPTools.stdio({sys.executable!r}, ['{SERVER}'])",
+        f"import sys; from torchrl_rloo.envs.tools import MCPTools; MCPTools.stdio(sys.executable, ['{SERVER}'])",
     ),
     "browser": (f"from torchrl_rloo.envs.tools import Browser; Browser(['localhost'], program={sys.executable!r})",),
     "agents": (f"torchrl-rloo run rloo_agent model.name=MODEL {OPTIONS}",),
