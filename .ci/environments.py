@@ -32,12 +32,20 @@ OPTIONS = "plan.steps=1 plan.prompts_per_step=2 plan.num_generations=2 data.eval
 SERVER = ROOT / "test" / "envs" / "tools" / "mcp_server.py"
 RLOO = f"torchrl-rloo run rloo model.name=MODEL {OPTIONS}"
 LORA = "lora={r:2,target_modules:all-linear}"
+# Random weights earn nothing, which the checks say with exit code 1
+_CHECK = """
+import contextlib, io
+from torchrl_rloo.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+    main(["check", "rloo", "model.name=MODEL", "data.eval_size=2"])
+assert "checks passed" in printed.getvalue(), "check found nothing"
+"""
 BASE = (
     "torchrl-rloo ls",
     RLOO,
     f"torchrl-rloo cp rloo ../mine.py model.name=MODEL {OPTIONS}",
     "python mine.py",
-    "torchrl-rloo check rloo model.name=MODEL data.eval_size=2",
+    _CHECK,
     "torchrl-rloo evaluate model.name=MODEL data.eval_size=2 eval.num_samples=2",
 )
 # What needs an extra: commands and Python code
@@ -51,7 +59,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
     "tools": (
         "from torchrl_rloo.envs.tools import SearchTool; SearchTool(['some text'])",
-        f"from torchrl_rloo.envs.tools import MCPTools; MCPTools.stdio({sys.executable!r}, ['{SERVER}'])",
+        f"import sys; from torchrl_rloo.envs.tools import MCPTools; MCPTools.stdio(sys.executable, ['{SERVER}'])",
     ),
     "browser": (f"from torchrl_rloo.envs.tools import Browser; Browser(['localhost'], program={sys.executable!r})",),
     "agents": (f"torchrl-rloo run rloo_agent model.name=MODEL {OPTIONS}",),
@@ -97,7 +105,8 @@ class Environment:
         venv.create(folder, symlinks=True, with_pip=not below)
         self.folder, self.python = folder, folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
-        (self.packages / "below.pth").write_text("".join(f"{each.packages}\n" for each in below))
+        added = (f"import site; site.addsitedir({str(each.packages)!r})\n" for each in below)  # with its .pth files
+        (self.packages / "below.pth").write_text("".join(added))
 
     def install(self, pip: Path, *requirements: str) -> None:
         """Install packages with pip of another environment, which sees those below this one."""

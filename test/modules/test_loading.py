@@ -59,7 +59,7 @@ def test_a_template_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None
 )
 def test_a_model_that_is_not_there(name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"^model={re.escape(repr(name))} {reason}") as caught:
+    with pytest.raises(FileNotFoundError, match=f"^name={re.escape(repr(name))} {reason}") as caught:
         load_model(name, local_files_only=True)
     assert "\n" not in str(caught.value)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from support.recipes import load_recipe
 from torchrl_rloo.cli.config import CacheConfig, PassRateConfig, RefillConfig, RerollsConfig
 from torchrl_rloo.cli.eval_config import BackgroundConfig
-from torchrl_rloo.cli.schema import known_settings
+from torchrl_rloo.cli.schema import free_sections, known_settings
 from torchrl_rloo.engines import AsyncVLLMEngine, RayEngine, VLLMEngine, VLLMServer
 from torchrl_rloo.functional import NORMALIZATIONS, SURROGATES
 from torchrl_rloo.objectives import RLOOLoss
@@ -30,7 +34,20 @@ ARGUMENTS = {  # of what takes the keys of a free mapping
     "curriculum.refill": (RefillConfig,),
     "curriculum.cache": (CacheConfig,),
 }
-VLLM_ARGUMENTS = {"dtype", "enable_lora", "max_lora_rank", "max_model_len", "model"}  # which the engines pass on
+
+ANY_KEYS = {free for config in CONFIGS.values() for free in free_sections(config)} - ARGUMENTS.keys()
+
+
+@cache
+def vllm_arguments() -> set[str] | None:
+    """Return the arguments of vLLM that engines pass on, from its source, which is slow to import; None without it."""
+    if (spec := find_spec("vllm")) is None:
+        return None
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    classes = [
+        node for node in ast.parse(source).body if getattr(node, "name", "") in ("EngineArgs", "AsyncEngineArgs")
+    ]
+    return {node.target.id for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)}
 
 
 def exists(name: str) -> bool:
@@ -38,5 +55,6 @@ def exists(name: str) -> bool:
     section, _, key = name.rpartition(".")
     if section in ARGUMENTS:
         keys = {key for target in ARGUMENTS[section] for key in inspect.signature(target).parameters}
-        return key in keys | (VLLM_ARGUMENTS if section == "inference.engine" else set())
-    return name in SETTINGS
+        passed_on = vllm_arguments() if section == "inference.engine" else set()
+        return passed_on is None or key in keys | passed_on
+    return name in SETTINGS or any(f"{section}.".startswith(f"{free}.") for free in ANY_KEYS)

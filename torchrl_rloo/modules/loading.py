@@ -215,11 +215,11 @@ def read_chat_template(source: str | os.PathLike) -> str:
 
 def _check_path(name: str | os.PathLike, subfolder: str) -> None:
     """Raise if a local path has no model, before slow imports."""
-    check_path("model", name)
+    check_path("name", name)
     path, files = Path(name).expanduser(), ("config.json", "adapter_config.json")
     if path.is_dir() and not any((path / subfolder / file).is_file() for file in files):
         raise FileNotFoundError(
-            f"model={os.fspath(name)!r} is a directory without config.json; name one with a saved model"
+            f"name={os.fspath(name)!r} is a directory without config.json; name one with a saved model"
         )
 
 
