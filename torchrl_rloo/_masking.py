@@ -1,7 +1,7 @@
 """Masks for secrets in settings and command lines, wherever these are shown, logged or written.
 
-A secret is found by its place: a name that ends like that of a key, all values of headers and of a process's
-environment, and the user and query of any URL. Masking what is masked changes nothing.
+A secret is found by its place: a name that ends like that of a key, the headers of requests, the environment of a
+process, the user and query of any URL. Masking what is masked changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-# Ends of names, without separators. A key is a word of its own, unlike that of "monkey"
+# Ends of names, without separators. A key is a separate word, unlike that of "monkey"
 _SECRET_END = re.compile(
     r"(?:token|password|passwd|pwd|passphrase|secret|credential|cookie|auth|authorization|bearer|signature"
     r"|(?:api|access|private|secret|client|auth|account|encryption|ssh|hf)key)s?$"
@@ -26,7 +26,7 @@ _ENVIRONMENTS = frozenset({"env", "environment", "environ", "envvars"})  # if th
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _ASSIGNED = re.compile(r"\{?\s?['\"]?[A-Z_][A-Z0-9_]*['\"]?\s?[:=]")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_NO_SECRET = re.compile(r"(?i)\s*(?:[-+]?[0-9][0-9_.]*(?:e[-+]?[0-9]+)?|null|none|true|false|)\s*")
+_NO_SECRET = re.compile(r"(?i)[-+]?[0-9][0-9_.]*(?:e[-+]?[0-9]+)?|null|none|true|false|")
 _URL = re.compile(r"(//)([^\s/?#'\"<>]*@)?([^\s?#'\"<>]*)([?#][^\s'\"<>]*)?")
 _NAMED = re.compile(r"(?<![\w.-])([\w.-]+)(['\"]?\s{0,9}[:=]\s{0,9})(?!//)")
 _WORD = re.compile(r"(?:[^\s'\"\\]|\\.?|'[^']*'?|\"(?:[^\"\\]|\\.)*\\?\"?)+", re.DOTALL)
@@ -50,7 +50,7 @@ def is_secret(name: Any, value: Any = "") -> bool:
     squashed = "".join(words)
     if not words or len(words) > 1 and words[-1] in _PLAIN_END:
         return False
-    if words[-1].endswith("s") and _NO_SECRET.fullmatch(str(value)) and value != "":
+    if words[-1].endswith("s") and _NO_SECRET.fullmatch(str(value).strip()) and value != "":
         return False
     if words[-1].startswith("token") and len(words) > 1 and words[-2] in _VOCABULARY:
         return False

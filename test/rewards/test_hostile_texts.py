@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import re
 import time
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.attacks_text import ELSEWHERE, PIECES, attack, readers
-from torchrl_rloo import data, diagnostics, envs, rewards
 from torchrl_rloo.envs.tools.parsers import PARSERS, llama
 from torchrl_rloo.rewards.instruction_checks import CHECKS
 from torchrl_rloo.rewards.registry import REWARDS
@@ -23,15 +18,17 @@ from torchrl_rloo.rewards.registry import REWARDS
 LARGE = 20_000
 NEGLIGIBLE = 0.1  # seconds at the large size, below which noise would decide
 MOST = 25  # ratio for ten times the size; quadratic time has 100
-# Used with `match` at one place each, after a search, so that their time adds up to the length of the text
-ANCHORED = {"_PARAMETER", "_END", "_MISTRAL_HEAD", "_SEPARATOR", "_IN_TEXT", "_DOUBTED_BEHIND", "_ERROR", "_CONTROL"}
+# Beginnings that are never closed, before repeated pieces
+HEADS = ('["', '{"a": "', "<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "', "```json\n", "\\boxed{", "$",
+         "<answer>", '[TOOL_CALLS][{"', "<think>", "[" * 101 + '"')  # fmt: skip
+OPEN = [(head, piece) for head in HEADS for piece in ('\\"', "\\", " ", "{", "[1,", '{"a":', head)]
 
 
-def growth(call: Callable[[str], Any], piece: str, large_size: int = LARGE) -> float:
+def growth(call: Callable[[str], Any], piece: str, head: str = "x", large_size: int = LARGE) -> float:
     """Return the ratio of CPU times at ten times the size; 0 if the larger one is negligible."""
 
     def seconds(size: int) -> float:
-        text = "x" + (piece * (size // len(piece) + 1))[:size] + "x"
+        text = head + (piece * (size // len(piece) + 1))[:size] + "x"
         start = time.thread_time()
         call(text)
         return time.thread_time() - start
@@ -45,26 +42,6 @@ def growth(call: Callable[[str], Any], piece: str, large_size: int = LARGE) -> f
     return large / small
 
 
-def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield all compiled patterns of the modules that read texts, also those in lists and of objects."""
-    for package in (rewards, envs, data, diagnostics):
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            values = vars(importlib.import_module(module.name))
-            for name, value in values.items():
-                nested = [
-                    value,
-                    *(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()),
-                ]
-                nested += [item for pair in nested if isinstance(pair, tuple) for item in pair]
-                nested += (
-                    list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type | ModuleType) else []
-                )
-                for i, pattern in enumerate(
-                    p for p in nested if isinstance(p, re.Pattern) and isinstance(p.pattern, str)
-                ):
-                    yield f"{module.name}.{name}[{i}]", pattern
-
-
 def test_every_reward_check_and_parser_is_here():
     kinds = {f"reward {name}" for name in REWARDS.keys() - ELSEWHERE} | {f"check {name}" for name in CHECKS}
     assert kinds | {f"parser {name}" for name in PARSERS} <= readers().keys()
@@ -72,26 +49,9 @@ def test_every_reward_check_and_parser_is_here():
 
 @pytest.mark.parametrize("name", [name for name in readers() if "accuracy" not in name or "boxed" in name])
 def test_time_is_linear_in_the_text(name):
-    slow = {piece: ratio for piece in PIECES if (ratio := growth(readers()[name], piece)) > MOST}
+    cases = [("x", piece) for piece in PIECES] + OPEN
+    slow = {case: ratio for case in cases if (ratio := growth(readers()[name], case[1], case[0])) > MOST}
     assert not slow
-
-
-def test_every_pattern_takes_linear_time():
-    found = dict(patterns())
-    found = {pattern.pattern: (name, pattern) for name, pattern in found.items()}
-    assert len(found) > 50
-    slow = []
-    for name, pattern in found.values():
-        anchored = name.rpartition(".")[2].partition("[")[0] in ANCHORED
-        call = pattern.match if anchored else lambda text, pattern=pattern: sum(1 for _ in pattern.finditer(text))
-        slow += [(name, piece) for piece in PIECES if growth(call, piece, 4_000) > MOST]
-    assert not slow
-
-
-def test_a_quadratic_pattern_is_found():
-    pattern = re.compile(r"\*[^*\n]*[^*\s][^*\n]*\*")
-    assert growth(lambda text: pattern.findall(text[:3000]), "*a") == 0.0
-    assert growth(re.compile(r"<<[^<>\n]*[^<>\s][^<>\n]*>>").search, "<<" + "a" * LARGE) > MOST
 
 
 def test_hostile_texts_are_contained():

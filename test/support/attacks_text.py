@@ -6,9 +6,12 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
+from torchrl_rloo._http import ReplyError, strict_json
+from torchrl_rloo._masking import mask_command, mask_settings
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_calls
 from torchrl_rloo.envs.tasks import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
@@ -16,6 +19,7 @@ from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.instruction_checks import CHECKS
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
+from torchrl_rloo.rewards.rubrics import NoScoreError, parse_verdict
 
 # Rewards that run programs, models or services, which have separate limits and tests
 ELSEWHERE = {"code_tests", "llm_judge", "remote_scorer", "sequence_classifier"}
@@ -101,8 +105,17 @@ def readers() -> dict[str, Callable[[str], Any]]:
             found[f"vote {name}"] = lambda text, vote=task.extract_answer: vote(text) and None
     found["thinking"] = lambda text: without_thinking(text) and None
     found["code"] = lambda text: last_block(text, ("python", "py")) and None
+    found["verdict"] = partial(_quietly, partial(parse_verdict, scale=(0, 10)))
+    found["JSON"] = lambda text: _quietly(strict_json, text.encode(errors="replace"))
+    found["masks"] = lambda text: mask_settings({"a": [text, mask_command(text)]}) and None
     found["transcript"] = lambda text: find_calls(list(text), [True] * len(text), TOOL_CALL_PATTERN) and None
     return found
+
+
+def _quietly(read: Callable[[Any], Any], text: Any) -> None:
+    """Read a text that may be refused."""
+    with suppress(NoScoreError, ReplyError):
+        read(text)
 
 
 def _reader(reward: Callable[..., list[float | None]]) -> Callable[[str], list[float | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ _NUMBER = r"[-+]?(?<!\d)\d+(?:\.\d+)?"
 _NAMED = re.compile(rf"\bscore\b[\"'*]*\s*[:=]\s*[\"'*]*\s*({_NUMBER})", re.IGNORECASE)
 _LAST = re.compile(rf"({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?[\s.*`]*$")
 _IN_TEXT = re.compile(rf"\s*({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?\s*")
+_OBJECT = re.compile(r"\{\s*\"")
+_MAX_FAILURES = 100  # to read an object; each may cost the length of the text
 
 
 class NoScoreError(ValueError):
@@ -143,12 +146,13 @@ def _enclose(name: str, text: str, max_chars: int) -> str:
 
 def _last_object(text: str) -> dict[str, Any] | None:
     """Return the last JSON object with a score in a text, None without one."""
-    decoder, found, position = json.JSONDecoder(strict=False), None, 0
-    while (position := text.find("{", position)) >= 0:
+    decoder, found, position, failures = json.JSONDecoder(strict=False), None, 0, 0
+    while failures < _MAX_FAILURES and (start := _OBJECT.search(text, position)) is not None:
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, position = decoder.raw_decode(text, start.start())
         except (ValueError, RecursionError):
-            position += 1
+            position = start.end()
+            failures += 1
             continue
         found = value if "score" in value else found
     return found
@@ -157,4 +161,6 @@ def _last_object(text: str) -> dict[str, Any] | None:
 def _parse_number(value: Any) -> float | None:
     if isinstance(value, str) and (match := _IN_TEXT.fullmatch(value)):
         return float(match[1])
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else math.inf  # a whole number may be too large for a float

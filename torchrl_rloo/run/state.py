@@ -131,7 +131,7 @@ class _Visit:
         return values, size
 
     def _tensor_bytes(self, value: torch.Tensor) -> int:
-        if value.layout is not torch.strided:  # it has no storage of its own
+        if value.layout is not torch.strided:  # it has no single storage
             return 0
         storage = value.untyped_storage()
         self._storages[storage._cdata] = storage.nbytes()

@@ -135,8 +135,8 @@ class AgentSession:
         """Sample the policy's reply to a call, in a separate task. Cancelling it cancels the request.
 
         Raises:
-            RefusedCallError: if a limit is reached, the session has ended, or the call fails before the policy samples,
-                for example if the template cannot render the messages.
+            RefusedCallError: if a limit is reached, the session has ended, or the call fails before the policy samples.
+                The template may be unable to render the messages.
             Exception: raised by the policy.
         """
         if self._ended:
