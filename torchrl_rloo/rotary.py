@@ -73,7 +73,7 @@ def fix_frequencies(model: nn.Module) -> None:
 def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> None:
     """Raise unless an engine has the rotary frequencies of the training model.
 
-    vLLM takes long factors if its context exceeds the original length, and for ``dynamic`` those of short rows.
+    vLLM takes long factors if its context exceeds the original length. It never scales ``dynamic`` frequencies.
 
     Args:
         model: training model.
@@ -84,17 +84,17 @@ def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> Non
     """
     config = getattr(model, "config", None)
     rope = _length_dependent(config)
-    if rope is None or engine_length == (length := context_length(model)):
+    if rope is None:
         return
-    original = _original_length(config, rope)
+    length, original = context_length(model), _original_length(config, rope)
     dynamic = rope["rope_type"] == "dynamic"
     same_side = engine_length is not None and (engine_length > original) == (length > original)
     if length > original if dynamic else not same_side:
-        own = original if dynamic else engine_length or original
+        remedy = f"pass context_length={original if dynamic else engine_length or original} to load_model"
         raise ValueError(
             f"context_length={engine_length} of the engine and {length} of {type(model).__name__} give other rotary "
-            f"frequencies ({rope['rope_type']}, original length {original}); pass max_model_len={length} to the "
-            f"engine, or context_length={own} to load_model"
+            f"frequencies ({rope['rope_type']}, original length {original}); {remedy}"
+            + ("" if dynamic else f", or max_model_len={length} to the engine")
         )
 
 
