@@ -6,6 +6,7 @@ of a pass. A cached prefix would keep others than its row, and a row's log-probs
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ def fix_frequencies(model: nn.Module) -> None:
         return
     length, fixed = context_length(model), False
     for module in model.modules():
-        if "Rotary" in type(module).__name__ and not _fixing_hooks(module):
+        if _is_rotary(module) and not _fixing_hooks(module):
             module.register_forward_pre_hook(partial(_extend, length), prepend=True, with_kwargs=True)
             module.register_forward_hook(_shorten)
             fixed = True
@@ -72,7 +73,7 @@ def fix_frequencies(model: nn.Module) -> None:
 def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> None:
     """Raise unless an engine has the rotary frequencies of the training model.
 
-    vLLM takes long factors if its context exceeds the original length, and for ``dynamic`` those of short rows.
+    vLLM takes long factors if its context exceeds the original length. It never scales ``dynamic`` frequencies.
 
     Args:
         model: training model.
@@ -83,15 +84,17 @@ def check_engine_frequencies(model: nn.Module, engine_length: int | None) -> Non
     """
     config = getattr(model, "config", None)
     rope = _length_dependent(config)
-    if rope is None or engine_length == (length := context_length(model)):
+    if rope is None:
         return
-    original = _original_length(config, rope)
+    length, original = context_length(model), _original_length(config, rope)
+    dynamic = rope["rope_type"] == "dynamic"
     same_side = engine_length is not None and (engine_length > original) == (length > original)
-    if length > original if rope["rope_type"] == "dynamic" else not same_side:
+    if length > original if dynamic else not same_side:
+        remedy = f"pass context_length={original if dynamic else engine_length or original} to load_model"
         raise ValueError(
             f"context_length={engine_length} of the engine and {length} of {type(model).__name__} give other rotary "
-            f"frequencies ({rope['rope_type']}, original length {original}); pass max_model_len={length} to the "
-            f"engine, or context_length={min(engine_length or original, original)} to load_model"
+            f"frequencies ({rope['rope_type']}, original length {original}); {remedy}"
+            + ("" if dynamic else f", or max_model_len={length} to the engine")
         )
 
 
@@ -112,6 +115,11 @@ def _original_length(config, rope: dict[str, Any]) -> int:
         return config.max_position_embeddings
     names = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
     return next((length for length in names if length), config.max_position_embeddings)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Return whether a module computes rotations of positions; those of images have none."""
+    return "Rotary" in type(module).__name__ and "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _fixing_hooks(module: nn.Module) -> list[partial]:
