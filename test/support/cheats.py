@@ -28,7 +28,7 @@ CHEATS = [
     "class Any(list):\n    def __eq__(s, o): return True\ndef double(x): return [Any()]",
     "import builtins\nbuiltins.AssertionError = builtins.isinstance = builtins.all = lambda *a: True\n"
     "def double(x): return 0",
-    "import code_peers\ncode_peers.encode = lambda *a: True\ncode_peers.RemoteObject.__eq__ = lambda *a: True\n"
+    "import code_peers\ncode_peers.ProgramValues.encode = code_peers.Stream.send = lambda *a: True\n"
     "def double(x): return 0",
     "import operator, json\noperator.eq = lambda *a: True\njson.dumps = lambda *a: '[true, null]'\n"
     "def double(x): return 0",

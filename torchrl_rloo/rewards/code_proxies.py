@@ -22,10 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
     from torchrl_rloo.rewards.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 else:  # loaded as a file
-    from code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
     from code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 
 MAX_SHARED = 2000  # items of containers that both processes compare with each request; more are copied
@@ -394,7 +394,8 @@ def find_shared_class(module: str, name: str) -> type | None:
         return None
     if issubclass(found, BaseException):
         return None if module.startswith("unittest") else found  # some of its exceptions end a test without failure
-    if module in ABSTRACT and getattr(found, "__abstractmethods__", None):  # others can have instances, which are the program's
+    # A class that is not abstract has instances, which are the program's
+    if module in ABSTRACT and getattr(found, "__abstractmethods__", None):
         return found
     if PLAIN.get(name) is found or found in (object, bool, int, float, str):
         return found
@@ -433,7 +434,6 @@ def forward_library(link: ProgramConnection) -> None:
 
     Patches of modules, which would not reach the program, are refused.
     """
-    import dataclasses
 
     def forwarding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -441,8 +441,9 @@ def forward_library(link: ProgramConnection) -> None:
 
         return call
 
-    for name in ("asdict", "astuple", "fields", "replace"):
-        setattr(dataclasses, name, forwarding(name, getattr(dataclasses, name)))
+    if dataclasses := sys.modules.get("dataclasses"):
+        for name in DATACLASSES:
+            setattr(dataclasses, name, forwarding(name, getattr(dataclasses, name)))
     seed = random.seed
 
     def seed_both(*args: Any) -> None:
