@@ -350,6 +350,8 @@ class ProgramConnection(Values):
                 base = plain_base(kind)
                 if base is not None and hasattr(base, name):
                     return getattr(base, name)(value, *args, **kwargs)
+                if name == "__missing__":
+                    raise KeyError(*args)
                 if base is not None and name == "__bool__":
                     return not hasattr(base, "__len__") or len(value) > 0
                 if name == "__contains__" and hasattr(kind, "__iter__"):
