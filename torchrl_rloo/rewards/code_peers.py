@@ -158,13 +158,13 @@ def _is_library(kind: type) -> bool:
     return find_library(kind.__module__, kind.__qualname__) is kind
 
 
-def _call_dataclasses(name: str, *args: Any, **kwargs: Any) -> Any:
+def _call_dataclasses(name: str, /, *args: Any, **kwargs: Any) -> Any:
     return getattr(sys.modules["dataclasses"], name)(*args, **kwargs)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "method": lambda value, name, *args, **kwargs: getattr(type(value), name)(value, *args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
+    "method": lambda value, name, /, *args, **kwargs: getattr(type(value), name)(value, *args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "delattr": delattr,

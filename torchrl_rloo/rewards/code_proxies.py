@@ -68,7 +68,7 @@ class RemoteClass(ABCMeta):
     def __new__(cls, name: str, *args: Any, **kwargs: Any) -> Any:
         cls.__link.refuse(f"a test derives {name} from a class of the program")
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
         return cls.__link.request("call", cls, *args, **kwargs)
 
     def __getattr__(cls, name: str) -> Any:
@@ -138,7 +138,7 @@ class ProgramConnection(Values):
 
     # Requests
 
-    def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Execute an operation in the program's process.
 
         Raises:
@@ -343,7 +343,7 @@ class ProgramConnection(Values):
         Without a class that the tests name, it must not see a value of the tests, nor decide what is a number.
         """
 
-        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(value: Any, /, *args: Any, **kwargs: Any) -> Any:
             kind = type(value)
             trusted = self.trusts(value if isinstance(value, RemoteClass) else kind)
             if not trusted:
@@ -438,7 +438,7 @@ def forward_library(link: ProgramConnection) -> None:
     """
 
     def forwarding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(value: Any, /, *args: Any, **kwargs: Any) -> Any:
             return link.request(name, value, *args, **kwargs) if is_remote(value) else function(value, *args, **kwargs)
 
         return call
