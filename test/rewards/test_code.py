@@ -138,6 +138,11 @@ VALUES = [  # program, test that passes
     ),
     ("def f(*, x): x.append(9)", "a = [2]\nf(x=a)\nassert a == [2, 9]"),
     (
+        "class K:\n    def __init__(s, **k): s.k = k\n    def __call__(s, **k): return k\ndef f(**k): return k",
+        "k = dict.fromkeys('self cls name value operation function args kwargs link'.split(), 1)\n"
+        "assert f(**k) == K(**k).k == K()(**k) == k",
+    ),
+    (
         "from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
         "assert isinstance(f(), tuple) and isinstance(f(), P) and f() + (3,) == (1, 2, 3) and f() < (1, 3)\n"
         "assert issubclass(P, P) and not isinstance((1, 2), P) and P(1, 2) in {P(1, 2)}",

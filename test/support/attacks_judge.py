@@ -202,8 +202,8 @@ CARRIERS = [
     "try:\n    import os; os.fork()\nexcept OSError: pass",
     "import json, sys\njson.dumps = json.loads = lambda *a, **k: [True, None]\nsys.stdout = None",
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.alarm(1)",
-    "import code_peers\ncode_peers.encode = lambda *a: True",
-    "import code_judge\ncode_judge.RemoteObject.__eq__ = code_judge.Judge.run = lambda *a: True",
+    "import code_peers\ncode_peers.ProgramValues.encode = lambda *a: True",
+    "import code_judge\ncode_judge.ProgramConnection.request = code_judge.Judge.run = lambda *a: True",
     "import code_peers\ncode_peers.Stream.receive = lambda s: ['getattr', ['list'], ['dict']]",
 ]
 

@@ -28,7 +28,7 @@ CHEATS = [
     "class Any(list):\n    def __eq__(s, o): return True\ndef double(x): return [Any()]",
     "import builtins\nbuiltins.AssertionError = builtins.isinstance = builtins.all = lambda *a: True\n"
     "def double(x): return 0",
-    "import code_peers\ncode_peers.encode = lambda *a: True\ncode_peers.RemoteObject.__eq__ = lambda *a: True\n"
+    "import code_peers\ncode_peers.ProgramValues.encode = code_peers.Stream.send = lambda *a: True\n"
     "def double(x): return 0",
     "import operator, json\noperator.eq = lambda *a: True\njson.dumps = lambda *a: '[true, null]'\n"
     "def double(x): return 0",
@@ -255,6 +255,7 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
         ["assert f(3)", "assert str(f(3)) == '6'", "assert 6 in f(3)"],
         {},
     ),
+    ("class D(dict):\n    __missing__ = lambda s, k: 6\ndef f(x): return D()", ["assert f(3)[3] == 6"], {}),
     ("class T:\n    __enter__ = lambda s: s\n    __exit__ = lambda s, *a: True", ["with T() as t: assert t == 3"], {}),
     ("import unittest\ndef f(x): raise unittest.SkipTest('no')", [UNITTEST], {}),
     ("def f(x): raise SystemExit(0)", [*SIX, UNITTEST], {}),

@@ -14,13 +14,13 @@ that the tests no longer hold. None instead of the changes leaves them out of th
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import json
 import random
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 if __package__:
@@ -37,6 +37,7 @@ else:  # loaded as a file
     from code_values import COPIED, SHARED, Values, find_library, get_fixed, plain_base, take_scalar
 
 ABSTRACT = ("abc", "collections.abc", "numbers")  # modules of the standard library whose classes only compute
+DATACLASSES = ("asdict", "astuple", "fields", "replace")  # functions that need the class itself
 CHANNEL = 3  # file descriptor of the socket between both processes
 PROGRAM = "candidate"  # module name of the program's classes
 MAX_PRINTED = 100_000  # characters that a reply has of what the program printed
@@ -157,9 +158,13 @@ def _is_library(kind: type) -> bool:
     return find_library(kind.__module__, kind.__qualname__) is kind
 
 
+def _call_dataclasses(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return getattr(sys.modules["dataclasses"], name)(*args, **kwargs)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
-    "method": lambda value, name, *args, **kwargs: getattr(type(value), name)(value, *args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
+    "method": lambda value, name, /, *args, **kwargs: getattr(type(value), name)(value, *args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "delattr": delattr,
@@ -169,7 +174,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "truth": bool,
     "seed": random.seed,
     **{name: getattr(copy, name) for name in ("copy", "deepcopy")},
-    **{name: getattr(dataclasses, name) for name in ("asdict", "astuple", "fields", "replace")},
+    **{name: partial(_call_dataclasses, name) for name in DATACLASSES},
 }
 
 

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 if __package__:
-    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from torchrl_rloo.rewards.code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
     from torchrl_rloo.rewards.code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 else:  # loaded as a file
-    from code_peers import ABSTRACT, BINARY, CONVERSIONS, ENDING, PROTOCOLS, Stream
+    from code_peers import ABSTRACT, BINARY, CONVERSIONS, DATACLASSES, ENDING, PROTOCOLS, Stream
     from code_values import COPIED, PLAIN, SHARED, Values, find_library, make_empty, plain_base
 
 MAX_SHARED = 2000  # items of containers that both processes compare with each request; more are copied
@@ -68,7 +68,7 @@ class RemoteClass(ABCMeta):
     def __new__(cls, name: str, *args: Any, **kwargs: Any) -> Any:
         cls.__link.refuse(f"a test derives {name} from a class of the program")
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
         return cls.__link.request("call", cls, *args, **kwargs)
 
     def __getattr__(cls, name: str) -> Any:
@@ -138,7 +138,7 @@ class ProgramConnection(Values):
 
     # Requests
 
-    def request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Execute an operation in the program's process.
 
         Raises:
@@ -343,13 +343,15 @@ class ProgramConnection(Values):
         Without a class that the tests name, it must not see a value of the tests, nor decide what is a number.
         """
 
-        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(value: Any, /, *args: Any, **kwargs: Any) -> Any:
             kind = type(value)
             trusted = self.trusts(value if isinstance(value, RemoteClass) else kind)
             if not trusted:
                 base = plain_base(kind)
                 if base is not None and hasattr(base, name):
                     return getattr(base, name)(value, *args, **kwargs)
+                if name == "__missing__":
+                    raise KeyError(*args)
                 if base is not None and name == "__bool__":
                     return not hasattr(base, "__len__") or len(value) > 0
                 if name == "__contains__" and hasattr(kind, "__iter__"):
@@ -394,7 +396,8 @@ def find_shared_class(module: str, name: str) -> type | None:
         return None
     if issubclass(found, BaseException):
         return None if module.startswith("unittest") else found  # some of its exceptions end a test without failure
-    if module in ABSTRACT and getattr(found, "__abstractmethods__", None):  # others can have instances, which are the program's
+    # A class that is not abstract has instances, which are the program's
+    if module in ABSTRACT and getattr(found, "__abstractmethods__", None):
         return found
     if PLAIN.get(name) is found or found in (object, bool, int, float, str):
         return found
@@ -433,16 +436,16 @@ def forward_library(link: ProgramConnection) -> None:
 
     Patches of modules, which would not reach the program, are refused.
     """
-    import dataclasses
 
     def forwarding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(value: Any, /, *args: Any, **kwargs: Any) -> Any:
             return link.request(name, value, *args, **kwargs) if is_remote(value) else function(value, *args, **kwargs)
 
         return call
 
-    for name in ("asdict", "astuple", "fields", "replace"):
-        setattr(dataclasses, name, forwarding(name, getattr(dataclasses, name)))
+    if dataclasses := sys.modules.get("dataclasses"):
+        for name in DATACLASSES:
+            setattr(dataclasses, name, forwarding(name, getattr(dataclasses, name)))
     seed = random.seed
 
     def seed_both(*args: Any) -> None:

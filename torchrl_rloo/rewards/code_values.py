@@ -8,6 +8,7 @@ where they are. Each end says how it writes and reads those.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,8 +20,6 @@ from operator import is_not
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any
-from uuid import UUID
-from zoneinfo import ZoneInfo
 
 SCALARS = (bool, int, float, str)
 _VIEWS = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
@@ -46,8 +45,6 @@ _COPIED: list[tuple[type, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]]
     (time, _clock, lambda text, zone, fold: time.fromisoformat(text).replace(tzinfo=zone, fold=fold)),
     (timedelta, lambda v: (v.days, v.seconds, v.microseconds), timedelta),
     (timezone, lambda v: v.__getinitargs__(), timezone),
-    (ZoneInfo, lambda v: (v.key,), ZoneInfo),
-    (UUID, lambda v: (v.hex,), UUID),
     *((kind, lambda v: (str(v),), kind) for kind in (PosixPath, PurePosixPath, PureWindowsPath)),
     (MappingProxyType, lambda v: (dict(v),), MappingProxyType),
     (_VIEWS["keys"], tuple, lambda *parts: dict.fromkeys(parts).keys()),
@@ -105,7 +102,18 @@ SHARED: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any, list[A
     **{kind: (_take_mapping, _fill_mapping(dict), "") for kind in (dict, Counter)},
 }
 PLAIN = {kind.__name__: kind for kind in (*COPIED, *SHARED)}
+# Immutable types whose modules take long to import: module and parts
+_LATE = {"UUID": ("uuid", lambda v: (v.hex,)), "ZoneInfo": ("zoneinfo", lambda v: (v.key,))}
 _CONSTANTS = {"Ellipsis": ..., "NotImplemented": NotImplemented}
+
+
+def add_late(name: str, module: str) -> bool:
+    """Add an immutable type whose module was not imported with this one; return whether there is one."""
+    if module != _LATE.get(name, ("",))[0]:
+        return False
+    kind = PLAIN[name] = getattr(importlib.import_module(module), name)
+    COPIED[kind] = (_LATE[name][1], kind)
+    return True
 
 
 def plain_base(kind: type) -> type | None:
@@ -171,7 +179,7 @@ class Values:
             return [kind.__name__, *map(self.encode, COPIED[kind][0](value))]
         if value is Ellipsis or value is NotImplemented:
             return ["constant", str(value)]
-        return self.refer(value)
+        return self.encode(value) if add_late(kind.__name__, kind.__module__) else self.refer(value)
 
     def decode(self, data: Any) -> Any:
         """Return the value of :meth:`encode`."""
@@ -182,7 +190,7 @@ class Values:
             return self.shared[parts[0]]
         if name == "constant":
             return _CONSTANTS[parts[0]]
-        if name in PLAIN:
+        if name in PLAIN or (name in _LATE and add_late(name, _LATE[name][0])):
             return COPIED[PLAIN[name]][1](*map(self.decode, parts))
         return self.resolve(name, parts)
 
