@@ -279,7 +279,7 @@ def their_policy_version(parts: Parts) -> None:
 
 @works("StepCounter")
 def their_limit_on_steps(parts: Parts) -> None:
-    """It ends conversations in a collector as in a rollout, with a reason that is ours."""
+    """End conversations in a collector as in a rollout, with a reason that is ours."""
     engine = ScriptedEngine(lambda request, index: ScriptedTurn([5 + index % 3, parts.tokenizer.eos_token_id]))
     policy = vLLMWrapper(engine, tokenizer=parts.tokenizer)
     for steps, turns in ((1, 1), (2, 2), (9, 4)):

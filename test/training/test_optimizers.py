@@ -274,7 +274,7 @@ def test_what_an_optimizer_leaves_out_is_told(caplog: pytest.LogCaptureFixture, 
 
 @pytest.mark.parametrize(("lr", "warmup", "number"), [(0.0, 0, 1), (0.0, 5, 1), (0.1, 5, 0)])
 def test_a_learning_rate_of_0_is_told(lr: float, warmup: int, number: int, caplog, monkeypatch) -> None:
-    """The first step of a warm-up has a rate of 0, too, but others follow."""
+    """The first step of a warm-up also has a rate of 0, but others follow."""
     monkeypatch.setattr(notices, "_SHOWN", set())
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
