@@ -85,12 +85,19 @@ class MathAccuracy:
         verdicts = dict(zip(rows, self.judge.judge_rows([(golds[i], texts[i]) for i in rows]), strict=True))
         return [0.0 if text is None else _to_score(verdicts.get(i)) for i, text in enumerate(texts)]
 
-    def describe(self, gold: str | None, text: str) -> tuple[str, str]:
-        """Return the canonical forms of a gold and of a text's answer, or in brackets why there is none."""
-        if (judged := self._judged_text(text)) is None:
-            return ("[incomplete reasoning]",) * 2
-        parsed = self.judge.form(rf"\boxed{{{gold}}}") if gold is not None else None
-        return (parsed, self.judge.form(judged) or "[unparseable]") if parsed else ("[unparseable]", "[skipped]")
+    def describe(self, golds: Sequence[str | None], texts: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the canonical forms of each gold and text's answer, or in brackets why there is none."""
+        boxed = [rf"\boxed{{{gold}}}" for gold in golds]
+        judged = [self._judged_text(text) for text in texts]
+        forms = self.judge.forms([*boxed, *(text for text in judged if text is not None)])
+
+        def describe(gold: str | None, box: str, text: str | None) -> tuple[str, str]:
+            if text is None:
+                return ("[incomplete reasoning]",) * 2
+            parsed = None if gold is None else forms[box]
+            return (parsed, forms[text] or "[unparseable]") if parsed else ("[unparseable]", "[skipped]")
+
+        return [describe(*row) for row in zip(golds, boxed, judged, strict=True)]
 
     def _judged_text(self, text: str) -> str | None:
         return text

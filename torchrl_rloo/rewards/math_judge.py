@@ -54,14 +54,23 @@ class MathJudge(ProcessJudge):
         """Judge pairs of gold and text, see :meth:`ProcessJudge.judge_rows`."""
         return super().judge_rows([(gold, _shorten(text)) for gold, text in rows])
 
-    def form(self, text: str) -> str | None:
+    def form(self, text: str, limit: float | None = None) -> str | None:
         """Return the canonical form of the answer in ``text``: equal for answers that this judge takes for equal.
+
+        Args:
+            text: text.
+            limit: seconds of CPU time; None means ``timeout``.
 
         Returns:
             The form, or None if the text has no answer, or exceeds a limit.
         """
         shortened = _shorten(text)
-        return (self._ask(self.timeout, None, shortened)[0] or None) if shortened else None
+        return (self._ask(self.timeout if limit is None else limit, None, shortened)[0] or None) if shortened else None
+
+    def forms(self, texts: Sequence[str]) -> dict[str, str | None]:
+        """Return the canonical form by text, as :meth:`form` does, within the time of :meth:`judge_rows`."""
+        distinct = [*dict.fromkeys(texts)]
+        return dict(zip(distinct, self._ask_all(self.form, [(text,) for text in distinct]), strict=True))
 
 
 @cache

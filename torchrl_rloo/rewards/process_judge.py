@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -77,12 +77,15 @@ class ProcessJudge:
         After 8 time-outs, the further rows of the call get a tenth of the limit, at least 0.5 s. With limits from 5 s
         up, ``n`` hanging rows take at most ``(8 + workers + n / 10) * timeout`` seconds of CPU time.
         """
+        return self._ask_all(self.judge, rows)
+
+    def _ask_all(self, ask: Callable[..., Any], rows: Sequence[tuple[str, ...]]) -> list[Any]:
         timeouts, lost, start = self.timeouts, self.lost_seconds, time.monotonic()
         short = min(self.timeout, max(_MIN_TIMEOUT, self.timeout / 10))
 
-        def judge(row: tuple[str, str]) -> Any:
+        def judge(row: tuple[str, ...]) -> Any:
             spent = self.timeouts - timeouts >= _FULL_TIMEOUTS
-            return self.judge(*row, short if spent else self.timeout)
+            return ask(*row, short if spent else self.timeout)
 
         threads = min(self.workers, math.ceil(len(rows) / _ROWS_PER_WORKER))
         if threads < 2:

@@ -134,7 +134,7 @@ def _score(
 ) -> list[float | None]:
     scores = reward(completions, completions, completions, solution=solution)
     if log_extra is not None:
-        parsed = [reward.describe(gold, final_text(c)) for gold, c in zip(solution, completions, strict=True)]
+        parsed = reward.describe(solution, [final_text(completion) for completion in completions])
         for column, values in zip(("gold_parsed", "answer_parsed"), zip(*parsed, strict=True), strict=False):
             log_extra(column, list(values))
         log_extra("solution", list(solution))
