@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.recipes import run_recipe_here, settings
 from support.runs import read_jsonl
 from torchrl_rloo.cli import bundle as commands
 from torchrl_rloo.cli.rescore import rows_folder
+from torchrl_rloo.cli.stored_run import settings_for_stored
 from torchrl_rloo.diagnostics import Rescorer, read_bundle, rescore, verify_bundle
 from torchrl_rloo.modules import load_model
 from torchrl_rloo.replay import RolloutFiles
@@ -122,6 +124,11 @@ def test_a_bundle_of_a_past_step_is_made_from_its_rows(overrides, kept, importab
     with pytest.raises(ValueError, match="--step 9 has no stored rows; stored: steps 1 to 4"):
         commands.bundle(str(run), 9, None, weights=False)
     assert rows_folder(run) == kept / "rows"
+    # A masked token is none
+    written = json.loads((run / "settings.json").read_text())
+    written["model"]["kwargs"] = {"token": "***", "attn_implementation": "sdpa"}
+    found = settings_for_stored(written, kept / "rows", 3, tmp_path, False)
+    assert found["model"] == written["model"] | {"kwargs": {"attn_implementation": "sdpa"}}
 
 
 def test_a_bundle_leaves_the_run_as_it_is(overrides, kept, importable, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchrl_rloo._masking import MASK
 from torchrl_rloo.cli.sampling_config import CollectorConfig, InferenceConfig
 from torchrl_rloo.replay.row_files import RolloutFiles
 from torchrl_rloo.run.checkpoint import Checkpointer, saved_steps
@@ -35,7 +36,10 @@ def settings_for_stored(
     rollouts = {"path": None, "max_gb": None, "train": True, "source": str(rows)}
     train = {"parallel": "none", "shard_size": None, "load_shards": False, "tensor_parallel": 1, "context_parallel": 1}
     train |= {"reduce": "last_pass", "offload": []}
+    # Written settings hold masks instead of tokens, which variables such as HF_TOKEN replace
+    kwargs = {name: value for name, value in settings["model"]["kwargs"].items() if value != MASK}
     changes: dict[str, Any] = {
+        "model": {"kwargs": kwargs},
         "collector": collector,
         "inference": asdict(InferenceConfig()),
         "curriculum": {"pass_rate": None, "rerolls": None},
