@@ -69,7 +69,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "loggers": (f"{RLOO} 'log.loggers=[wandb]'", f"{RLOO} 'log.loggers=[mlflow]'"),
 }
 # What an extra adds to another package, which does not know the extra
-ADDED = {"ray-jobs": ("from ray.scripts.scripts import main; main(['job', 'submit', '--help'])",)}
+ADDED = {"ray-jobs": ("from ray.scripts.scripts import cli; cli(['job', 'submit', '--help'])",)}
 # What says which extra is missing, but takes long or needs a GPU with it
 REFUSED = {
     "ray": (
