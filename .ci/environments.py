@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "peft": (f"{RLOO} '{LORA}'",),
     "qlora": (f"{RLOO} '{LORA}' model.quantization=nf4",),
     "rewards": (
-        f"{RLOO} 'reward.functions=[accuracy]'",
+        f"{RLOO} 'reward.functions=[{{_target_:accuracy,column:answer}}]'",
         "from torchrl_rloo.rewards.json_schema import JSONSchema; JSONSchema({'type': 'object'})",
         "from torchrl_rloo.rewards.languages import is_english; is_english('Good day to you')",
     ),
