@@ -233,7 +233,7 @@ def _without_spaces(found: re.Match[str]) -> str:
     return found[0].replace(" ", "")
 
 
-_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![ ]?[0-9/])")  # 1 000 in a box
+_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3}){1,9}(?![ ]?[0-9/])")  # 1 000 in a box
 
 
 def _part(name: str) -> str:
