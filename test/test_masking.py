@@ -141,8 +141,14 @@ def test_headers_urls_and_variables_are_masked(settings: dict) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_masked(command: str) -> None:
     shown = mask_command(f"torchrl-rloo run rloo {command} plan.steps=3")
-    assert SECRET not in shown and shown.startswith("torchrl-rloo run rloo ")
+    assert SECRET not in shown and shown.startswith("torchrl-rloo run rloo ") and mask_command(shown) == shown
     assert shown.endswith("plan.steps=3") or command.startswith("'a.token")  # quotes that are not closed
+
+
+def test_templates_and_maps_of_columns_stay_comparable() -> None:
+    settings = {"chat_template": "{% set key = 'x' %}{{ y }}", "column_map": {"answer_key": "target"}}
+    masked = mask_settings(settings)
+    assert masked["column_map"] == settings["column_map"] and mask_settings(masked) == masked
 
 
 @pytest.mark.parametrize("config", [RLOOConfig, EvalConfig])

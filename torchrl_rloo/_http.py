@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from torchrl_rloo._masking import MASK
+
 MAX_DEPTH = 100  # of nested arrays and objects
 ENCODINGS = "gzip, deflate"  # that read_body unpacks
 _CHUNK_BYTES = 1 << 16
 _LARGE = 1 << 16  # characters that are decoded on another thread
 _MAX_MESSAGE = 1000
-_MASK = "***"
 _SCHEMES = frozenset({"basic", "bearer", "digest", "token", "application/json"})
 _MIN_SECRET = 4  # characters; shorter values of headers and URLs are not masked
 
@@ -158,7 +159,7 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         """Return a text with masks instead of secrets."""
-        return text if self._pattern is None else self._pattern.sub(_MASK, text)
+        return text if self._pattern is None else self._pattern.sub(MASK, text)
 
     def line(self, text: str) -> str:
         """Return the redacted text as one line of limited length."""

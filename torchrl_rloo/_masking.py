@@ -22,6 +22,7 @@ _VOCABULARY = frozenset(
     "eos bos pad unk cls sep mask stop end start image video audio prefix suffix new max min".split()
 )
 _HEADERS = frozenset({"header", "headers"})
+_COLUMNS = frozenset({"columnmap"})  # mappings from names to names
 _ENVIRONMENTS = frozenset({"env", "environment", "environ", "envvars"})  # if they hold variables
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
 _ASSIGNED = re.compile(r"\{?\s?['\"]?[A-Z_][A-Z0-9_]*['\"]?\s?[:=]")
@@ -71,6 +72,8 @@ def mask_settings(value: Any, name: str = "", depth: int = _MAX_DEPTH) -> Any:
     """
     if isinstance(value, Mapping | list | tuple) and not depth:
         return MASK
+    if isinstance(value, Mapping) and _word(name) in _COLUMNS:
+        return dict(value)
     if isinstance(value, Mapping):
         whole = is_secret(name) or _word(name) in _HEADERS
         whole = whole or _word(name) in _ENVIRONMENTS and all(_VARIABLE.fullmatch(str(key)) for key in value)
@@ -85,7 +88,7 @@ def mask_settings(value: Any, name: str = "", depth: int = _MAX_DEPTH) -> Any:
         return masked
     if isinstance(value, str):
         return MASK if is_secret(name, value) and value else mask_text(value)
-    return MASK if isinstance(value, int | float) and is_secret(name, value) else value
+    return MASK if is_secret(name, value) else value
 
 
 def mask_text(text: str) -> str:
@@ -97,7 +100,7 @@ def mask_text(text: str) -> str:
         kept.append(text[place:end])
         place = end
         if is_secret(found[1]) or _word(found[1]) in _HEADERS | _ENVIRONMENTS:
-            place = _value_end(text, end)
+            place = end + len(MASK) if text.startswith(MASK, end) else _value_end(text, end)
             value = text[end:place]
             kept.append(MASK if _hides(found[1], value.strip("'\"")) else value)
     return "".join(kept) + text[place:]
@@ -129,11 +132,12 @@ def mask_command(command: str) -> str:
             end = max(end, _value_end(command, start))
         elif value.lower() in _SCHEMES and (following := _WORD.search(command, end)):
             end = following.end()
-        kept += [
-            command[place : found.start()],
-            word[: start - found.start()] if start < end else word,
-            MASK * (start < end),
-        ]
+        kept.append(command[place : found.start()])
+        if start < end:
+            # Keep the closing quote, so that the next words stay apart
+            quote = word[0] if word[0] in "'\"" and command[end - 1] == word[0] and start > found.start() else ""
+            word = word[: start - found.start()] + MASK + quote
+        kept.append(word)
         place, flag = end, found[0]
     return "".join(kept) + command[place:]
 

@@ -24,6 +24,7 @@ from torchrl_rloo.cli.main import main
         (r"""'data.system_prompt="One.\nTwo \\d {x}, so"'""", "One.\nTwo \\d {x}, so"),
         (r"""data.system_prompt='C:\\dir, {a: "b"}'""", 'C:\\\\dir, {a: "b"}'),
         (r"""'data.template_kwargs={a: {b: ["x\ny"]}}'""", {"a": {"b": ["x\ny"]}}),
+        (r"""'data.system_prompt="a \\\\\n"'""", "a \\\\\n"),
         (r"""'data.template_kwargs.a="\n"'""", {"a": "\n"}),
         (r"""'model.chat_template={{ "\n" }}'""", '{{ "\\n" }}'),  # Jinja decodes it
     ],

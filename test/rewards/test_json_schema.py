@@ -142,6 +142,7 @@ def test_many_distinct_items_are_judged(item):
         '[[{"a": true}], [{"a": 1}]]': 1,
         '["1", 1]': 1,
         '[{"a": 1}, [["a", 1]]]': 1,
+        "[true, [1]]": 1,
     }.items(),
 )
 def test_items_are_equal_as_json_values(text, right):

@@ -275,6 +275,13 @@ FORGERIES: list[tuple[str, Any, dict[str, Any]]] = [
         {},
     ),
     ("def f(x): raise ValueError('\\U0001f600' * 1000)", SIX * 40, {}),
+    # A value that the tests cannot read, for the lack of a package
+    (
+        "import io, struct, zoneinfo\nDATA = b'TZif' + bytes(16) + struct.pack('>6llbb', 0, 0, 0, 0, 1, 4, 0, 0, 0)\n"
+        "def f(x): return zoneinfo.ZoneInfo.from_file(io.BytesIO(DATA + b'UTC\\0'), key='No/Such')",
+        SIX,
+        {},
+    ),
 ]
 # Rows whose tests no program can run
 UNUSABLE: list[tuple[Any, dict[str, Any]]] = [

@@ -18,7 +18,7 @@ def quote(text: str, mark: str = "'") -> str:
         >>> print(quote("it's"))
         'it\'s'
     """
-    return mark + re.sub(rf"(?<!\\)(\\*)({mark}|$)", r"\1\1\2", text).replace(mark, f"\\{mark}") + mark
+    return mark + re.sub(rf"(?<!\\)(\\*)({mark}|\Z)", r"\1\1\2", text).replace(mark, f"\\{mark}") + mark
 
 
 def decode(name: str, value: str) -> str:

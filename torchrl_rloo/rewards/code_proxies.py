@@ -176,7 +176,9 @@ class ProgramConnection(Values):
             value = self.decode(content)
             sys.stdout.write(printed) if printed else None
         except Exception as error:
-            raise self.fault or ProgramError(f"unreadable value: {type(error).__name__}") from None
+            unreadable = ProgramError(f"unreadable value: {type(error).__name__}")
+            self.raised.append(unreadable)
+            raise self.fault or unreadable from None
         finally:
             self.applying = applying
         if kind == "value":

@@ -109,7 +109,7 @@ def read_schema(schema: str) -> Any:
         parsed = json.loads(schema)
         kind = validator_for(parsed, default=Draft202012Validator)
         kind.check_schema(parsed)
-    except (SchemaError, ValueError, TypeError, RecursionError) as error:
+    except (SchemaError, ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = error.message if isinstance(error, SchemaError) else error
         raise ValueError(f"schema={schema:.200} must be a JSON Schema: {reason}") from error
     kind = extend(kind, {"uniqueItems": _unique_items, "pattern": _pattern})
@@ -130,7 +130,7 @@ def _form(value: Any) -> Any:
         return frozenset((name, _form(item)) for name, item in value.items())
     if isinstance(value, list):
         return tuple(map(_form, value))
-    return (value,) if isinstance(value, bool) else value
+    return (bool, value) if isinstance(value, bool) else value  # no list has a type
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Any]:
