@@ -21,7 +21,7 @@ from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines import exactness
 from torchrl_rloo.engines.head import find_head
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.modules import TransformersWrapper, set_context_length
+from torchrl_rloo.modules import TransformersWrapper, load_model, set_context_length
 from torchrl_rloo.rotary import check_engine_frequencies
 from torchrl_rloo.training.shard import layers_of
 from torchrl_rloo.weight_update import Direct, WeightPublisher
@@ -149,6 +149,18 @@ def test_the_context_chooses_the_factors_which_are_announced(caplog) -> None:
         short(input_ids=torch.arange(17)[None])
     with pytest.raises(ValueError, match="context_length=16 comes too late: .* those of 64"):
         set_context_length(long, 16)
+
+
+def test_a_saved_model_keeps_its_context(tmp_path) -> None:
+    family, sizes = ROPES["phi3, longrope"]
+    set_context_length(short := model_of(family, **sizes), 16)
+    short.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded, ids = load_model(tmp_path)[0], torch.arange(3, 15)[None]
+    assert policy_of(loaded).context_length == 16
+    assert torch.equal(loaded(input_ids=ids).logits, short(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="context_length=65 must be at most 64, the positions of GPT2LMHeadModel"):
+        set_context_length(model_of("gpt2", n_positions=64), 65)
 
 
 def test_an_engine_with_other_frequencies_is_refused() -> None:
