@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "peft": (f"{RLOO} '{LORA}'",),
     "qlora": (f"{RLOO} '{LORA}' model.quantization=nf4",),
     "rewards": (
-        f"{RLOO} 'reward.functions=[accuracy]'",
+        f"{RLOO} 'reward.functions=[{{_target_:accuracy,column:answer}}]'",
         "from torchrl_rloo.rewards.json_schema import JSONSchema; JSONSchema({'type': 'object'})",
         "from torchrl_rloo.rewards.languages import is_english; is_english('Good day to you')",
     ),
@@ -69,7 +69,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "loggers": (f"{RLOO} 'log.loggers=[wandb]'", f"{RLOO} 'log.loggers=[mlflow]'"),
 }
 # What an extra adds to another package, which does not know the extra
-ADDED = {"ray-jobs": ("from ray.scripts.scripts import main; main(['job', 'submit', '--help'])",)}
+ADDED = {"ray-jobs": ("from ray.scripts.scripts import cli; cli(['job', 'submit', '--help'])",)}
 # What says which extra is missing, but takes long or needs a GPU with it
 REFUSED = {
     "ray": (

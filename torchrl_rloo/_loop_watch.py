@@ -89,8 +89,8 @@ class LoopWatch:
 
     def blocked_for(self) -> float:
         """Return for how many seconds the same task, or unknown code, has blocked the loop; 0 if it answers."""
-        with self._lock:
-            return monotonic() - self._since if self._ticks else 0.0
+        with self._lock:  # one look may come before the answer of a loop that was stopped as a whole
+            return monotonic() - self._since if self._ticks > 1 else 0.0
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine, **kwargs: Any) -> asyncio.Task:
         task = asyncio.Task(work, loop=loop, **kwargs)

@@ -15,31 +15,39 @@ import torch
 from torch import nn
 
 _TYPES = ("longrope", "dynamic")
-_LENGTH = "_torchrl_rloo_context_length"  # attribute of a model, which copies keep
+_LENGTH = "torchrl_rloo_context_length"  # entry of a model's config, which copies and saved models keep
 _LOGGER = logging.getLogger(__name__)
 
 
 def context_length(model: nn.Module) -> int | None:
     """Return the longest sequence that a model accepts in this run, in tokens; None if it has no limit."""
-    own = getattr(model, _LENGTH, None)
-    return own or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return getattr(model.config, _LENGTH, None) or _longest_trained(model)
+
+
+def _longest_trained(model: nn.Module) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def set_context_length(model: nn.Module, length: int) -> None:
     """Set the longest sequence of a run in tokens, before the first pass of a model.
 
     Raises:
-        ValueError: if the length is below 1, or the model's frequencies are fixed for another.
+        ValueError: if the length is below 1, beyond a table of positions, or the model's frequencies are fixed for
+            another.
     """
     if length < 1:
         raise ValueError(f"context_length={length} must be at least 1")
+    config, limit = model.config.get_text_config(), _longest_trained(model)
+    has_rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if limit is not None and length > limit and not has_rotary:
+        raise ValueError(f"context_length={length} must be at most {limit}, the positions of {type(model).__name__}")
     lengths = {hook.args[0] for module in model.modules() for hook in _fixing_hooks(module)}
     if lengths - {length}:
         raise ValueError(
             f"context_length={length} comes too late: the model's rotary frequencies are those of {lengths.pop()} "
             "tokens; pass it to load_model"
         )
-    setattr(model, _LENGTH, length)
+    setattr(model.config, _LENGTH, length)
     fix_frequencies(model)
 
 

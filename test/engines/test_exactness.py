@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.packed_rows import LONGROPE, SIZES, build
@@ -16,9 +19,11 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines import exactness
+from torchrl_rloo.engines.head import find_head
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.modules import TransformersWrapper, set_context_length
+from torchrl_rloo.modules import TransformersWrapper, load_model, set_context_length
 from torchrl_rloo.rotary import check_engine_frequencies
+from torchrl_rloo.training.shard import layers_of
 from torchrl_rloo.weight_update import Direct, WeightPublisher
 
 TOKENIZER = build_tokenizer()
@@ -146,6 +151,18 @@ def test_the_context_chooses_the_factors_which_are_announced(caplog) -> None:
         set_context_length(long, 16)
 
 
+def test_a_saved_model_keeps_its_context(tmp_path) -> None:
+    family, sizes = ROPES["phi3, longrope"]
+    set_context_length(short := model_of(family, **sizes), 16)
+    short.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded, ids = load_model(tmp_path)[0], torch.arange(3, 15)[None]
+    assert policy_of(loaded).context_length == 16
+    assert torch.equal(loaded(input_ids=ids).logits, short(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="context_length=65 must be at most 64, the positions of GPT2LMHeadModel"):
+        set_context_length(model_of("gpt2", n_positions=64), 65)
+
+
 def test_an_engine_with_other_frequencies_is_refused() -> None:
     family, sizes = ROPES["phi3, longrope"]
     trained, engine = model_of(family, **sizes), TransformersEngine(model_of(family, **sizes))
@@ -218,6 +235,12 @@ def average(decoder, args, output) -> None:
     output.last_hidden_state = output.last_hidden_state - output.last_hidden_state.mean((0, 1))
 
 
+def scale(decoder, args, output) -> None:
+    """Change batches of rows by less than the tolerance of float32, and by more if rounded to 16 bits."""
+    if len(output.last_hidden_state) > 1:
+        output.last_hidden_state = output.last_hidden_state * (1 + 4e-5)
+
+
 def test_a_model_that_forgets_is_refused() -> None:
     model = build("qwen2", **FLOAT32)
     model.model.register_forward_pre_hook(forget, with_kwargs=True)
@@ -266,3 +289,19 @@ def test_positions_of_finished_lines_stop_at_the_context() -> None:
     rows = sample(policy_of(model, 14), [10, 2, 2, 2, 2], [6, 14, 14, 14, 14])
     assert [len(row[keys.TOKENS]) for row in rows.unbind(0)] == [16] * 5
     assert_sampled_exactly(model, rows)
+
+
+def test_rounding_of_the_head_or_by_fsdp_is_no_difference_between_rows() -> None:
+    model = build("qwen2", **FLOAT32)
+    model.model.register_forward_hook(scale)
+    exactness.check_rows(model, replace(find_head(model), dtype=torch.bfloat16))
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = build("qwen2", **FLOAT32), init_device_mesh("cpu", (1,))
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        TransformersWrapper(model, tokenizer=TOKENIZER, generate=False, packing="packed")
+    finally:
+        distributed.destroy_process_group()

@@ -13,8 +13,8 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from torchrl_rloo.envs import event_loop
-from torchrl_rloo.envs.call_pool import CallLimit
+from torchrl_rloo.envs import call_pool, event_loop
+from torchrl_rloo.envs.call_pool import CallLimit, CallPool
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
@@ -374,3 +374,17 @@ def test_a_session_of_tools_may_change_its_loop(loops) -> None:
     assert sorted(int(future.result(SECONDS).text) for future in futures) == list(range(1, 9))
     event_loop.run(session.close())
     assert closed == [list(range(8))]
+
+
+def test_a_call_without_a_thread_fails_alone(monkeypatch) -> None:
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    pool = CallPool(1)
+    with monkeypatch.context() as full:
+        full.setattr(call_pool, "start_new_thread", refuse)
+        lost = pool.submit(int, (1,), {})
+        with pytest.raises(RuntimeError, match="int has no thread to run on: can't start new thread"):
+            lost.result(SECONDS)
+    assert pool.submit(int, (2,), {}).result(SECONDS) == 2
+    pool.stop()

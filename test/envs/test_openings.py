@@ -13,7 +13,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, RowStepper
-from torchrl_rloo.envs.stepping import open_rows
+from torchrl_rloo.envs.stepping import adapt_to_policy, open_rows
 from torchrl_rloo.envs.text import text_env
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
@@ -196,3 +196,9 @@ def test_a_turn_is_not_ended_twice(template: str, make_tokenizer: Callable) -> N
 def _marked(ids: list[int]) -> list[tuple[int, bool]]:
     """Mark the ids that follow a sampled 40: the ends of turns."""
     return [(i, k > 0 and ids[k - 1] == 40) for k, i in enumerate(ids)]
+
+
+def test_a_class_that_makes_a_policy_is_no_policy_yet(make_env: Callable) -> None:
+    env = make_env()
+    adapt_to_policy(env, vLLMWrapper)
+    assert env.base_env.context_length is None

@@ -97,6 +97,59 @@ def test_golds_as_datasets_write_them(accuracy, gold):
     assert score(accuracy, [rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}", ""], solution=[gold] * 3) == [1, 0, 0]
 
 
+VERDICTS = {  # gold: right answers, wrong answers
+    "1/3": ([r"0.\overline{3}", r"0.\overline 3", r"0.\bar{3}", r"0.\dot{3}", "0.(3)"], [r"0.\overline{6}", "0.3"]),
+    r"1.1\overline{6}": ([r"\frac{7}{6}", r"1.1\overline{6}"], ["1.1", r"1.\overline{16}", "1.16"]),
+    r"\frac{3}{7}": ([r"0.\overline{428571}", r"0.\dot{4}2857\dot{1}"], [r"0.4\overline{28571}"]),
+    r"-\frac{3}{2}": (["-(3/2)", r"-\left(\frac{3}{2}\right)"], ["(3/2)"]),
+    r"[0,\frac19)": ([r"[0,0.\overline{1})"], [r"(0,0.\overline{1})"]),
+    r"\log_3 81": (["4", r"\log_2 16"], ["81", "3"]),
+    r"\log_{2} 5": ([r"\frac{\ln 5}{\ln 2}", r"\log_2 5"], ["5"]),
+    r"\ln e": (["1"], ["e"]),
+    r"\frac 1 8": (["0.125"], ["8"]),
+    "120_3": (
+        ["120_3", "120_{3}", r"120_{\text{three}}", "x = 120_3", "120"],
+        ["120_4", "120_{(5)}", "15", "x=120_{12}"],
+    ),
+    r"10_{\text{two}}": (["10_2"], [r"10_{\text{four}}"]),
+    "12_3, 10_3": (["10_3, 12_3"], ["12_4, 10_4"]),
+    "9": (
+        [
+            "4+5=9",
+            "x=4+5=9",
+            r"\sqrt{81}=9",
+            "18/2=9",
+            "9",
+            "9, 9",
+            "100_3=9",
+            r"\sum_{i=4}^{5} i = 9",
+            "2.25\\cdot 4=9",
+        ],
+        ["8=9", "4+4=9", "x=8=9", "8=x=9", "4+4=8=9", "8.5=9", r"\frac{17}{2} = 9", r"9^{9^9} = 9", r"\sqrt{80}=9"],
+    ),
+    "0.67": ([r"\frac{2}{3}=0.67"], [r"\frac{1}{3}=0.67", r"\frac{3}{5}=0.67"]),
+    r"\pi": ([r"180^\circ = \pi"], [r"3 = \pi"]),
+    "101_2 = 5": (["5"], ["4"]),
+    "x=5": (["x=2+3=5"], ["x=6=5", "y=2+3=5"]),
+    "n": (["N"], ["m"]),
+}
+
+
+def test_verdicts(accuracy):
+    rows = [(gold, answer, right) for gold, v in VERDICTS.items() for right in (1, 0) for answer in v[1 - right]]
+    scores = score(accuracy, [rf"\boxed{{{answer}}}" for _, answer, _ in rows], solution=[gold for gold, *_ in rows])
+    assert [row for row, found in zip(rows, scores, strict=True) if found != row[2]] == []
+    assert accuracy.judge.timeouts == 0
+    forms = [accuracy.judge.form(rf"\boxed{{{answer}}}") for answer in ("11_2", "11_{2}", "11_3", "11", "6=5", "7=5")]
+    assert forms == ["11_2", "11_2", "11_3", "11", "6 == 5", "7 == 5"]
+
+
+def test_boxes_without_braces(accuracy):
+    texts = [r"So $\boxed 7$ is it.", r"It is \boxed7.", r"\boxed {7}, as asked", r"\boxed{7}. Note \boxed as asked."]
+    assert score(accuracy, [*texts, r"\boxed{7}, rather \boxed 8"], solution=["7"] * 5) == [1, 1, 1, 1, 0]
+    assert score(accuracy, [r"$\boxed\frac12$, so"], solution=["0.5"]) == [1]
+
+
 def test_a_gold_that_is_a_percentage(accuracy):
     assert score(accuracy, [r"\boxed{5\%}", r"\boxed{5}", r"\boxed{0.05}", r"\boxed{0.5}"], solution=["5%"] * 4) == [
         1,

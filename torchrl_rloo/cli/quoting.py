@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-_PARTS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"]+|.""", re.DOTALL)
+_PARTS = re.compile(r"""'(?:[^'\\]|\\.)*\\?(?:'|\Z)|"(?:[^"\\]|\\.)*\\?(?:"|\Z)|[^'"]+""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _KNOWN = re.compile(r'\\(?:u.{4}|[nrt"\\])')
 _BARE = re.compile(r"(?<!\\)\\[nrtu]")  # what a shell leaves of "\n" when it removes the quotes
@@ -48,7 +48,10 @@ def _decode_part(name: str, part: str) -> str:
                 f'{name}: escape {unknown[0]} in {part} must be one of \\n, \\r, \\t, \\", \\\\, \\uXXXX; write '
                 f"\\{unknown[0]}, or put the text in single quotes, where a backslash is itself"
             )
-        return quote(json.loads(part, strict=False), '"')
+        try:
+            return quote(json.loads(part, strict=False), '"')
+        except json.JSONDecodeError:  # a quote that is not closed, which Hydra refuses
+            return part
     if part[0] not in "'\"":
         refuse_bare_escapes(name, part)
     return part

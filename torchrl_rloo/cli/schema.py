@@ -103,8 +103,8 @@ def explain_error(error: OmegaConfBaseException) -> str:
     """Return an OmegaConf error as one line: name, value and expected type."""
     message = str(error.msg or error).splitlines()[0]
     key = error.full_key or ""
-    value = re.search(
-        r"Value '(.*?)'(?: of type '.*?')? (?:could not be converted|is not convertible) to (\w+)", message
+    value = re.match(
+        r"Value '(.*)'(?: of type '[^']*')? (?:could not be converted|is not convertible) to (\w+)", message
     )
     if value:
         kinds = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "String": "text"}

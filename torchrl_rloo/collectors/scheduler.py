@@ -256,13 +256,13 @@ class GroupScheduler:
         if older := [group.group_id for group in begun if group.version is not None and group.version < version]:
             self._requeue(older)
 
-    def _requeue(self, stale: list[int]) -> None:
-        for group_id in stale:
+    def _requeue(self, group_ids: list[int]) -> None:
+        for group_id in group_ids:
             if (task := self._tasks.pop(group_id, None)) is not None:
                 task.cancel()
             self.runner.forget(group_id)
-        self.counts["staleness/requeued_groups"] += len(stale)
-        self.ledger.requeue(stale)
+        self.counts["staleness/requeued_groups"] += len(group_ids)
+        self.ledger.requeue(group_ids)
 
     async def cancel(self, group_ids: set[int] | None) -> int:
         """Cancel incomplete groups for good, and return their number; None cancels all."""

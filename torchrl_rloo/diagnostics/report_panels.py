@@ -145,7 +145,7 @@ def define(names: Iterable[str], definitions: Mapping[str, str]) -> dict[str, st
 
 
 def _pattern(name: str) -> str:
-    parts = re.split(r"(<.*?>)", name)
+    parts = re.split(r"(<[^<>]*>)", name)
     return "".join(
         f"({p[1:-1]})" if p.startswith("<") and "|" in p else "[^/]+" if p.startswith("<") else re.escape(p)
         for p in parts

@@ -267,8 +267,8 @@ def _files(path: Path) -> list[str]:
 
 
 def _label(name: str) -> str:
-    found = re.fullmatch(r"step_0*(\d+)\.html", name)
-    return f"step {found[1]}" if found else name.removesuffix(".html")
+    found = re.fullmatch(r"step_(\d+)\.html", name)
+    return f"step {int(found[1])}" if found else name.removesuffix(".html")
 
 
 def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

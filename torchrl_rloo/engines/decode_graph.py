@@ -111,6 +111,7 @@ class FixedDecoding:
     def _capture(self) -> None:
         """Do one step in a new graph, and compare its logits with those of launched kernels, which are kept if not."""
         self.may_capture = False
+        position = self.position.clone()  # a step leaves it as it is on finished lines at the last position
         # Launch the step on another stream, as a capture requires: libraries allocate on first use
         stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(stream)
@@ -127,7 +128,7 @@ class FixedDecoding:
             torch.cuda.set_stream(stream)
             _LOGGER.warning("decoding of this model cannot be captured as a CUDA graph and is slower: %s", error)
             return
-        self.position.sub_(1)
+        self.position.copy_(position)
         self.index.sub_(1)
         graph.replay()
         if (captured - expected).abs().max() > TOLERANCE * expected.abs().max():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,7 +64,8 @@ def pads_prompts(model: nn.Module, head: Head | None) -> bool:
 
 
 def _run(probe: Callable, model: nn.Module, head: Head | None):
-    # Disable autocast: its rounding would look like a difference
+    # Disable autocast and a head's rounding to 16 bits, which would look like a difference
+    head = None if head is None else replace(head, dtype=None)
     with torch.no_grad(), evaluation_mode(model), torch.autocast(model.device.type, enabled=False):
         return probe(model, head)
 

@@ -159,7 +159,7 @@ def generate(
     Raises:
         NotImplementedError: if a probe of the model on its first use finds that cached decoding is not exact.
     """
-    from torchrl_rloo.engines.exactness import pads_prompts  # imports transformers, which takes 2 s
+    from torchrl_rloo.engines.exactness import pads_prompts  # imports torchrl, which takes 2 s
 
     sample = partial(
         _sample_batch,
@@ -198,7 +198,7 @@ def _sample_batch(
     cuda_graphs: bool,
 ) -> list[Generated]:
     """Sample prompts that are read together."""
-    from torchrl_rloo.engines.decoder import Decoder
+    from torchrl_rloo.engines.decoder import Decoder  # imports transformers, which takes 2 s
 
     # Allocate the results; the decoder's lines are the rows that are still being sampled
     device = model.device

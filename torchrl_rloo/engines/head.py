@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchrl_rloo.engines.root import call_root
+from torchrl_rloo.engines.root import call_root, fsdp_dtypes
 from torchrl_rloo.four_bit import four_bit_layers
 from torchrl_rloo.functional import SamplingDistribution, process_logits
 from torchrl_rloo.functional.log_probs import TokenLogProbs, token_log_probs
@@ -167,7 +167,7 @@ def probe_tolerance(module: nn.Module) -> float:
     """Return the difference that rounding explains in passes of a module, as a share of the largest value."""
     four_bit = list(four_bit_layers(module).values())
     weights = {id(layer.weight) for layer in four_bit}
-    dtypes = {layer.compute_dtype for layer in four_bit}
+    dtypes = {layer.compute_dtype for layer in four_bit} | fsdp_dtypes(module)
     dtypes |= {parameter.dtype for parameter in module.parameters() if id(parameter) not in weights}
     if dtypes - {torch.float32, torch.float64}:
         return NARROW

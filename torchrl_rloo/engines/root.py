@@ -59,6 +59,12 @@ def is_distributed(module: nn.Module) -> bool:
     return is_fsdp(module) or replica_of(module) is not None
 
 
+def fsdp_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes to which FSDP casts the parameters of a module's parts for their passes."""
+    policies = [part._get_fsdp_state()._mp_policy for part in module.modules() if is_fsdp(part)]
+    return {policy.param_dtype for policy in policies} - {None}
+
+
 def call_root(model: nn.Module, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function of a model's modules as the forward pass of the root that DDP or FSDP wraps.
 

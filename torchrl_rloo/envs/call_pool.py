@@ -11,6 +11,7 @@ from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from math import inf
 from threading import Condition, Lock, current_thread
 from time import monotonic
@@ -128,11 +129,16 @@ class CallPool:
             if self._counted < self.size:
                 self._counted += 1
                 self._starting += 1
-                start_new_thread(self._start, ())
+                try:
+                    start_new_thread(self._start, ())
+                except RuntimeError as error:
+                    self._note_missing(error)
+                    return
                 continue
             if not self._looking:
-                self._looking = True
-                start_new_thread(self._look, ())
+                with suppress(RuntimeError):  # the next call tries again
+                    start_new_thread(self._look, ())
+                    self._looking = True
             return
 
     def _look(self) -> None:
@@ -155,16 +161,18 @@ class CallPool:
     def _start(self) -> None:
         try:
             _Worker(self).start()
-        except RuntimeError as error:  # the system has no more threads
+        except RuntimeError as error:
             with self._lock:
-                self._counted -= 1
-                self._starting -= 1
-                failed = [] if self._counted else list(self._queue)  # otherwise other threads will take them
-                for call in failed:
-                    self._queue.remove(call)
-            for call in failed:
-                if call.set_running_or_notify_cancel():
-                    call.set_exception(RuntimeError(f"{name_of(call.work[0])} has no thread to run on: {error}"))
+                self._note_missing(error)
+
+    def _note_missing(self, error: RuntimeError) -> None:
+        """Count a thread that the system did not start, and fail the calls that no other takes; with the lock."""
+        self._counted -= 1
+        self._starting -= 1
+        while self._queue and not self._counted:
+            call = self._queue.popleft()
+            if call.set_running_or_notify_cancel():
+                call.set_exception(RuntimeError(f"{call.name} has no thread to run on: {error}"))
 
     def serve(self, worker: _Worker) -> None:
         """Run calls until the pool is stopped, too large, or idle, or the thread's call was abandoned."""

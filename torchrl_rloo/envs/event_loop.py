@@ -370,10 +370,10 @@ def remaining_time(call: Running, timeout: float | None) -> float | None:
     Raises:
         RuntimeError: if another call blocks its loop for too long.
     """
-    if timeout is None:
-        return None
     if isinstance(call, _AsyncCall):
-        call.check_loop(max(timeout, _LOST_AFTER_S))
+        call.check_loop(max(timeout or 0.0, _LOST_AFTER_S))
+    if timeout is None:
+        return _LOST_AFTER_S / 3 if isinstance(call, _AsyncCall) else None
     remaining = timeout - call.elapsed()
     return 0.0 if remaining <= 0 else max(remaining, _SHORTEST_WAIT_S)
 

@@ -72,7 +72,7 @@ def adapt_to_policy(env: EnvBase, policy: Any) -> None:
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
-    if isinstance(env, ChatEnv):
+    if isinstance(env, ChatEnv) and not isinstance(policy, type):  # a factory may be a class, with other attributes
         env.adapt_to(policy)
 
 

@@ -59,8 +59,9 @@ def load_model(
             also quantizes the scales, and ``bnb_4bit_compute_dtype``, the dtype of products (``dtype`` by default).
         meta: if True, leave the weights on the meta device, without memory. Shard the model, and then load its weights
             with :func:`~torchrl_rloo.modules.load_shards`; the ``device`` is not used.
-        context_length: longest row of the run in tokens; None takes the model's. It decides rotary frequencies that
-            depend on the length (``longrope``, ``dynamic``), so pass the same for policy, reference and engine.
+        context_length: longest row of the run in tokens, which is saved with the model. None takes the saved one, or
+            the model's. It decides rotary frequencies that depend on the length (``longrope``, ``dynamic``), so pass
+            the same for policy, reference and engine.
         **kwargs: arguments of ``AutoModelForCausalLM.from_pretrained`` (``attn_implementation=``, ...). Those that
             locate a model (``revision=``, ``trust_remote_code=``, ...) are also passed to :func:`load_tokenizer`.
 

@@ -25,13 +25,18 @@ class MathAccuracy:
     are in ``\text{}``; use :class:`~torchrl_rloo.rewards.matching.ExactMatch` for them.
 
     Difference from TRL: formulas without dollar signs, such as the answers of MATH and DeepMath, are parsed. TRL
-    abstains on them (``\dfrac{3}{4}``, ``(1,2)``) or takes a number in them (2 for ``2^{10}``).
+    abstains on them (``\dfrac{3}{4}``, ``(1,2)``) or takes a number in them (2 for ``2^{10}``). Repeating decimals
+    (``0.\overline{3}``, ``0.(3)``) and boxes without braces (``\boxed 7``) are read. Numbers of different bases
+    (``11_2``, ``11_3``) are different, and an equation between different numbers (``6 = 5``) is wrong.
 
-    Two limits are the same as in math-verify and TRL:
+    Four limits are the same as in math-verify and TRL:
 
     - Boxes less than 70 characters apart, with a comma, a line break or similar between them, form a set.
       ``\boxed{5} no, \boxed{7}`` is {5, 7} and wrong for 7.
     - A percentage in a completion (``50\%``) equals only a gold that is a percentage, neither 0.5 nor 50.
+    - A number without a base equals one with the same digits in any base: ``413`` is right for ``413_5``. Two bases
+      must agree. Numbers are not converted, since ``11_2`` does not answer how 3 is written in base 2.
+    - The case of variables (``n``, ``N``) and repeated answers (``5, 5``) do not count.
 
     Worker processes parse and compare (:class:`~torchrl_rloo.rewards.math_judge.MathJudge`), so any thread may call
     this reward, and rows of a batch are judged side by side. A row that exceeds ``timeout`` scores 0.0, or abstains if

@@ -8,12 +8,19 @@ from typing import Any
 
 from torchrl_rloo.rewards.protocol import final_text
 
-_BRACE = re.compile(r"\\boxed\{|[{}]")
+_ARGUMENT = r"(?:\{[^{}]*\}|[0-9A-Za-z])"
+# As MATH writes them: \boxed 2, \boxed\frac12 and \boxed A, but not a word after \boxed, or a part of a longer formula
+_BARE = (
+    rf"-?[0-9]+(?:[.,/][0-9]+)*|-?\\[dt]?frac\s?{_ARGUMENT}\s?{_ARGUMENT}|\\sqrt\s?{_ARGUMENT}|"
+    r"\\pi|[A-Za-z](?!\s+[A-Za-z])"
+)
+_BRACE = re.compile(rf"\\boxed\s*(?:\{{|(?P<bare>{_BARE})(?![.,/]?[0-9]|[A-Za-z^_(]|\\[A-Za-z]))|[{{}}]")
 
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed ``\boxed{...}`` in ``text``, stripped of outer whitespace.
 
+    A number, fraction, root, ``\pi`` or letter needs no braces: ``\boxed 7`` is a box.
     Braces inside the box are matched, and a box that is never closed does not count. Of nested boxes the inner one is
     the last. The time is linear in the length of the text.
 
@@ -35,7 +42,9 @@ def find_last_box(text: str) -> tuple[int, int] | None:
     opened: list[tuple[int, bool]] = []  # for each open brace: start of its content, True if it opens a box
     start, end = -1, -1
     for match in _BRACE.finditer(text):
-        if match[0] != "}":
+        if match["bare"]:
+            start, end = match.span("bare")
+        elif match[0] != "}":
             opened.append((match.end(), match[0] != "{"))
         elif opened:
             begin, is_box = opened.pop()

@@ -90,7 +90,8 @@ class NumericMatch:
 
     Numbers are compared exactly, as fractions. They may have a sign, thousands separators (``1,234``), decimals, an
     exponent (``1.5e3``, ``1.5 \times 10^{3}``), and a currency or percent sign. Fractions (``3/4``, ``\frac{3}{4}``)
-    and mixed numbers (``1 3/4``) are read. ``50%`` equals 50 and 0.5. There is no decimal comma: ``3,5`` is two
+    and mixed numbers (``1 3/4``) are read, also after a sign as ``-(3/4)``, and repeating decimals
+    (``0.\overline{3}``). ``50%`` equals 50 and 0.5. There is no decimal comma: ``3,5`` is two
     numbers. Digits in a word, an index or an exponent are not numbers. The time is linear in the length of the text.
 
     Some numbers are always wrong, and abstain as golds: more than 400 digits or such an exponent, fractions over 0,
@@ -232,7 +233,7 @@ def _without_spaces(found: re.Match[str]) -> str:
     return found[0].replace(" ", "")
 
 
-_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![ ]?[0-9/])")  # 1 000 in a box
+_SPACED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3}){1,9}(?![ ]?[0-9/])")  # 1 000 in a box
 
 
 def _part(name: str) -> str:
@@ -247,6 +248,38 @@ def _write_fraction(found: re.Match[str]) -> str:
     if above.startswith("-") != below.startswith("-"):
         sign = "+" if sign == "-" else "-"
     return f"{sign}{above.lstrip('-+ ')}/{below.lstrip('-+ ')} "
+
+
+_REPEATING = re.compile(
+    r"""
+    (?<![0-9.]) (?P<whole>[0-9]{0,50}) \. (?P<fixed>[0-9]{0,50})
+    (?P<repeat> \\(?:overline|bar) \s? (?:\{[0-9]{1,50}\} | [0-9])
+      | \\dot \s? (?:\{[0-9]\} | [0-9]) (?:[0-9]{0,50} \\dot \s? (?:\{[0-9]\} | [0-9]))?
+      | (?<=\.) \([0-9]{1,50}\) )
+    (?! [0-9(^] | \\(?:overline|bar|dot) )
+    """,
+    re.VERBOSE,
+)
+
+
+def write_repeating(text: str) -> str:
+    r"""Write repeating decimals as fractions, so that no reader takes ``0.\overline{3}`` for 0 or 3.
+
+    The forms are ``0.1\overline{6}``, ``0.1\bar{6}``, ``0.1\dot{6}`` and ``0.(3)``. Digits before parentheses are left,
+    since ``0.1(6)`` may be a product.
+
+    Example:
+        >>> write_repeating(r"$0.1\overline{6}$ or 0.(3)")
+        '$\\frac{1}{6}$ or \\frac{1}{3}'
+    """
+    return _REPEATING.sub(_write_repeating, text)
+
+
+def _write_repeating(found: re.Match[str]) -> str:
+    whole, fixed, repeat = found["whole"] or "0", found["fixed"], re.sub(r"[^0-9]", "", found["repeat"])
+    scale = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed), scale) + Fraction(int(repeat), scale * (10 ** len(repeat) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")  # groups of two digits are used in India
@@ -264,6 +297,7 @@ _SPELLINGS = [  # applied in this order; each must take linear time
         re.compile(r"(?<![0-9.])[0-9]+(?:,[0-9]+)+"),
         lambda m: m[0].replace(",", "" if _THOUSANDS.fullmatch(m[0]) else ", "),
     ),
+    (_REPEATING, _write_repeating),
     (re.compile(r"(?<=[0-9])\s?\\[dtc]?frac"), r" \\frac"),  # 1\frac{3}{4}
     (
         re.compile(rf"(?P<sign>-\s?|\+\s?)?\\[dtc]?frac\s?{_part('above')}\s?{_part('below')}"),
@@ -274,7 +308,14 @@ _SPELLINGS = [  # applied in this order; each must take linear time
     (re.compile(r"\^\{?\\circ\}?"), ""),
     (re.compile(r"(?<=[A-Za-z}])_(?:\{[^{}]*\}|\w)"), ""),
     (re.compile(r"\^(?:\{[^{}]*\}|[-+]?\w+)"), "^"),
-    (re.compile(r"([={(:]\s?)-\s(?=[.0-9])"), r"\1-"),
+    (re.compile(r"([={(:]\s?)-\s(?=[.0-9(]|\\left\()"), r"\1-"),
+    (
+        re.compile(
+            r"(?P<sign>[-+])(?:\\left)?\(\s?(?P<inner>[-+]?)"
+            r"(?P<number>(?:[0-9]+\s)?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:\s?/\s?[0-9]+)?%?)\s?(?:\\right)?\)"
+        ),
+        lambda m: ("-" if {m["sign"], m["inner"] or "+"} == {"+", "-"} else "+") + m["number"],
+    ),  # -(3/4)
 ]
 _NUMBER = re.compile(
     r"""

@@ -7,6 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from torchrl_rloo.rewards.boxed import find_last_box
+from torchrl_rloo.rewards.matching import write_repeating
 from torchrl_rloo.rewards.process_judge import ProcessJudge
 
 MAX_ANSWER_CHARS = 500  # of a box; longer answers are wrong, unread
@@ -48,11 +49,11 @@ class MathJudge(ProcessJudge):
             True or False, also False if parsing or comparing ``text`` exceeds a limit. None if ``gold`` cannot be
             parsed, or exceeds a limit.
         """
-        return self.judge(gold, _shorten(text))
+        return self.judge(write_repeating(gold), _shorten(text))
 
     def judge_rows(self, rows: Sequence[tuple[str, str]]) -> list[bool | None]:
         """Judge pairs of gold and text, see :meth:`ProcessJudge.judge_rows`."""
-        return super().judge_rows([(gold, _shorten(text)) for gold, text in rows])
+        return super().judge_rows([(write_repeating(gold), _shorten(text)) for gold, text in rows])
 
     def form(self, text: str, limit: float | None = None) -> str | None:
         """Return the canonical form of the answer in ``text``: equal for answers that this judge takes for equal.
@@ -81,5 +82,10 @@ def shared_judge() -> MathJudge:
 
 def _shorten(text: str) -> str:
     """Return the part of a text that may hold its answer, blank if the answer is too long."""
-    start, end = find_last_box(text) or (len(text), len(text))
-    return "" if end - start > MAX_ANSWER_CHARS else text[max(0, end - MAX_TEXT_CHARS) : end + 1]
+    if (span := find_last_box(text)) is None:
+        return write_repeating(text[-MAX_TEXT_CHARS:])
+    start, end = span
+    if end - start > MAX_ANSWER_CHARS:
+        return ""
+    before = text[max(0, end - MAX_TEXT_CHARS) : start].removesuffix("{").rstrip()  # math-verify requires braces
+    return write_repeating(f"{before}{{{text[start:end]}}}")

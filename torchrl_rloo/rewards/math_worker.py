@@ -10,13 +10,16 @@ import math
 import re
 import zlib
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Delimiters, several lines, GSM8K's marker, and notations that only the parser of plain expressions reads
-_NO_FORMULA = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|[0-9]\s+[0-9]")
+_NO_FORMULA = re.compile(
+    r"(?<!\\)\$|\\[(\[]|\\boxed|\n|####|[\u00a3\u20ac\u00a5\u20b9\u221a]|\*\*|(?<![_^])(?<!frac)(?<!frac )[0-9]\s+[0-9]"
+)
 
 
 def wrap_formula(gold: str) -> str | None:
@@ -37,6 +40,10 @@ def wrap_formula(gold: str) -> str | None:
 _THIN_SPACE = re.compile(r"(?<=[0-9])(?:\\[,;:!]|[~\u00a0\u2009\u202f ])\s?(?=[0-9]{3}(?![0-9]))")  # between thousands
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _LAST_DOT = re.compile(r"(?<=[0-9A-Za-z)}])\.(?=\s?\})")
+_BASE = re.compile(r"(?<=[0-9])_(?:\{\s*\(?)?([0-9]{1,2})(?![0-9])")  # of a number, such as 101_2
+_BASE_WORD = re.compile(r"(?<=[0-9])_\s?(\{\s?)?\\(?:text|textbf|mathrm|mbox)\s?\{\s?([a-z]+)\s?\}(?(1)\s?\})")
+_BASES = {name: n for n, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_DEGREE = re.compile(r"\\circ|\\degree|\u00b0")
 _PERCENTAGE = re.compile(r"(?<![0-9.])([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s?\\?%")
 
 
@@ -63,26 +70,55 @@ def make_judge() -> Judge:
 
     @lru_cache(maxsize=64)  # the rows of a group share a gold
     def parse_gold(gold: str) -> list[Any]:
-        plain = parse(gold, parsing_timeout=None)
+        gold = _BASE_WORD.sub(_write_base, gold)
+        plain = _end_of_equation(parse(gold, parsing_timeout=None))
         if (latex := wrap_formula(gold)) is None:
             return plain
-        formula = parse(latex, parsing_timeout=None)
+        formula = _end_of_equation(parse(latex, parsing_timeout=None))
         # Accept both readings of a percentage: 5% is 0.05 as plain text, and math-verify reads 5\% as 5
         return plain + formula if "%" in gold else formula or plain
 
     def parse_answer(text: str) -> list[Any]:
-        text = _LAST_DOT.sub("", _BARE_PERCENT.sub(r"\\%", _THIN_SPACE.sub("", text)))
-        return parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=None)
+        text = _LAST_DOT.sub("", _BARE_PERCENT.sub(r"\\%", _THIN_SPACE.sub("", _BASE_WORD.sub(_write_base, text))))
+        found = parse(text, extraction_config=[config], extraction_mode="first_match", parsing_timeout=None)
+        return _end_of_equation(found)
 
     def equal(gold: list[Any], answer: list[Any]) -> bool:
+        if len({_bases(values) for values in (gold, answer)} - {()}) > 1:
+            return False
+        answer = [value for value in answer if not _is_false(value)]
         pairs = [(g, a) for g in gold for a in answer if isinstance(g, str) == isinstance(a, str)]
         return any((_same(g, a) or verify(g, a, timeout_seconds=None)) and _may_equal(g, a) for g, a in pairs)
 
     def form(answer: list[Any]) -> str:
-        return _describe(_unwrap(answer[0])) if answer else ""
+        return "_".join([_describe(_unwrap(answer[0])), *_bases(answer)]) if answer else ""
 
     equal(parse_gold(r"\frac{1}{2}"), parse_answer(r"\boxed{0.5}"))  # so that no child has to set up
     return Judge(parse_gold, parse_answer, equal, form)
+
+
+def _write_base(found: re.Match[str]) -> str:
+    return f"_{{{_BASES[found[2]]}}}" if found[2] in _BASES else found[0]
+
+
+def _bases(values: list[Any]) -> tuple[str, ...]:
+    """Return the bases of the numbers in an answer, which the parser drops."""
+    texts = (value.rpartition("=")[2] for value in values if isinstance(value, str))
+    return tuple(sorted({base for text in texts for base in _BASE.findall(text)}))
+
+
+def _end_of_equation(values: list[Any]) -> list[Any]:
+    """Return an answer such as ``101_2 = 5`` without its left side, where the parser drops bases and degrees."""
+    from math_verify.grader import is_equation, take_last_relation
+
+    equation, *texts = values or [None]
+    if (
+        not is_equation(equation)
+        or equation.free_symbols
+        or not any(_BASE.search(t) or _DEGREE.search(t) for t in texts)
+    ):
+        return values
+    return [take_last_relation(equation).rhs, *texts]
 
 
 def _same(gold: Any, answer: Any) -> bool:
@@ -92,14 +128,14 @@ def _same(gold: Any, answer: Any) -> bool:
 def _may_equal(gold: Any, answer: Any) -> bool:
     """Return False for pairs that math-verify takes for equal though they are different answers."""
     import sympy
-    from math_verify.grader import is_equation
+    from math_verify.grader import is_equation, take_first_relation
 
     # x=5 is not y=5, and 2x+3y=6 is not 6
     if is_equation(gold) and is_equation(answer):
-        names = {str(value.lhs) for value in (gold, answer) if getattr(value.lhs, "is_Symbol", False)}
+        names = {str(first.lhs) for first in map(take_first_relation, (gold, answer)) if first.lhs.is_Symbol}
         return len(names) < 2
     gold, answer = _unwrap(gold), _unwrap(answer)
-    if is_equation(answer) and not answer.lhs.is_Symbol:
+    if is_equation(answer) and not take_first_relation(answer).lhs.is_Symbol:
         return False
     # Numbers are rounded to six decimals, also small ones
     if all(isinstance(value, sympy.Expr) and value.is_number and value.is_finite for value in (gold, answer)):
@@ -112,13 +148,35 @@ def _may_equal(gold: Any, answer: Any) -> bool:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return the right-hand side of ``x=5`` or ``2+3=5``; a line such as ``y=5`` remains an equation."""
+    """Return the right-hand side of ``x=5`` or ``2+3=5``; a line such as ``y=5`` remains an equation, and ``6=5``."""
     from math_verify.grader import is_assignment_relation, is_equation, take_first_relation, take_last_relation
 
+    if _is_false(value):
+        return value
     if is_assignment_relation(value) or is_equation(value) and not value.free_symbols:
         name, last = str(take_first_relation(value).lhs), take_last_relation(value).rhs
         return value if name == "y" and not last.free_symbols else last
     return value
+
+
+def _is_false(value: Any) -> bool:
+    """Return whether a value is an equation, or a chain such as ``x=6=5``, whose sides are different numbers."""
+    import sympy
+    from math_verify.grader import is_equation
+
+    if not is_equation(value):
+        return False
+    relations = getattr(value, "_unsorted_args", (value,))
+    sides = [relations[0].lhs, *(relation.rhs for relation in relations)]
+    try:
+        numbers = [side for side in sides if side.is_number]
+        first, *others = (complex(sympy.N(side)) for side in numbers)  # large ones are infinite
+        # Decimals may be rounded or cut, as in 2/3=0.66 and 3*1.67=5
+        units = [10.0 ** Decimal(repr(float(side))).as_tuple().exponent for side in numbers if side.is_Float]
+    except (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError):
+        return False
+    relative = 1e-2 if any(side.has(sympy.Float) for side in numbers) else 1e-9
+    return any(abs(value - first) > max([relative * min(abs(value), abs(first)), *units]) for value in others)
 
 
 def _describe(value: Any) -> str:
@@ -159,6 +217,8 @@ def _describe_set(value: Any) -> str:
 def _describe_relation(value: Any) -> str:
     import sympy
 
+    if not value.free_symbols:
+        return f"{_describe_expression(value.lhs)} {value.rel_op} {_describe_expression(value.rhs)}"
     difference, sign = sympy.expand(value.lhs - value.rhs), value.rel_op
     if sign in (">", ">="):
         difference, sign = -difference, sign.replace(">", "<")

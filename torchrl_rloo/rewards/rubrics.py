@@ -48,9 +48,9 @@ is a fault of the material.
 REMINDER = f"That reply had no usable score. {_FORM}"
 
 _NUMBER = r"[-+]?(?<!\d)\d+(?:\.\d+)?"
-_NAMED = re.compile(rf"\bscore\b[\"'*]*\s*[:=]\s*[\"'*]*\s*({_NUMBER})", re.IGNORECASE)
+_NAMED = re.compile(rf"\bscore\b[\"'*]*\s*[:=][\s\"'*]*({_NUMBER})", re.IGNORECASE)
 _LAST = re.compile(rf"({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?[\s.*`]*$")
-_IN_TEXT = re.compile(rf"\s*({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?\s*")
+_IN_TEXT = re.compile(rf"({_NUMBER})(?:\s*/\s*\d+(?:\.\d+)?)?")
 _OBJECT = re.compile(r"\{\s*\"")
 _MAX_FAILURES = 100  # to read an object; each may cost the length of the text
 
@@ -159,7 +159,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
 
 
 def _parse_number(value: Any) -> float | None:
-    if isinstance(value, str) and (match := _IN_TEXT.fullmatch(value)):
+    if isinstance(value, str) and (match := _IN_TEXT.fullmatch(value.strip())):
         return float(match[1])
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
