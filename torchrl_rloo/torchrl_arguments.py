@@ -131,7 +131,7 @@ TORCHRL_ARGUMENTS: dict[str, dict[str, Theirs]] = {
         "verbose": Theirs("pass progress=", (False,)),
     },
     "RayLLMCollector": {
-        "ray_init_config": Theirs("call ray.init before", (None,)),
+        "ray_init_config": Theirs("call ray.init() before", (None,)),
         "remote_config": Theirs("set worker_options", (None,)),
         "sync_iter": Theirs(
             "set ahead= or max_staleness=, with which sampling continues while the loop trains", (True,)
