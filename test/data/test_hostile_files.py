@@ -234,7 +234,7 @@ def test_a_column_of_any_name_reaches_rewards_unchanged(name, value):
     assert list(map(repr, seen)) == [repr(value)] * 2
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED - {"query", "prompts"}) + ["tools"])
+@pytest.mark.parametrize("name", sorted(RESERVED - {"query", "prompts", "completion", "completion_ids"}) + ["tools"])
 def test_columns_named_like_own_entries_are_refused(name):
     with pytest.raises(ValueError, match=f"columns .'{name}'. have reserved names; set column_map="):
         load_prompts([{"prompt": "a", name: "x"}])

@@ -104,7 +104,7 @@ def explain_error(error: OmegaConfBaseException) -> str:
     message = str(error.msg or error).splitlines()[0]
     key = error.full_key or ""
     value = re.match(
-        r"Value '(.*)'(?: of type '[^']*')? (?:could not be converted|is not convertible) to (\w+)", message
+        r"Value '(.*?)'(?: of type '[^']*')? (?:could not be converted|is not convertible) to (\w+)", message
     )
     if value:
         kinds = {"Integer": "an integer", "Float": "a number", "Boolean": "true or false", "String": "text"}
