@@ -110,7 +110,7 @@ def test_a_pass_has_the_positions_of_a_real_one(packing):
     tokens, masks = [row[keys.TOKENS] for row in rows.unbind(0)], [row[keys.ACTION_MASK] for row in rows.unbind(0)]
     work = Pass(ROWS, ROW, PROMPT, GROUP, packing)
     if packing != "none":
-        pack = _pack(tokens, masks, packing, trim=True)
+        pack = _pack(tokens, masks, packing)
         assert (work.tokens, work.segments) == (len(pack.ids), pack.segments)
     assert work.actions == sum(int(mask.sum()) for mask in masks)
     for limit in (1, 50, 130, 1000):
@@ -207,7 +207,7 @@ def test_the_peak_of_a_pass_is_that_of_the_allocator(config, changes, monkeypatc
 def test_the_cache_has_the_bytes_of_a_real_one():
     model, prompts = build(LLAMA), [torch.arange(1, 17), torch.arange(2, 18)]
     with torch.no_grad():
-        decoder = Decoder(model, None, [prompts[0], prompts[1], prompts[1]], track_seen=False)
+        decoder = Decoder(model, None, [prompts[0], prompts[1], prompts[1]], 16 + 150, track_seen=False)
         for _ in range(150):
             decoder.feed(torch.ones(3, dtype=torch.long))
     real = nbytes(buffer for layer in decoder.cache.layers for buffer in layer.buffers)

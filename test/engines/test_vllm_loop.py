@@ -45,7 +45,7 @@ def test_closing_ends_a_restart_in_another_thread(monkeypatch: pytest.MonkeyPatc
         starts = 0
 
         def __init__(self, *arguments) -> None:
-            config = SimpleNamespace(max_model_len=8, try_get_generation_config=dict)
+            config = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 9, try_get_generation_config=dict)
             self.loop, self.llm = LoopThread("core"), SimpleNamespace(model_config=config)
             self.closed = threading.Event()
 
@@ -78,7 +78,7 @@ def test_a_restart_keeps_nothing_of_the_core_before(monkeypatch: pytest.MonkeyPa
         alive: weakref.WeakSet = weakref.WeakSet()
 
         def __init__(self, *arguments) -> None:
-            config = SimpleNamespace(max_model_len=8, try_get_generation_config=dict)
+            config = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 9, try_get_generation_config=dict)
             self.loop, self.llm = LoopThread("core"), SimpleNamespace(model_config=config)
             self.alive.add(self)
 

@@ -87,8 +87,8 @@ def limit_case(bpe, name: str) -> tuple[dict, list[ScriptedTurn], Callable]:
 def test_every_limit_has_its_reason(name: str, bpe, play: Callable, monkeypatch) -> None:
     limits, turns, respond = limit_case(bpe, name)
     now = itertools.count(0.0, 10.0)  # the clock is read once at the start and once for each answer
-    monkeypatch.setattr(chat, "time", SimpleNamespace(time=lambda: next(now)))
-    monkeypatch.setattr(conversation, "time", SimpleNamespace(time=lambda: 0.0))
+    monkeypatch.setattr(chat, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(conversation, "time", SimpleNamespace(monotonic=lambda: 0.0))
     policy = play(turns)
     row, env = collect(bpe, policy, respond, **limits)
     reason = name.split()[0]

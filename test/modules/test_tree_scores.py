@@ -101,5 +101,4 @@ def test_a_loss_has_the_gradient_of_padded_rows(max_tokens: int | None, tokenize
 @pytest.mark.parametrize("packing", PACKED)
 def test_a_first_token_has_no_prediction(packing: str) -> None:
     rows, masks = [torch.tensor([1, 2, 3, 4])], [torch.tensor([True, False, True, False])]
-    for trim in (False, True):
-        assert _pack(rows, masks, packing, trim).predictors.tolist() == [1]
+    assert _pack(rows, masks, packing).predictors.tolist() == [1]
