@@ -248,7 +248,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(tmp_path: Path, name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
-    with pytest.raises(ImportError, match=f"pip install {name}"):
+    with pytest.raises(ImportError, match=rf"{name}; run: pip install 'torchrl_rloo\[loggers\]'"):
         RunLogger(tmp_path, loggers=[name])
 
 
