@@ -42,7 +42,7 @@ class Call(Future):
 
     @property
     def future(self) -> Call:
-        """The call itself, as of a call of an async function."""
+        """Future of the call, which is the call itself."""
         return self
 
     def elapsed(self) -> float:
