@@ -181,6 +181,29 @@ def test_a_dead_engine_loses_no_group(scripted: Callable) -> None:
     assert not gate.state
 
 
+def test_an_error_of_a_stopped_group_does_not_reach_a_later_collect(scripted: Callable) -> None:
+    """A group that is stopped for the failure of another may fail while it stops; its next attempt decides."""
+    collector, waiting = scripted(), threading.Event()
+    turn = collector.policy.turn
+
+    async def fail(row: TensorDictBase, submit: Callable) -> TensorDictBase:
+        if int(row[keys.GROUP_ID]) == 0:
+            while not waiting.is_set():
+                await asyncio.sleep(0.001)
+            raise EngineDeadError("the first error")
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            raise EngineDeadError("an error at the end")
+
+    collector.policy.turn = fail
+    with pytest.raises(EngineDeadError, match="the first error"):
+        in_thread(collector.collect).result(PATIENCE)
+    collector.policy.turn = turn
+    assert [g for _ in range(3) for g in groups_of(collector.collect())[::G]] == list(range(6))
+
+
 def test_an_error_of_the_environment_is_raised_and_loses_no_group(scripted: Callable) -> None:
     class Broken(Transform):
         broken = True

@@ -109,11 +109,11 @@ class GroupScheduler:
         if self.max_staleness is None and not self.ahead:
             self._requeue_older()
         while True:
-            if failures := self._failures.copy():
+            if self._failures:
+                group, failure = next(iter(self._failures.items()))
                 await asyncio.shield(self.requeue_running())  # to the end, even if the caller is interrupted
-                for group in failures:
-                    self._failures.pop(group, None)
-                raise next(iter(failures.values()))
+                self._failures.pop(group, None)
+                raise failure
             if self.closed:
                 raise RuntimeError("the collector is shut down; create another one")
             self.ledger.flush()
@@ -131,7 +131,10 @@ class GroupScheduler:
         await self.runner.settle(_CANCEL_TIMEOUT_S)
         # Other calls may have ended some of these groups by now, and begun others
         leased = {(group, group.attempt) for group in self.ledger.of(GroupState.LEASED)}
-        self.ledger.requeue([group.group_id for group, attempt in running if (group, attempt) in leased])
+        requeued = [group.group_id for group, attempt in running if (group, attempt) in leased]
+        self.ledger.requeue(requeued)
+        for group_id in requeued:  # what failed were attempts that have ended
+            self._failures.pop(group_id, None)
         self._news.set()
 
     def admit(self) -> int:
@@ -177,7 +180,7 @@ class GroupScheduler:
         try:
             rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
         except asyncio.CancelledError:
-            if group in self._tasks and self._tasks[group] is asyncio.current_task():  # otherwise stop() cancelled it
+            if self._tasks.get(group) is asyncio.current_task():  # otherwise stop() cancelled it
                 self._failures[group] = RuntimeError(
                     f"the environment or the policy cancelled a task of group_id={group}"
                 )
@@ -185,7 +188,10 @@ class GroupScheduler:
         except LeaseExpiredError as error:
             self._renew(group, attempt, error)
         except BaseException as error:
-            self._failures[group] = error
+            if self._tasks.get(group) is asyncio.current_task():
+                self._failures[group] = error
+            else:  # stopped before it failed: another attempt decides
+                _LOGGER.info("group_id=%d failed while it was stopped: %r", group, error)
         else:
             if self.ledger.complete(group, attempt, rows) and self.on_stale == "requeue":
                 self._unchecked.append(self.ledger.groups[group])
