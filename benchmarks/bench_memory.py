@@ -100,7 +100,7 @@ def measure(size: str, mode: str, packing: str, passes: int, world: int) -> None
     from torchrl_rloo.embedded import build_tokenizer
     from torchrl_rloo.modules import TransformersWrapper
     from torchrl_rloo.objectives import RLOOLoss
-    from torchrl_rloo.ranks import Ranks
+    from torchrl_rloo.runtime.ranks import Ranks
     from torchrl_rloo.training import accumulate, optimizer_step, shard_model
 
     # Train a tiny model once, so that everything is imported and every kernel has run

@@ -37,10 +37,10 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.ray_session import ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.run import Run
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, make_optimizer, minibatches, optimizer_step, shard_model
 from torchrl_rloo.weight_update import WeightPublisher
 from torchrl_rloo.weight_update.object_store import ObjectStoreReceiver

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The only places that read the system's clock, or times of files, and why
 ALLOWED = {
-    "torchrl_rloo/clock.py": "the epoch of a process, read once: it makes times of several machines comparable",
+    "torchrl_rloo/runtime/clock.py": "the epoch of a process, read once: it makes times of several machines comparable",
     "torchrl_rloo/collectors/ledger.py": "a time for readers of the audit",
     "torchrl_rloo/diagnostics/watch_files.py": "times of files tell that they changed",
     "torchrl_rloo/diagnostics/watch_run.py": "the age of a file, for readers of a page",

@@ -34,12 +34,13 @@ FOLDERS = (
     "rewards",
     "data",
     "functional",
+    "runtime",
 )
 
 
 def below(folder: str) -> set[str]:
     """Return the folders that ``folder`` may import from, except itself."""
-    return set() if folder == "run" else set(FOLDERS[FOLDERS.index(folder) + 1 :])
+    return {"runtime"} if folder == "run" else set(FOLDERS[FOLDERS.index(folder) + 1 :])
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:

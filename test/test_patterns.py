@@ -9,8 +9,8 @@ import pytest
 import torchrl_rloo
 from support.attacks_patterns import patterns, slow_text
 from support.cost import assert_linear
-from torchrl_rloo._http import Redactor
 from torchrl_rloo.rewards.choices import MultipleChoice
+from torchrl_rloo.runtime.http import Redactor
 
 
 def found() -> dict[tuple, tuple[str, re.Pattern, set[str]]]:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 LAUNCHER = """
 import sys
-from torchrl_rloo import ranks_launch
+from torchrl_rloo.runtime import ranks_launch
 from torchrl_rloo.ranks_on_ray import launch_on_ray
 ranks_launch._END_S = 1.0
 raise SystemExit(launch_on_ray(["-c", sys.argv[1]], 2, resources={"CPU": 0.5}))
@@ -27,7 +27,7 @@ raise SystemExit(launch_on_ray(["-c", sys.argv[1]], 2, resources={"CPU": 0.5}))
 # Ranks that train nothing: they meet, find the cluster, and one of them may fail
 RECIPE = """
 import os, sys
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.ray_session import ray_session
 
 with Ranks.from_environment(timeout=120) as ranks:

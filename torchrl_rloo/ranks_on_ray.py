@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-from torchrl_rloo import _reaper
-from torchrl_rloo.ranks_launch import QUIET, Signals, kill_ranks, reserve_port, wait_for_ranks, write_lines
+from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime.ranks_launch import QUIET, Signals, kill_ranks, reserve_port, wait_for_ranks, write_lines
 
 _PLACE_S = 600.0  # for all ranks to find a place
 _LOG_S = 30.0  # between messages of ranks that have none
@@ -80,7 +80,7 @@ class RankActor:
             yield 0, b"1"
             return
         # The reaper's file is run by path, so that the process replaces it before anything is imported
-        starter = [sys.executable, "-S", _reaper.__file__, "exec", str(os.getpid()), sys.executable]
+        starter = [sys.executable, "-S", reaper.__file__, "exec", str(os.getpid()), sys.executable]
         pipes = {
             "stdin": asyncio.subprocess.DEVNULL,
             "stdout": asyncio.subprocess.PIPE,
@@ -190,7 +190,7 @@ def launch_on_ray(
 
     Ranks of one node have consecutive numbers. Each has the variables of its node, ``PYTHONPATH`` of this process, the
     variables of ``torchrun`` and ``RAY_ADDRESS``. Output, signals and ends are those of
-    :func:`~torchrl_rloo.ranks_launch.launch`.
+    :func:`~torchrl_rloo.runtime.ranks_launch.launch`.
 
     Args:
         command: arguments of Python, which is that of each node.

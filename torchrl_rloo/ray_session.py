@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, Protocol
 
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 
 class Connected(Protocol):

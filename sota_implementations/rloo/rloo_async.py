@@ -56,10 +56,10 @@ from torchrl_rloo.data.rows import unbind_rows
 from torchrl_rloo.envs.transforms import add_reference_kl
 from torchrl_rloo.modules import TurnPolicy
 from torchrl_rloo.objectives import PRESETS, RLOOLoss
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.ray_session import ray_session
 from torchrl_rloo.replay import MCAdvantage, RowStorage, check_works_on_metadata
 from torchrl_rloo.run import Run, meters, repeat_after_rollback, timings
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, catch_up, make_optimizer, make_schedule, minibatches, optimizer_step
 from torchrl_rloo.weight_update import WeightUpdater
 

@@ -69,10 +69,10 @@ from torchrl_rloo.envs.tasks import CUSTOM, EMBEDDED, TaskBase, conversation_set
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform, add_reference_kl
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy, vLLMWrapper
 from torchrl_rloo.objectives import Preset, RLOOLoss, RLOOLossOutput, make_method, merge_outputs
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RolloutFiles, RolloutWriter, RowStorage, run_id
 from torchrl_rloo.rewards import load_reward, make_executor
 from torchrl_rloo.run import Run, check_resumable, meters, repeat_after_rollback, timings
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import (
     accumulate,
     catch_up,

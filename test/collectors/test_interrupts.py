@@ -23,10 +23,10 @@ from support.collecting import UNDELIVERED, Bump, G, Gate, groups_of, in_state, 
 from support.waiting import PATIENCE, in_thread, wait_until
 from torchrl_rloo.collectors import CollectionProgress, LLMCollector, ledger
 from torchrl_rloo.collectors.ledger import check_audit
-from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn
+from torchrl_rloo.runtime.loop_call import LoopCall
 
 # An interrupt may hit between the creation of a coroutine and its start
 pytestmark = [

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo import files
 from torchrl_rloo.collectors import ledger as ledger_module
 from torchrl_rloo.collectors.ledger import GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.envs.transforms import DataLoadingPrimer, DatasetExhaustedError
+from torchrl_rloo.runtime import files
 
 STATES = ("drawn", "leased", "complete", "delivered")
 

@@ -28,8 +28,8 @@ from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.supervisor import Supervisor
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import vLLMWrapper
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RayGroupBuffer, RowStorage
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update import WeightPublisher
 
 pytest.importorskip("ray")

@@ -15,8 +15,8 @@ from support.own_rows import STORE, StoreCollector, as_finished
 from torchrl_rloo.collectors import ReferencedSource
 from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.references import LostRowsError
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.runtime.ranks import Ranks
 
 GROUPS, MEMBERS = rank_training.GROUPS, rank_training.MEMBERS
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from torchrl_rloo.collectors import SharedSource, StepRows
 from torchrl_rloo.data import keys, stack_rows
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 
 class Recorded(torch.nn.Module):

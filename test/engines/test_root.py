@@ -14,7 +14,7 @@ from torch import distributed, nn
 from support.rank_scripts import become_rank, run_ranks
 from support.rank_training import TOKENIZER, build_model, build_rows
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 LIMIT_S = 30  # far more than a rank needs to come to a call
 

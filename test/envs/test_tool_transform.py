@@ -24,7 +24,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import DatasetChatEnv, RowStepper, event_loop
+from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.calls import ToolCall
 from torchrl_rloo.envs.tools.parsers import RegexParser
@@ -33,6 +33,7 @@ from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.runtime import event_loop
 
 PATIENCE = 60  # seconds; only a test that hangs takes as long
 ANSWER = "It is done."

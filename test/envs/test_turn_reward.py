@@ -12,12 +12,13 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.collectors.finishing import next_turn
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
-from torchrl_rloo.envs import DatasetChatEnv, RowStepper, event_loop
+from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.text import text_env
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.runtime import event_loop
 
 
 def length(conversation, row) -> float:

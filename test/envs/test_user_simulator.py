@@ -19,11 +19,12 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.engines.base import EngineError
-from torchrl_rloo.envs import DatasetChatEnv, event_loop
+from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.http_json import JsonEndpoint
+from torchrl_rloo.runtime import event_loop
 
 PROMPT = "You want {goal}. Say ###STOP### when you have it."
 

@@ -16,7 +16,7 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.objectives.normalizers import Normalizers
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 SPLIT = ([1, 2, 4, 6], [0, 3, 5])  # unequal numbers of rows and of tokens
 MERGED = ([0, 3, 4, 5, 6], [1, 2])

@@ -27,9 +27,9 @@ from torchrl_rloo.rewards.protocol import (
     check_columns,
     final_text,
     find_missing_columns,
-    is_async,
     reward_name,
 )
+from torchrl_rloo.runtime.lookup import is_async
 
 
 def batch_of(n: int = 2, **columns: list) -> RewardBatch:

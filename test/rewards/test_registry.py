@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from torchrl_rloo.rewards.lengths import SoftOverlong
-from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, is_async, reward_name
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, reward_name
 from torchrl_rloo.rewards.registry import REWARDS, TRL_NAMES, load_reward
 from torchrl_rloo.rewards.runner import RewardRunner
+from torchrl_rloo.runtime.lookup import is_async
 
 BOXES = [r"It is \boxed{7}.", r"<think>x</think>\boxed{8}", "7", ""]
 SETTINGS: dict[str, dict[str, Any]] = {  # of each reward that requires some

@@ -23,7 +23,8 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import RewardTransform
-from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, call_reward_async, is_async
+from torchrl_rloo.rewards.protocol import RewardBatch, call_reward, call_reward_async
+from torchrl_rloo.runtime.lookup import is_async
 
 EXAMPLES = {
     "1": r'''

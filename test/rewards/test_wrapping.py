@@ -22,11 +22,11 @@ from torchrl_rloo.rewards.protocol import (
     TrainerState,
     call_reward,
     call_reward_async,
-    is_async,
     reward_name,
 )
 from torchrl_rloo.rewards.stopping import StopProperly
 from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.runtime.lookup import is_async
 
 WRAPPERS = {
     "for_task": lambda function: ForTask("math", function),

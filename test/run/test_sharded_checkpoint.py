@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from support.fork_server import ForkServer
 from support.rank_scripts import EndedRanks, become_rank, run_checks, run_ranks
 from torchrl_rloo.embedded import build_model, build_tokenizer
-from torchrl_rloo.ranks import RankError, Ranks
 from torchrl_rloo.run import Checkpointer, gather_state, restore_state
 from torchrl_rloo.run.shards import STATE
+from torchrl_rloo.runtime.ranks import RankError, Ranks
 
 WORLD = 4
 IDS = torch.arange(5, 29)[None]

@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from torchrl_rloo._http import ReplyError, strict_json
-from torchrl_rloo._masking import mask_command, mask_settings
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_calls
 from torchrl_rloo.envs.tasks import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
@@ -20,6 +18,8 @@ from torchrl_rloo.rewards.fences import last_block
 from torchrl_rloo.rewards.instruction_checks import CHECKS
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.rubrics import NoScoreError, parse_verdict
+from torchrl_rloo.runtime.http import ReplyError, strict_json
+from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
 # Rewards that run programs, models or services, which have separate limits and tests
 ELSEWHERE = {"code_tests", "llm_judge", "remote_scorer", "sequence_classifier"}

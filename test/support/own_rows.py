@@ -29,7 +29,7 @@ from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.diagnostics.parity import parity_metrics
 from torchrl_rloo.envs.transforms import add_reference_kl
 from torchrl_rloo.modules import TransformersWrapper, record_log_probs
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 VERSION, MAX_STALENESS = 3, 1  # current policy version; tokens have versions from 0 on
 Ref = tuple[int, int]  # a group's id, and the attempt that sampled it

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from support.fork_server import ForkServer
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 WAIT_S = 300.0  # for all ranks of a script, on a busy machine
 

@@ -21,8 +21,8 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.engines.root import gathered
 from torchrl_rloo.modules import TransformersWrapper, ValueHead
 from torchrl_rloo.objectives import PRESETS, RLOOLoss, ValueLoss, make_method, merge_outputs
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RowStorage, TokenGAE
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, check_copies, minibatches, optimizer_step, shard_model
 from torchrl_rloo.weight_update.shards import gather, reshard
 

@@ -11,7 +11,7 @@ import torch
 
 from support.rank_scripts import become_rank, run_ranks
 from support.rank_training import build_model
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import check_copies, shard_model
 
 

@@ -24,7 +24,7 @@ from support.rank_scripts import EndedRanks, become_rank, run_checks, run_ranks
 from support.rank_training import TOKENIZER, build_model, build_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import make_optimizer, make_schedule, optimizer_step, shard_model
 from torchrl_rloo.training.optimizer import gradient_norm
 from torchrl_rloo.training.optimizers import OPTIMIZERS, WHOLE_ONLY

@@ -18,7 +18,7 @@ from torchrl_rloo.data import OwnRows, keys, metadata_of, stack_rows
 from torchrl_rloo.data.share import MAX_LOAD, shares_of_groups
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate
 
 PPO = {"preset": "reinforce_pp", "kl": None, "loss": {"old_log_probs": "proximal"}, "scores": True, "epochs": 2}

@@ -19,8 +19,8 @@ from support.rank_scripts import become_rank, run_ranks
 from support.rank_training import TOKENIZER, build_model, build_rows, train
 from torchrl_rloo.modules import TransformersWrapper, ValueHead
 from torchrl_rloo.modules.context_parallel import split_tokens
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.run.shards import detach_shards, read_tensors, write_folder
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import shard_model
 from torchrl_rloo.training.parallel_tensor import average_copies, split_layers
 from torchrl_rloo.weight_update.source import WeightSource

@@ -21,7 +21,7 @@ from torchrl_rloo.data import keys, stack_rows
 from torchrl_rloo.data.rows import PACKINGS
 from torchrl_rloo.data.share import shares_of, split_by_tokens
 from torchrl_rloo.objectives import PRESETS
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, shard_model
 
 LAYOUTS = tuple(itertools.product(PACKINGS, ("ddp", "fsdp")))

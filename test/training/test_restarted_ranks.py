@@ -18,8 +18,8 @@ from support.rank_training import TOKENIZER, build_model, build_rows
 from torchrl_rloo.engines.root import call_root, replica_of
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import PRESETS, RLOOLoss
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay import MCAdvantage, RowStorage
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training import accumulate, minibatches, optimizer_step, shard_model
 from torchrl_rloo.weight_update.shards import gather, reshard
 

@@ -27,7 +27,7 @@ from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.root import call_root
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.ranks import RankError, Ranks
+from torchrl_rloo.runtime.ranks import RankError, Ranks
 from torchrl_rloo.training.shard import shard_model
 from torchrl_rloo.weight_update import shards, shared_memory
 from torchrl_rloo.weight_update.base import InProcessWeightUpdater, SequentialWeightUpdater, WeightSyncError

@@ -26,7 +26,7 @@ from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
 from torchrl_rloo.engines.vllm_async import AsyncVLLMEngine
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.shard import shard_model
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.collective import Collective

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_rloo.lookup import import_object
+from torchrl_rloo.runtime.lookup import import_object
 
 if TYPE_CHECKING:
     from torchrl_rloo.diagnostics.checks import Facts, Finding
@@ -70,7 +70,7 @@ def check_recipe(recipe: Any, cfg: Any) -> list[Finding]:
     """
     from torchrl_rloo.diagnostics.checks import summarize
     from torchrl_rloo.modules import TransformersWrapper
-    from torchrl_rloo.ranks import Ranks
+    from torchrl_rloo.runtime.ranks import Ranks
 
     cfg.train = replace(cfg.train, load_shards=False)  # the model samples, so it needs its weights
     with Ranks.from_environment(cfg.model.device, group=False) as ranks:

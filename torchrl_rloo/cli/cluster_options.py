@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 PREFIX = "cluster."
 MODES = ("sync", "one-step-off", "async", "partial")

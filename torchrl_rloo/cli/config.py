@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torchrl_rloo.cli.health_config import HealthConfig
 from torchrl_rloo.cli.schema import check_settings, non_null_fields, parse_section
-from torchrl_rloo.lookup import check_path
+from torchrl_rloo.runtime.lookup import check_path
 
 
 @dataclass

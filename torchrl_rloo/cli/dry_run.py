@@ -53,7 +53,7 @@ def dry_run(main: Callable[[Any], None], cfg: Any) -> None:
         main: function of the recipe, next to its ``load_problem``.
         cfg: settings of the recipe.
     """
-    from torchrl_rloo.ranks import Ranks
+    from torchrl_rloo.runtime.ranks import Ranks
 
     start = perf_counter()
     with TemporaryDirectory(prefix="torchrl_rloo_dry_run_") as folder:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_rloo.cli.config import check_ks
 from torchrl_rloo.cli.schema import parse_section
-from torchrl_rloo.lookup import check_path
+from torchrl_rloo.runtime.lookup import check_path
 
 # First words of metric names eval/<word> that are not sets
 RESERVED = ("tasks", "greedy", "sampled", "failed", "abstained")

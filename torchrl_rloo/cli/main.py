@@ -17,7 +17,7 @@ from torchrl_rloo.cli import bundle as bundles
 from torchrl_rloo.cli import rescore as stored
 from torchrl_rloo.cli.commands import COMMANDS, EXAMPLES
 from torchrl_rloo.cli.watch import add_watch_options, watch
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 RECIPES = {  # file in the recipes folder, then arguments that precede the user's
     "rloo": ("rloo/rloo_sync.py",),
@@ -106,7 +106,7 @@ def _run_ranks(recipe: str, settings: Sequence[str], ranks: int, resources: dict
     recipe_file(recipe)  # an unknown name is reported once
     command = ["-m", "torchrl_rloo.cli.main", "run", recipe, *settings]
     if resources is None:
-        from torchrl_rloo.ranks_launch import launch
+        from torchrl_rloo.runtime.ranks_launch import launch
 
         raise SystemExit(launch([sys.executable, *command], ranks))
     from torchrl_rloo.ranks_on_ray import launch_on_ray

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torchrl_rloo.cli.cluster_options import ClusterOptions
 from torchrl_rloo.cli.plan import PROMPT_TOKENS, VLLM_SHARE, _has_reference, _table, load_fake_model
 from torchrl_rloo.cli.schema import non_null_fields
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 GB = 1e9
 

@@ -28,7 +28,6 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_rloo._masking import mask_urls
 from torchrl_rloo.cli.arguments import in_settings, raising_module
 from torchrl_rloo.cli.dry_run import COVERED, NOT_COVERED, check_supported, dry_run, has_dry_run
 from torchrl_rloo.cli.dry_run import HELP as DRY_RUN_HELP
@@ -45,7 +44,8 @@ from torchrl_rloo.cli.schema import (
 )
 from torchrl_rloo.cli.settings_file import settings_file
 from torchrl_rloo.cli.values import check_values
-from torchrl_rloo.files import make_folder, write_text
+from torchrl_rloo.runtime.files import make_folder, write_text
+from torchrl_rloo.runtime.masking import mask_urls
 
 C = TypeVar("C")
 PROGRAM: ContextVar[str | None] = ContextVar("PROGRAM", default=None)  # command that runs the recipe; None: its file

@@ -83,8 +83,8 @@ def rescore(
     files = _open(path)  # before the functions, which may be slow to import
     from torchrl_rloo.diagnostics.rescore import Rescorer
     from torchrl_rloo.diagnostics.rescore import rescore as compare
-    from torchrl_rloo.files import write_text
     from torchrl_rloo.rewards import make_executor
+    from torchrl_rloo.runtime.files import write_text
 
     sys.path.insert(0, str(Path.cwd()))  # functions in the working directory
     rescorer = Rescorer(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 AT_LEAST = {
     0: (

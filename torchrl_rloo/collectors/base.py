@@ -12,12 +12,12 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
 from torchrl_rloo.collectors.ledger import GroupLedger
-from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.scheduler import GroupScheduler
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
-from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.runtime.event_loop import EventLoop
+from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.weight_update.base import WeightUpdater
 
 

@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.occupancy import Occupancy
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
-from torchrl_rloo.files import append, make_folder
+from torchrl_rloo.runtime.files import append, make_folder
 
 _LOGGER = logging.getLogger(__name__)
 

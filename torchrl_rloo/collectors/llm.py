@@ -22,7 +22,6 @@ from torchrl_rloo.collectors.checks import check_arguments, default_seed, find_p
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.conversation import GroupRunner, OnFailure, RunnerSettings
 from torchrl_rloo.collectors.ledger import GroupLedger
-from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.runner import make_runner
 from torchrl_rloo.collectors.scheduler import Batch, GroupScheduler
 from torchrl_rloo.collectors.staleness import OnStale, limit_staleness
@@ -31,9 +30,10 @@ from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.roles import split_roles
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
-from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
 from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.runtime.event_loop import EventLoop
+from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 from torchrl_rloo.weight_update.base import WeightUpdater
 

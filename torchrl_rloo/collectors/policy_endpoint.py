@@ -19,8 +19,8 @@ from torchrl_rloo.envs.agents.agents import AgentContext
 from torchrl_rloo.envs.agents.server import EndpointServer
 from torchrl_rloo.envs.agents.session import AgentSession
 from torchrl_rloo.envs.chat import ChatEnv
-from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser
+from torchrl_rloo.runtime.event_loop import EventLoop
 
 
 class OpenConversation:

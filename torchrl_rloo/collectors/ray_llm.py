@@ -15,7 +15,6 @@ from torchrl.envs import EnvBase
 
 from torchrl_rloo.collectors.conversation import RunnerSettings
 from torchrl_rloo.collectors.llm import LLMCollector
-from torchrl_rloo.collectors.loop_call import LoopCall
 from torchrl_rloo.collectors.referenced_source import MAX_REPLACEMENTS
 from torchrl_rloo.collectors.remote_runner import RemoteRunner
 from torchrl_rloo.collectors.scheduler import Batch
@@ -27,6 +26,7 @@ from torchrl_rloo.data.references import LostRowsError, RowReferences
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.envs.stepping import transforms_of
 from torchrl_rloo.ray_session import note_connected
+from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 Policy = Callable[[TensorDictBase], TensorDictBase]

@@ -17,8 +17,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import copy_row, stack_rows
 from torchrl_rloo.engines.base import AsyncEngine, EngineDeadError, EngineLoad, Request, Sample
 from torchrl_rloo.engines.occupancy import Occupancy
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.modules.vllm_policy import vLLMWrapper
+from torchrl_rloo.runtime import event_loop
 
 _LOGGER = logging.getLogger(__name__)
 _QUIET_S = 0.002  # time without another row before a batch begins although other conversations may still ask

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torchrl_rloo.clock import now
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.occupancy import Occupancy, OccupancyMeter, Reading
 from torchrl_rloo.envs.activity import ActivityWindow, Profile
+from torchrl_rloo.runtime.clock import now
 
 _KEPT_PROFILES = 8  # steps of which a timeline can be drawn
 

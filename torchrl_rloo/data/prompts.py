@@ -18,7 +18,7 @@ from torchrl_rloo.data.cells import check_query, plain_value
 from torchrl_rloo.data.notices import notify_once
 from torchrl_rloo.data.sources import Located, describe_source, read_source
 from torchrl_rloo.data.templates import Messages, encode_prompts
-from torchrl_rloo.lookup import import_object
+from torchrl_rloo.runtime.lookup import import_object
 
 _MAX_NAME_CHARS = 200
 PROMPT_COLUMNS = ("prompt", "query", "question", "problem", "messages", "instruction")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.lookup import DATA_SUFFIXES, check_path
+from torchrl_rloo.runtime.lookup import DATA_SUFFIXES, check_path
 
 Located = Iterator[tuple[str, Any]]  # (location for error messages, row)
 

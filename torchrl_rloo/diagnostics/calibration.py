@@ -17,8 +17,8 @@ from torchrl_rloo.diagnostics.statistics.calibration import (
     negative_log_likelihood,
     reliability,
 )
-from torchrl_rloo.files import write_text
 from torchrl_rloo.functional.statistics import wilson_interval
+from torchrl_rloo.runtime.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, Evaluati
 from torchrl_rloo.diagnostics.report_curves import save_figure
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, round_values
 from torchrl_rloo.diagnostics.statistics.paired import PairedTest, paired_test
-from torchrl_rloo.files import write_text
+from torchrl_rloo.runtime.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torchrl_rloo._processes import Guard
 from torchrl_rloo.diagnostics.evaluation_result import EvaluationResult
+from torchrl_rloo.runtime.processes import Guard
 
 Evaluate: TypeAlias = Callable[[Path, int], Mapping[str, EvaluationResult]]
 

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from torchrl_rloo.diagnostics.evaluation_samples import sample_metrics
 from torchrl_rloo.diagnostics.statistics.evaluation import Interval, best_at_k, maj_at_k, mean_interval
-from torchrl_rloo.files import atomic_write, make_folder, write_text
+from torchrl_rloo.runtime.files import atomic_write, make_folder, write_text
 
 FORMATS = ("parquet", "jsonl")  # file formats of saved completions
 

@@ -17,7 +17,7 @@ from torchrl_rloo.diagnostics.fake_model import FakeModel
 from torchrl_rloo.diagnostics.memory_settings import MemorySettings
 from torchrl_rloo.diagnostics.memory_shapes import PassBytes, Weight
 from torchrl_rloo.functional.log_probs import tile_limits
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 from torchrl_rloo.training.joint import CHUNK_BYTES
 from torchrl_rloo.training.optimizers import TORCH_OPTIMIZERS
 

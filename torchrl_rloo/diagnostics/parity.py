@@ -22,7 +22,7 @@ from torchrl_rloo.diagnostics.statistics.parity import RATIO_BOUNDS, LogProbGap,
 from torchrl_rloo.functional.sampling import SamplingDistribution
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.modules.recording import record_log_probs
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 Dtype = torch.dtype | str | None
 

@@ -14,7 +14,7 @@ from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.diagnostics.parity import ParityProbe
 from torchrl_rloo.diagnostics.plan import TrainingPlan
 from torchrl_rloo.modules import TransformersWrapper, TurnPolicy
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 
 def check_engine(

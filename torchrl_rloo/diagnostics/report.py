@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._masking import mask_settings
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.report_curves import plot_curves
 from torchrl_rloo.diagnostics.report_facts import headline, package_versions, run_facts
@@ -24,7 +23,8 @@ from torchrl_rloo.diagnostics.watch_files import read_last_lines
 from torchrl_rloo.diagnostics.watch_page import CHART_SCRIPTS, CHART_STYLES, PAGE_FOLDER, chart_sections
 from torchrl_rloo.diagnostics.watch_run import TRANSCRIPT_LINK, describe_waits, transcript_links
 from torchrl_rloo.diagnostics.watch_series import BINS, Series
-from torchrl_rloo.files import write_text
+from torchrl_rloo.runtime.files import write_text
+from torchrl_rloo.runtime.masking import mask_settings
 
 Row = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_rloo.diagnostics.report_panels import ENDS, Panel, choose_panels, panel_names
-from torchrl_rloo.files import atomic_write, make_folder
+from torchrl_rloo.runtime.files import atomic_write, make_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_rloo._masking import mask_command
 from torchrl_rloo.diagnostics.watch_series import Series
-from torchrl_rloo.files import make_folder, write_text
+from torchrl_rloo.runtime.files import make_folder, write_text
+from torchrl_rloo.runtime.masking import mask_command
 
 LAUNCH_FILE = "launch.json"
 _PACKAGES = ("torchrl_rloo", "torch", "torchrl", "tensordict", "transformers", "vllm", "ray", "peft")

@@ -17,7 +17,7 @@ from torchrl_rloo.engines.base import Engine, Request
 from torchrl_rloo.engines.head import evaluation_mode
 from torchrl_rloo.engines.pool import EnginePool
 from torchrl_rloo.modules.policies import TransformersWrapper
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 
 PROMPTS = (

@@ -22,7 +22,7 @@ from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, Evaluati
 from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.token_texts import TokenTexts
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_blocks, find_calls, group_contexts
-from torchrl_rloo.files import make_folder, write_text
+from torchrl_rloo.runtime.files import make_folder, write_text
 
 _PAGE = Path(__file__).parent / "transcripts_page"
 _MAX_INTEGER = 2**53  # JavaScript represents integers up to here exactly

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from torchrl_rloo.diagnostics.watch_page import LivePage, live_text, page_title
 from torchrl_rloo.diagnostics.watch_run import TRANSCRIPT
 from torchrl_rloo.diagnostics.watch_series import LARGEST_STEP
-from torchrl_rloo.files import SAFE_FLAGS
+from torchrl_rloo.runtime.files import SAFE_FLAGS
 
 _HOSTS = ("127.0.0.1", "localhost", "[::1]")  # a page of another site reaches this server by another name
 _LARGEST_FILE = 1 << 28  # bytes of a page of transcripts

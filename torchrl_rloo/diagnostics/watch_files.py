@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.files import SAFE_FLAGS
+from torchrl_rloo.runtime.files import SAFE_FLAGS
 
 _TAIL = 256  # bytes before the position that identify a file's content
 _LONGEST = 64 << 20  # bytes of the longest line that is read

@@ -17,7 +17,7 @@ from torchrl_rloo.diagnostics.pages import read_static, render_page
 from torchrl_rloo.diagnostics.report_panels import Panel, choose_panels, define, interval_bounds, panel_names
 from torchrl_rloo.diagnostics.watch_run import WatchedRun, find_runs, run_names
 from torchrl_rloo.diagnostics.watch_series import BINS, LARGEST_STEP, Series
-from torchrl_rloo.files import make_folder, write_text
+from torchrl_rloo.runtime.files import make_folder, write_text
 
 PAGE_FOLDER = Path(__file__).parent / "live_page"
 CHART_SCRIPTS = ("uPlot-1.6.32.min.js", "charts.js")

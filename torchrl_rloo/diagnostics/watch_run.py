@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._masking import mask_command, mask_settings
 from torchrl_rloo.diagnostics.report_facts import describe_settings, measure, total_steps
 from torchrl_rloo.diagnostics.report_health import HEALTH_FILE, read_events
 from torchrl_rloo.diagnostics.report_verdict import evaluation_changes, verdict
@@ -21,6 +20,7 @@ from torchrl_rloo.diagnostics.watch_files import (
     sample_lines,
 )
 from torchrl_rloo.diagnostics.watch_series import BINS, Series
+from torchrl_rloo.runtime.masking import mask_command, mask_settings
 
 TRANSCRIPT = re.compile(r"[\w.-]{1,100}\.html")  # names of the pages that are linked
 TRANSCRIPT_LINK = re.compile(r"transcripts/[\w.-]{1,100}\.html#row=\d{1,9}")

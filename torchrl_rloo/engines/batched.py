@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.engines.base import (
     AsyncEngine,
     Engine,
@@ -21,6 +20,7 @@ from torchrl_rloo.engines.base import (
     Sample,
     WeightStep,
 )
+from torchrl_rloo.runtime.threads import PackageThread
 
 _GATHER_S = 0.002  # time after the first request in which others join its batch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from threading import Lock
 from typing import NamedTuple
 
-from torchrl_rloo.clock import now
+from torchrl_rloo.runtime.clock import now
 
 
 class Reading(NamedTuple):

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchrl_rloo._processes import Guard
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request
 from torchrl_rloo.engines.vllm_api import (
     CHILD_WORKER,
@@ -31,6 +30,7 @@ from torchrl_rloo.engines.vllm_api import (
     vllm_environment,
 )
 from torchrl_rloo.engines.vllm_loop import CLOSED, LoopThread
+from torchrl_rloo.runtime.processes import Guard
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from functools import partial
 from threading import RLock, current_thread
 from typing import Any, TypeVar
 
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.engines.base import (
     AsyncEngine,
     EngineDeadError,
@@ -25,6 +24,7 @@ from torchrl_rloo.engines.base import (
 )
 from torchrl_rloo.engines.sampling_clock import SamplingClock
 from torchrl_rloo.engines.vllm_api import PAUSE_MODES, VLLMEngineBase
+from torchrl_rloo.runtime.threads import PackageThread
 
 T = TypeVar("T")
 

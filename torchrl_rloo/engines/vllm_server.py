@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import torch
 
-from torchrl_rloo._http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 from torchrl_rloo.engines.base import EngineDeadError, EngineError, EngineLoad, EngineTimeoutError, Request, Sample
 from torchrl_rloo.engines.vllm_access import KEY, MIDDLEWARE, client_key, server_key
 from torchrl_rloo.engines.vllm_api import (
@@ -29,6 +28,7 @@ from torchrl_rloo.engines.vllm_api import (
     sampling_arguments,
 )
 from torchrl_rloo.engines.vllm_loop import CLOSED, NOT_RESTARTED, LoopEngine, LoopThread
+from torchrl_rloo.runtime.http import ENCODINGS, Redactor, ReplyError, decode, plain_json, read_body
 
 _POLL_PERIOD_S = 0.5  # time between two attempts to reach a server that is starting
 _ANSWER_TIMEOUT_S = 10.0  # time for a server to show that it is alive

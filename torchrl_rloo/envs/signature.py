@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 from torchrl_rloo.torchrl_arguments import refuse_text_transform
 
 

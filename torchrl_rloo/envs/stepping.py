@@ -13,11 +13,11 @@ from torchrl.envs import Compose, EnvBase, StepCounter, Transform, TransformedEn
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import end_row, name_end
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.abstaining import mark_abstaining
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.runtime import event_loop
 
 
 def step_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:

@@ -14,10 +14,10 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.env_transform import EnvTransform
-from torchrl_rloo.lookup import snake_case
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.lookup import snake_case
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class TurnTransform(EnvTransform):
 
     A subclass implements :meth:`step_row`. In ``env.step`` it runs on all rows concurrently. In an
     :class:`~torchrl_rloo.collectors.LLMCollector`, each conversation continues as soon as its own call returns. In
-    both cases it runs on an event loop (:mod:`torchrl_rloo.envs.event_loop`) and must not block. Make blocking calls
-    through :func:`~torchrl_rloo.envs.event_loop.call`.
+    both cases it runs on an event loop (:mod:`torchrl_rloo.runtime.event_loop`) and must not block. Make blocking calls
+    through :func:`~torchrl_rloo.runtime.event_loop.call`.
 
     If :meth:`step_row` raises, the conversation ends as truncated with the stop reason ``"failed"``, and the traceback
     is logged.

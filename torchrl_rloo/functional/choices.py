@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, field, fields
 from typing import Any
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 
 def resolve(argument: str, spec: Any, table: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from torchrl_rloo.functional.sampling import Support
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 _KEY = "_context_group"
 

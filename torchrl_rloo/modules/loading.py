@@ -15,13 +15,13 @@ import torch
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.data.hub import HUB_KWARGS
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.files import explained, make_folder
 from torchrl_rloo.four_bit import four_bit_layers, omit_quantization_states, use_exact_products
-from torchrl_rloo.lookup import check_path, did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 from torchrl_rloo.modules.quantization import check_quantization, check_quantized, quantization_config
 from torchrl_rloo.modules.sharded_files import is_collective, save_on_all
 from torchrl_rloo.rotary import set_context_length
+from torchrl_rloo.runtime.files import explained, make_folder
+from torchrl_rloo.runtime.lookup import check_path, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ import torch
 
 from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.four_bit import four_bit_layers
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from torchrl_rloo.data.rows import micro_batches, placeholder_rows, spread_actio
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.data.share import shares_of
 from torchrl_rloo.modules.policies import ScoredActions
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 
 
 class Scorer(Protocol):

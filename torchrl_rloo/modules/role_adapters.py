@@ -13,11 +13,11 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import action_tokens, stack_rows
 from torchrl_rloo.engines.generation import Generated
-from torchrl_rloo.lookup import did_you_mean
 from torchrl_rloo.modules.checkpointing import checkpointing_layers
 from torchrl_rloo.modules.policies import TransformersWrapper
 from torchrl_rloo.modules.reference import adapter_disabled
 from torchrl_rloo.modules.scoring import ScoredActions
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 
 class RoleAdapters(TransformersWrapper):

@@ -15,8 +15,8 @@ import torch
 from torch import distributed, nn
 
 from torchrl_rloo.engines.root import replica_of
-from torchrl_rloo.files import atomic_write, write_text
-from torchrl_rloo.ranks import RankError
+from torchrl_rloo.runtime.files import atomic_write, write_text
+from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.shards import gather, is_sender, is_sharded, reshard
 
 MAX_FILE_SIZE = "50GB"  # as Transformers has it

@@ -9,9 +9,9 @@ from typing import Literal, SupportsFloat
 import torch
 
 from torchrl_rloo.functional.kl import KL_ESTIMATORS
-from torchrl_rloo.lookup import did_you_mean
 from torchrl_rloo.objectives.choices import check_coefficient
 from torchrl_rloo.objectives.controllers import AdaptiveKLCoefficient
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 PLACES = ("reward", "token", "loss")
 

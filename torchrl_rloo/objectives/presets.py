@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchrl_rloo.lookup import did_you_mean
 from torchrl_rloo.objectives.controllers import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient
 from torchrl_rloo.objectives.kl import KL
 from torchrl_rloo.objectives.rloo import RLOOLoss
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 
 @dataclass(frozen=True)

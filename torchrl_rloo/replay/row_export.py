@@ -12,8 +12,8 @@ from tensordict import TensorDictBase, is_non_tensor
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.stop_reasons import stop_reason
-from torchrl_rloo.files import temporary_name
 from torchrl_rloo.replay.row_files import RolloutFiles
+from torchrl_rloo.runtime.files import temporary_name
 
 _INTEGERS = (keys.GROUP_ID, keys.PROMPT_ID, keys.POLICY_VERSION, keys.NUM_TURNS, keys.NUM_TOOL_CALLS)
 

@@ -22,8 +22,8 @@ from xxhash import xxh3_64_hexdigest
 
 from torchrl_rloo.data.outcomes import group_rows
 from torchrl_rloo.data.packed import unpack_rows
-from torchrl_rloo.files import SAFE_FLAGS, regular_size
 from torchrl_rloo.replay.row_format import decode_index, decode_rows, split_header
+from torchrl_rloo.runtime.files import SAFE_FLAGS, regular_size
 
 MANIFEST = "manifest.json"
 SCHEMA = 1

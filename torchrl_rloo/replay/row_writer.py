@@ -22,9 +22,9 @@ from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.outcomes import group_rows
 from torchrl_rloo.data.packed import pack_rows
 from torchrl_rloo.data.rows import concatenate, tensor_rows
-from torchrl_rloo.files import TEMPORARIES, atomic_write, make_folder, write_text
 from torchrl_rloo.replay.row_files import MANIFEST, SCHEMA, RolloutFiles, StoredGroup, read_manifest, vocabulary_hash
 from torchrl_rloo.replay.row_format import encode_rows, split_header
+from torchrl_rloo.runtime.files import TEMPORARIES, atomic_write, make_folder, write_text
 
 _OLD_S = 3600.0  # age of a temporary file that no writer can still be writing
 _RUN_ID = "run_id"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo.rewards.protocol import RewardFunction, is_async, reward_name
+from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
 from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.runtime.lookup import is_async
 
 
 class ByTask:

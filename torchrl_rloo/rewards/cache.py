@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.files import make_folder
+from torchrl_rloo.runtime.files import make_folder
 
 _log = logging.getLogger(__name__)
 

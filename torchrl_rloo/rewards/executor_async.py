@@ -12,8 +12,6 @@ from concurrent.futures import Future, wait
 from time import perf_counter
 from typing import Any
 
-from torchrl_rloo._loop_watch import LoopWatch, WatchedCall
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.executors import ThreadExecutor
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
@@ -23,6 +21,8 @@ from torchrl_rloo.rewards.protocol import (
     call_reward_async,
     reward_name,
 )
+from torchrl_rloo.runtime.loop_watch import LoopWatch, WatchedCall
+from torchrl_rloo.runtime.threads import PackageThread
 
 CONCURRENCY = 16  # calls in flight of a function without an attribute `concurrency`
 CHECK_SECONDS = 5.0  # between checks that the loop still runs

@@ -21,9 +21,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from torchrl_rloo._processes import HelperProcess, short_environment
 from torchrl_rloo.rewards.executor_worker import DUMP_SIGNAL
 from torchrl_rloo.rewards.protocol import RewardCall, RewardFailure
+from torchrl_rloo.runtime.processes import HelperProcess, short_environment
 
 START_SECONDS = 120.0  # limit for the start of a worker
 TRANSFER_SECONDS = 60.0  # limit between two parts of one message
@@ -54,7 +54,7 @@ class Worker:
 
     Args:
         environment: names of further environment variables of the process, see
-            :func:`~torchrl_rloo._processes.short_environment`.
+            :func:`~torchrl_rloo.runtime.processes.short_environment`.
         memory: limit on the private memory of the process in bytes.
 
     Attributes:

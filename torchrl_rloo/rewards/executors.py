@@ -23,10 +23,10 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.executor_process import ProcessExecutor, check_limits
 from torchrl_rloo.rewards.executor_ray import RayExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardCall, RewardFailure, RewardFunction, attempt_reward
+from torchrl_rloo.runtime.threads import PackageThread
 
 __all__ = ["Executor", "InlineExecutor", "ProcessExecutor", "RayExecutor", "ThreadExecutor", "make_executor"]
 

@@ -14,7 +14,15 @@ from itertools import count
 from random import SystemRandom
 from typing import Any
 
-from torchrl_rloo._http import ENCODINGS, OversizedReplyError, Redactor, ReplyError, decode, read_body, strict_json
+from torchrl_rloo.runtime.http import (
+    ENCODINGS,
+    OversizedReplyError,
+    Redactor,
+    ReplyError,
+    decode,
+    read_body,
+    strict_json,
+)
 
 _JITTER = SystemRandom()  # leaves the state of the seeded global generator unchanged
 _MAX_WAIT = 30.0  # maximum backoff in seconds

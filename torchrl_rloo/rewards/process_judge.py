@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._processes import HelperProcess, short_environment
+from torchrl_rloo.runtime.processes import HelperProcess, short_environment
 
 _LOGGER = logging.getLogger(__name__)
 _SCRIPT = Path(__file__).with_name("judge_loop.py")

@@ -35,7 +35,7 @@ from numbers import Real
 from time import perf_counter
 from typing import Any
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean, is_async
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 
@@ -159,14 +159,6 @@ def reward_name(function: RewardFunction) -> str:
     while isinstance(function, partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", None) or type(function).__name__
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Return whether a call of the function must be awaited."""
-    while isinstance(function, partial):
-        function = function.func
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 _STANDARD_ARGUMENTS = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.files import append, atomic_write, make_folder
+from torchrl_rloo.runtime.files import append, atomic_write, make_folder
 
 MAX_LINES = 1000  # per function
 MAX_WARNINGS = 10  # per function

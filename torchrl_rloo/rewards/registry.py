@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchrl_rloo.lookup import check_path, did_you_mean, import_object
 from torchrl_rloo.rewards.protocol import RewardFunction, reward_name
+from torchrl_rloo.runtime.lookup import check_path, did_you_mean, import_object
 
 # Name -> dotted path; a module is imported only when its reward is loaded
 REWARDS: dict[str, str] = {

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torchrl_rloo._threads import PackageThread
 from torchrl_rloo.rewards.duplicates import find_distinct
 from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
@@ -22,11 +21,12 @@ from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
     RewardFailure,
-    is_async,
     reward_name,
 )
 from torchrl_rloo.rewards.quarantine import MAX_TRACEBACK_CHARS, Quarantine
 from torchrl_rloo.rewards.registry import RewardSpec, load_reward
+from torchrl_rloo.runtime.lookup import is_async
+from torchrl_rloo.runtime.threads import PackageThread
 
 MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
 MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line

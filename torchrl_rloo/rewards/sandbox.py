@@ -41,7 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._processes import HelperProcess
+from torchrl_rloo.runtime.processes import HelperProcess
 
 _SCRIPT = Path(__file__).with_name("sandbox_child.py")
 _GRACE_SECONDS = 10.0  # extra time for the starter process, in addition to the program's time limit

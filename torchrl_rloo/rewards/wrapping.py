@@ -13,10 +13,10 @@ from torchrl_rloo.rewards.protocol import (
     TrainerState,
     call_reward,
     call_reward_async,
-    is_async,
     reward_name,
 )
 from torchrl_rloo.rewards.registry import load_reward
+from torchrl_rloo.runtime.lookup import is_async
 
 Scores = list["float | None"]
 

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.files import atomic_write, explained, make_folder, sync_directory, temporary_name
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.run.background import BackgroundCall
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.shards import STATE, agree, copy_to_cpu, detach_shards, read_folder, with_own_group, write_folder
 from torchrl_rloo.run.state import check_state, one_line, read_state
+from torchrl_rloo.runtime.files import atomic_write, explained, make_folder, sync_directory, temporary_name
+from torchrl_rloo.runtime.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 

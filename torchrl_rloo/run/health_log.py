@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torchrl_rloo.files import append, write_text
+from torchrl_rloo.runtime.files import append, write_text
 
 _log = logging.getLogger(__name__)
 

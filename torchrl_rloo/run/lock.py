@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo.files import SAFE_FLAGS, explained, make_folder, regular_size, remove_temporaries
+from torchrl_rloo.runtime.files import SAFE_FLAGS, explained, make_folder, regular_size, remove_temporaries
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torchrl.record.loggers import CSVLogger, MLFlowLogger, TensorboardLogger, W
 from torchrl.record.loggers.common import Logger
 from torchrl.record.loggers.csv import CSVExperiment
 
-from torchrl_rloo.files import append, make_folder
 from torchrl_rloo.ray_session import require_ray
 from torchrl_rloo.run.ray_logger import RayLogger
+from torchrl_rloo.runtime.files import append, make_folder
 
 Records = Sequence[dict[str, Any]]
 LOGGER_FILES = ("tensorboard", "csv", "mlflow", "mlflow.db")  # names in the directory that libraries write to

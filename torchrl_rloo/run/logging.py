@@ -10,12 +10,12 @@ from typing import Any
 
 from torchrl.record.loggers.common import Logger
 
-from torchrl_rloo.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 from torchrl_rloo.run.digest import Digest, MakeDigest
 from torchrl_rloo.run.lock import DirectoryLock
 from torchrl_rloo.run.loggers import LOGGER_FILES, build_logger, check_loggers
 from torchrl_rloo.run.progress import make_progress
 from torchrl_rloo.run.ray_logger import RayLogger
+from torchrl_rloo.runtime.files import append, atomic_write, explained, make_folder, refuse_links, synced_size
 
 _KINDS = ("metrics", "timings", "completions")
 _RESERVED = ("step", "table")

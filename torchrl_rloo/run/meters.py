@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_rloo.lookup import snake_case
+from torchrl_rloo.runtime.lookup import snake_case
 
 
 def meters(*parts: Any) -> dict[str, float]:

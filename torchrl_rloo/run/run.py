@@ -12,9 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._masking import mask_settings
-from torchrl_rloo.files import refuse_links
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.run.checkpoint import Checkpointer
 from torchrl_rloo.run.digest import MakeDigest
 from torchrl_rloo.run.health_log import (
@@ -34,6 +31,9 @@ from torchrl_rloo.run.shards import agree
 from torchrl_rloo.run.space import check_space
 from torchrl_rloo.run.state import rng_state, set_rng_state
 from torchrl_rloo.run.timing import StepTimer, cpu_seconds
+from torchrl_rloo.runtime.files import refuse_links
+from torchrl_rloo.runtime.masking import mask_settings
+from torchrl_rloo.runtime.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 

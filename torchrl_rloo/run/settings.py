@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._masking import mask_settings
-from torchrl_rloo.files import make_folder, write_text
 from torchrl_rloo.run.checkpoint import saved_steps
+from torchrl_rloo.runtime.files import make_folder, write_text
+from torchrl_rloo.runtime.masking import mask_settings
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.files import SAFE_FLAGS, atomic_write, explained, sync_directory
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.run.state import one_line, read_state, rebuild
+from torchrl_rloo.runtime.files import SAFE_FLAGS, atomic_write, explained, sync_directory
+from torchrl_rloo.runtime.ranks import Ranks
 
 STATE = "state.pt"
 _PLACE = "__sharded_tensor__"  # key of the dict that stands for a sharded tensor

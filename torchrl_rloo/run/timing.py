@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torchrl_rloo.clock import now
+from torchrl_rloo.runtime.clock import now
 
 _KEPT_STEPS = 8
 _MAX_SPANS = 256  # phases of a step that are kept with their times

@@ -17,8 +17,8 @@ from torchrl_rloo.data.rows import micro_batches, unbind_rows
 from torchrl_rloo.data.segments import split_segments
 from torchrl_rloo.data.share import shares_of
 from torchrl_rloo.engines.root import set_gradient_sync
-from torchrl_rloo.ranks import Ranks
 from torchrl_rloo.replay.filters import drop_zero_advantage
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.parallel_tensor import average_copies
 
 REDUCE = ("last_pass", "every_pass")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 from torchrl_rloo.training.adamw_8bit import AdamW8bit
 from torchrl_rloo.training.joint import OffloadedStates, make_muon
 from torchrl_rloo.training.schedules import make_schedule

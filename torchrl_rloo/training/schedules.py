@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from torchrl_rloo.lookup import did_you_mean
+from torchrl_rloo.runtime.lookup import did_you_mean
 
 LENGTHS = ("T_max", "total_iters", "total_steps")  # arguments of torch's schedules that default to the steps of the run
 # They read a metric, are made of functions or of other schedules, or are no schedule

@@ -13,7 +13,7 @@ from torchrl_rloo.data.dtypes import parse_dtype
 from torchrl_rloo.engines.root import adopt, call_root, is_distributed
 from torchrl_rloo.four_bit import check_shardable
 from torchrl_rloo.modules.context_parallel import split_tokens
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.training.parallel_tensor import split_layers
 
 PARALLEL = ("none", "ddp", "fsdp")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update.checksums import CHECKSUMS
 from torchrl_rloo.weight_update.protocol import TensorInfo, unpack
 from torchrl_rloo.weight_update.shards import SENDER, collective

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 from torchrl_rloo.weight_update.base import WeightSyncError
 from torchrl_rloo.weight_update.gathering import GatherError
 

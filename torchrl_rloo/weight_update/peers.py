@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo._threads import PackageThread
+from torchrl_rloo.runtime.threads import PackageThread
 from torchrl_rloo.weight_update.target import WeightTarget
 from torchrl_rloo.weight_update.transport import Link
 

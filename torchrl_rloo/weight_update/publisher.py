@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from torchrl_rloo.ranks import RankError
 from torchrl_rloo.rotary import check_engine_frequencies
+from torchrl_rloo.runtime.ranks import RankError
 from torchrl_rloo.weight_update.base import WeightSyncError, WeightUpdater
 from torchrl_rloo.weight_update.joint import JointCalls
 from torchrl_rloo.weight_update.peers import Peer, PeerError

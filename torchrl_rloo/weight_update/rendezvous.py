@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrl_rloo._threads import PackageThread
+from torchrl_rloo.runtime.threads import PackageThread
 
 DIGEST_BYTES = 32  # of nonces and proofs
 _NAME_BYTES = 16

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed, nn
 
-from torchrl_rloo.ranks import RankError, Ranks
+from torchrl_rloo.runtime.ranks import RankError, Ranks
 from torchrl_rloo.weight_update.protocol import TensorInfo, pack, packed_size, unpack
 
 SENDER = 0  # rank that has the engines

@@ -20,10 +20,11 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, event_loop, set_call_threads
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, set_call_threads
 from torchrl_rloo.envs.agents import AgentContext, agent_env
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
+from torchrl_rloo.runtime import event_loop
 
 AGENTS = 12
 ROWS = [{"query": [{"role": "user", "content": f"What is {i}+3?"}]} for i in range(AGENTS // 2)]

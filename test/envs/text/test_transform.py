@@ -20,7 +20,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import RowStepper, event_loop
+from torchrl_rloo.envs import RowStepper
 from torchrl_rloo.envs.stepping import open_rows
 from torchrl_rloo.envs.text import (
     GuessNumber,
@@ -33,6 +33,7 @@ from torchrl_rloo.envs.text import (
 )
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.runtime import event_loop
 
 
 def transform_of(env) -> TextEnvTransform:

@@ -16,7 +16,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from torchrl_rloo._reaper import descendants
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
@@ -27,6 +26,7 @@ from torchrl_rloo.envs.tools.browser_hosts import check_hosts, is_allowed
 from torchrl_rloo.envs.tools.tool import ToolTimeoutError
 from torchrl_rloo.envs.transforms import BrowserTransform
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.runtime.reaper import descendants
 
 needs_browser = pytest.mark.skipif(not any(map(shutil.which, PROGRAMS)), reason="requires Chromium or Chrome")
 

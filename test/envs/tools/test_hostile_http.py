@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from support.waiting import PATIENCE
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools import mcp_http
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
+from torchrl_rloo.runtime import event_loop
 
 SECRET = "swordfish-0123456789"
 SPELLINGS = [SECRET, SECRET[::-1].upper()[::-1], base64.b64encode(SECRET.encode()).decode(), SECRET.encode().hex()]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from support.waiting import PATIENCE
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools import mcp_relay
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
+from torchrl_rloo.runtime import event_loop
 
 LIAR = str(Path(__file__).with_name("mcp_liar.py"))
 

@@ -21,7 +21,7 @@ from support.waiting import PATIENCE, wait_until
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs import DatasetChatEnv, event_loop
+from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
 from torchrl_rloo.envs.tools.registry import ToolRegistry
@@ -29,6 +29,7 @@ from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
+from torchrl_rloo.runtime import event_loop
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
@@ -302,7 +303,7 @@ def test_tools_that_are_forgotten_end_their_server(connect) -> None:
 def test_nothing_is_left_when_the_process_ends(fork_server) -> None:
     code = (
         "import sys\n"
-        "from torchrl_rloo.envs import event_loop\n"
+        "from torchrl_rloo.runtime import event_loop\n"
         "from torchrl_rloo.envs.tools.mcp import MCPTools\n"
         f"tools = MCPTools.stdio(sys.executable, [{SERVER!r}], connect_timeout={PATIENCE})\n"
         "named = {each.name: each for each in tools}\n"

@@ -22,9 +22,9 @@ from torchrl_rloo.rewards.protocol import (
     RewardFailure,
     RewardFunction,
     find_missing_columns,
-    is_async,
     reward_name,
 )
+from torchrl_rloo.runtime.lookup import is_async
 
 PROMPTS = 4  # prompts of each task to probe
 ANSWERS = ("answer", "final_answer", "ground_truth", "solution")  # columns that hold the text of an answer

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_rloo.diagnostics.health.history import History
 from torchrl_rloo.diagnostics.health.rule import SEVERITIES, Event, Evidence, Rule
 from torchrl_rloo.diagnostics.health.table import RULES
-from torchrl_rloo.lookup import did_you_mean, import_object
+from torchrl_rloo.runtime.lookup import did_you_mean, import_object
 
 _LOGGER = logging.getLogger(__name__)
 

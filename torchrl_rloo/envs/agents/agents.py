@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
-from torchrl_rloo._reaper import descendants
-from torchrl_rloo._threads import PackageThread
-from torchrl_rloo.lookup import import_object
+from torchrl_rloo.runtime.lookup import import_object
+from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
+from torchrl_rloo.runtime.reaper import descendants
+from torchrl_rloo.runtime.threads import PackageThread
 
 MODEL = "policy"
 _TAIL = 64 * 1024  # bytes of a command's output that are kept

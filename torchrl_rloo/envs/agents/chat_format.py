@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo._http import MAX_DEPTH, is_deep
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.agents.session import Ask, Reply
+from torchrl_rloo.runtime.http import MAX_DEPTH, is_deep
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 # Parameters that change what is sampled. The policy's own settings hold, so that log-probs refer to its distribution

@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo._processes import short_environment
 from torchrl_rloo.envs.agents.agents import AgentContext, in_thread, run_command
+from torchrl_rloo.runtime.processes import short_environment
 
 ENGINES = ("podman", "docker")
 LABEL = "torchrl_rloo.agent"

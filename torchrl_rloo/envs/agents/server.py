@@ -14,7 +14,6 @@ from typing import Any
 
 from aiohttp import web
 
-from torchrl_rloo._http import ReplyError, strict_json
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.envs.agents import chat_format, messages_format, responses_format
 from torchrl_rloo.envs.agents.agents import MODEL
@@ -22,7 +21,8 @@ from torchrl_rloo.envs.agents.chat_format import FormatError
 from torchrl_rloo.envs.agents.guard import Gate, default_max_connections, error_body, foreign_host
 from torchrl_rloo.envs.agents.retries import Exchanges
 from torchrl_rloo.envs.agents.session import AgentSession, Ask, RefusedCallError, Reply
-from torchrl_rloo.envs.event_loop import EventLoop
+from torchrl_rloo.runtime.event_loop import EventLoop
+from torchrl_rloo.runtime.http import ReplyError, strict_json
 
 _LOGGER = logging.getLogger(__name__)
 Sampling = Callable[[Callable[[], Awaitable[list[Reply]]]], Awaitable[list[Reply]]]

@@ -16,7 +16,6 @@ from torchrl.envs import Transform
 
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.roles import Role, make_roles
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.agents.agents import (
     Agent,
     AgentContext,
@@ -33,7 +32,8 @@ from torchrl_rloo.envs.chat_rows import dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.lookup import is_async
 
 _LOGGER = logging.getLogger(__name__)
 _STARTING = Lock()

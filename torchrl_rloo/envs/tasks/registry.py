@@ -13,7 +13,7 @@ from torchrl_rloo.envs.tasks.instructions import INSTRUCTIONS
 from torchrl_rloo.envs.tasks.math import MATH
 from torchrl_rloo.envs.tasks.multiple_choice import MULTIPLE_CHOICE
 from torchrl_rloo.envs.tasks.repository import REPOSITORY
-from torchrl_rloo.lookup import did_you_mean, import_object
+from torchrl_rloo.runtime.lookup import did_you_mean, import_object
 
 TASKS = {task.name: task for task in (GSM8K, MATH, COUNTDOWN, INSTRUCTIONS, MULTIPLE_CHOICE, CODE, REPOSITORY, CUSTOM)}
 

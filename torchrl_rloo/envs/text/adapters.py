@@ -8,8 +8,8 @@ from typing import Any
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.event_loop import call
 from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
+from torchrl_rloo.runtime.event_loop import call
 
 ENV_SEED = "env_seed"
 

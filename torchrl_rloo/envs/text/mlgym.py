@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.event_loop import call
 from torchrl_rloo.envs.text.adapters import EnvSession
 from torchrl_rloo.envs.text.session import Outcome, as_messages
+from torchrl_rloo.runtime.event_loop import call
 
 FORMAT = "Write exactly one command for the shell in a block between ``` and ```, such as\n```\nls\n```"
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)

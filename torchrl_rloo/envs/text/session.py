@@ -32,7 +32,7 @@ class TextSession:
     """Text environment's side of one conversation.
 
     Its methods are called one at a time, on the users' loop. Make blocking calls through
-    :func:`~torchrl_rloo.envs.event_loop.call`.
+    :func:`~torchrl_rloo.runtime.event_loop.call`.
 
     Example::
 

@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_rloo.envs.event_loop import call
 from torchrl_rloo.envs.text.adapters import EnvSession, OpenRLHFSession, VerifiersSession
 from torchrl_rloo.envs.text.rollout import RolloutSession
 from torchrl_rloo.envs.text.session import Outcome, TextSession
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime.event_loop import call
+from torchrl_rloo.runtime.lookup import is_async
 
 STYLES = {
     "env": "reset and step, as in Gymnasium, the older Gym or OpenEnv",

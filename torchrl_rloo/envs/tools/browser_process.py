@@ -7,8 +7,8 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from torchrl_rloo.envs.event_loop import EventLoop
 from torchrl_rloo.envs.tools.browser_hosts import proxy_bypass
+from torchrl_rloo.runtime.event_loop import EventLoop
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ import re
 from collections import Counter
 from typing import Any
 
-from torchrl_rloo._http import MAX_DEPTH, is_deep
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
+from torchrl_rloo.runtime.http import MAX_DEPTH, is_deep
 
 MAX_SOURCE_CHARS = 20_000  # of Python source: parsing takes about 100 times its size in memory
 MAX_MALFORMED_CHARS = 200  # kept of a malformed call

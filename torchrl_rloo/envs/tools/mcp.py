@@ -16,11 +16,11 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.tools.mcp_http import HTTPTransport
 from torchrl_rloo.envs.tools.mcp_results import format_result
 from torchrl_rloo.envs.tools.mcp_stdio import open_stdio
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
+from torchrl_rloo.runtime import event_loop
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0  # the SDK itself kills a process that does not end within 4 s

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from torchrl_rloo._http import Redactor
 from torchrl_rloo.envs.tools.mcp_relay import MAX_LINE_BYTES
+from torchrl_rloo.runtime.http import Redactor
 
 _LOGGERS = ("mcp", "client", "httpx2", "httpcore2")  # of the SDK and its HTTP client, and below
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from torchrl_rloo._processes import reaped_command
 from torchrl_rloo.envs.tools import mcp_relay
+from torchrl_rloo.runtime.processes import reaped_command
 
 
 def open_stdio(

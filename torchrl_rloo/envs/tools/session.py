@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchrl_rloo.envs import event_loop
-from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.schema import fit_arguments
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.call_pool import CallLimit
+from torchrl_rloo.runtime.lookup import is_async
 
 _LOGGER = logging.getLogger(__name__)
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, get_type_hints
 
 from torchrl_rloo.envs.tools.schema import check_schema, function_schema
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime.lookup import is_async
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -35,7 +35,7 @@ class Tool:
 
     For a plain function use :func:`tool`. A subclass implements :meth:`call` and, if it has a state per trajectory,
     :meth:`open` and :meth:`close`. Each may be sync or async. A sync call runs on one of the
-    threads for user code, an async call on the loop of user code (:func:`torchrl_rloo.envs.event_loop.call`).
+    threads for user code, an async call on the loop of user code (:func:`torchrl_rloo.runtime.event_loop.call`).
 
     Args:
         name: name of at most 64 letters, digits and ``_ . -``.

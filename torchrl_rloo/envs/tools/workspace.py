@@ -38,10 +38,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_rloo._processes import HelperProcess
 from torchrl_rloo.envs.tools.workspace_kernel import OWN
 from torchrl_rloo.rewards.code import read_verdicts
 from torchrl_rloo.rewards.sandbox import SandboxUnavailableError, check_limits
+from torchrl_rloo.runtime.processes import HelperProcess
 
 _SCRIPT = Path(__file__).with_name("workspace_child.py")
 _START_SECONDS = 60.0

@@ -47,7 +47,7 @@ kernel, _, peers, _, judges = (
     load(REWARDS, name) for name in ("sandbox_kernel", "code_values", "code_peers", "code_proxies", "code_judge")
 )
 spaces, edits = (load(HERE, name) for name in ("workspace_kernel", "workspace_files"))
-reaper = load(HERE.parents[1], "_reaper")
+reaper = load(HERE.parents[1] / "runtime", "reaper")
 
 
 class Keeper:

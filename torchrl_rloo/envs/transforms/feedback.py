@@ -9,9 +9,9 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.turn_transform import TurnTransform
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.lookup import is_async
 
 
 class FeedbackTransform(TurnTransform):

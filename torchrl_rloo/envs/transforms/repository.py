@@ -12,7 +12,6 @@ from tensordict import NonTensorData, TensorDictBase
 
 from torchrl_rloo.data.rows import non_tensor_value
 from torchrl_rloo.data.stop_reasons import abstains, stop_reason
-from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.parsers import Parser
 from torchrl_rloo.envs.tools.tool import Tool
 from torchrl_rloo.envs.tools.workspace import Workspace
@@ -20,6 +19,7 @@ from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.rewards.code import make_tasks
 from torchrl_rloo.rewards.code_names import BrokenTestsError
+from torchrl_rloo.runtime.call_pool import CallLimit
 
 _IMPORT = """
 try:

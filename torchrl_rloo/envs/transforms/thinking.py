@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 
 

@@ -15,15 +15,15 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs import event_loop
 from torchrl_rloo.envs.activity import spending
-from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser, without_thinking
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.call_pool import CallLimit
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class ToolTransform(TurnTransform):
         max_concurrent: maximum concurrent calls by tool name, over all conversations and collectors that use this
             transform, such as ``{"python": 8}``. Further calls wait, which does not count as time of the call. Tools
             without an entry are limited by the threads for sync functions only
-            (:func:`~torchrl_rloo.envs.event_loop.set_call_threads`).
+            (:func:`~torchrl_rloo.runtime.event_loop.set_call_threads`).
         max_output_chars: maximum characters of a result that the policy sees.
         result_role: ``"tool"`` answers with one message of that role per result, with its ``name`` and a
             ``tool_call_id`` of nine characters. ``"user"``, for templates without tools, answers with one user message

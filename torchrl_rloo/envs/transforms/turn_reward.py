@@ -15,7 +15,7 @@ from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.abstaining import is_abstaining, mark_abstaining
 from torchrl_rloo.envs.env_transform import EnvTransform
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime.lookup import is_async
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = keys.TOKEN_REWARDS[1]

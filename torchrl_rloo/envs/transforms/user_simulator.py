@@ -18,10 +18,10 @@ from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
 from torchrl_rloo.engines.base import MAX_ABORTS, AsyncEngine, Engine, EngineError, Request, Sample, check_sample
 from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
-from torchrl_rloo.envs import event_loop
-from torchrl_rloo.envs.call_pool import CallLimit
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
+from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.call_pool import CallLimit
 
 Speaker = Callable[[Messages, int], str | Awaitable[str]]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torchrl_rloo import _reaper
+from torchrl_rloo.runtime import reaper
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def reaped_command(
     program = os.path.join(folder or "", command[0]) if os.path.dirname(command[0]) else command[0]
     if shutil.which(program, path=(environment or {}).get("PATH")) is None:
         raise FileNotFoundError(f"command={command[0]!r}: there is no such program; install it or give its full path")
-    return [sys.executable, "-I", "-S", _reaper.__file__, "run", str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", reaper.__file__, "run", str(os.getpid()), *command]
 
 
 class HelperProcess:
@@ -99,7 +99,7 @@ class Guard:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _reaper.__file__, "guard", str(self.owner)],
+            [sys.executable, "-I", "-S", reaper.__file__, "guard", str(self.owner)],
             bufsize=0,
             env={},
             stdin=subprocess.PIPE,
@@ -134,7 +134,7 @@ class Guard:
 
 def _end(process: subprocess.Popen, guard: Guard, owner: int) -> None:
     if os.getpid() == owner:
-        _reaper.kill_tree(process.pid)  # even if the process has exited, its children may still run
+        reaper.kill_tree(process.pid)  # even if the process has exited, its children may still run
         guard.unwatch(process.pid)
         process.wait()
 

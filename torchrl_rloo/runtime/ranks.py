@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchrl_rloo.ranks_watch import EXIT_CODE, RankError, Watch, connect
+from torchrl_rloo.runtime.ranks_watch import EXIT_CODE, RankError, Watch, connect
 
 __all__ = ["RANK_TIMEOUT_S", "RankError", "Ranks"]
 

@@ -25,10 +25,10 @@ from threading import Event, Lock
 from time import monotonic
 from typing import Any, TypeVar
 
-from torchrl_rloo._loop_watch import LoopWatch, WatchedCall
-from torchrl_rloo._threads import PackageThread, is_exiting
-from torchrl_rloo.envs.call_pool import Call, CallLimit, CallPool, as_error, leave_out, name_of
-from torchrl_rloo.rewards.protocol import is_async
+from torchrl_rloo.runtime.call_pool import Call, CallLimit, CallPool, as_error, leave_out, name_of
+from torchrl_rloo.runtime.lookup import is_async
+from torchrl_rloo.runtime.loop_watch import LoopWatch, WatchedCall
+from torchrl_rloo.runtime.threads import PackageThread, is_exiting
 
 _LOGGER = logging.getLogger(__name__)
 

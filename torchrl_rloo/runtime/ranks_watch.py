@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from threading import Condition, RLock
 from typing import NamedTuple
 
-from torchrl_rloo._threads import PackageThread
+from torchrl_rloo.runtime.threads import PackageThread
 
 EXIT_CODE = 75  # exit status of a rank that ends because another one failed (EX_TEMPFAIL)
 _BEATS = 5, 600  # smallest and largest number of heartbeats within the limit

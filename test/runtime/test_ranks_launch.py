@@ -17,7 +17,7 @@ from torchrl_rloo.cli.main import main
 
 LAUNCHER = """
 import sys
-from torchrl_rloo import ranks_launch
+from torchrl_rloo.runtime import ranks_launch
 ranks_launch._END_S = 1.0
 raise SystemExit(ranks_launch.launch([sys.executable, "-S", "-c", sys.argv[2]], int(sys.argv[1])))
 """

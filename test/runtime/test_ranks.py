@@ -19,9 +19,9 @@ from torch import distributed
 
 from support.fork_server import ForkedProcess
 from support.processes import is_gone
-from torchrl_rloo import ranks_watch
-from torchrl_rloo.ranks import RankError, Ranks
-from torchrl_rloo.ranks_watch import EXIT_CODE
+from torchrl_rloo.runtime import ranks_watch
+from torchrl_rloo.runtime.ranks import RankError, Ranks
+from torchrl_rloo.runtime.ranks_watch import EXIT_CODE
 
 SIZE = 3
 STEPS = 4
@@ -159,14 +159,14 @@ def test_a_rank_that_computes_for_ever_is_named_by_those_that_wait(run):
 
 
 ORDER = """
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 with Ranks.from_environment(timeout=20) as ranks:
     with ranks.call("checkpoint" if ranks.rank == 1 else "evaluation"):
         pass
     ranks.all_gather(1)
 """
 UNCAUGHT = """
-from torchrl_rloo.ranks import Ranks
+from torchrl_rloo.runtime.ranks import Ranks
 ranks = Ranks.from_environment(timeout=20)
 ranks.all_gather(1)
 if ranks.rank == 1:

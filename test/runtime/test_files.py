@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_rloo import files
 from torchrl_rloo.collectors.ledger import GroupLedger
 from torchrl_rloo.data import load_prompts
 from torchrl_rloo.diagnostics import write_launch, write_report
@@ -20,6 +19,7 @@ from torchrl_rloo.modules import save_model
 from torchrl_rloo.rewards.quarantine import Quarantine
 from torchrl_rloo.run import Checkpointer, Run, RunLogger
 from torchrl_rloo.run.settings import write_settings
+from torchrl_rloo.runtime import files
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from threading import Thread
 from types import FrameType
 from typing import Protocol
 
-from torchrl_rloo import _reaper
-from torchrl_rloo.ranks_watch import EXIT_CODE
+from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime.ranks_watch import EXIT_CODE
 
 _END_S = 15.0  # for the other ranks to end after the first failure, or after the end of rank 0
 _POLL_S = 0.05
@@ -105,7 +105,7 @@ def _start(command: Sequence[str], variables: dict[str, object]) -> subprocess.P
     environment = os.environ | ({} if first else QUIET) | {name: str(value) for name, value in variables.items()}
 
     def end_with_launcher() -> None:
-        _reaper.die_with_parent(launcher)
+        reaper.die_with_parent(launcher)
 
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=end_with_launcher, **quiet)
 

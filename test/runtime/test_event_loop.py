@@ -13,12 +13,12 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from torchrl_rloo.envs import call_pool, event_loop
-from torchrl_rloo.envs.call_pool import CallLimit, CallPool
 from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.session import ToolSession
 from torchrl_rloo.envs.tools.tool import Tool
+from torchrl_rloo.runtime import call_pool, event_loop
+from torchrl_rloo.runtime.call_pool import CallLimit, CallPool
 
 SECONDS = 30.0  # a generous limit, so that a lost loop does not hang the test
 

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchrl_rloo._threads import PackageThread
+from torchrl_rloo.runtime.threads import PackageThread
 
 _LOGGER = logging.getLogger(__name__)
 _TICK_S = 0.1  # time between two questions to a loop that answers

@@ -1,11 +1,13 @@
-"""Names in a configuration: near matches of misspelled names, and objects at dotted paths, without slow imports."""
+"""Names in a configuration: near matches, objects at dotted paths, and async functions, without slow imports."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,11 @@ def check_path(what: str, name: str | os.PathLike) -> None:
         raise FileNotFoundError(
             f"{what}={text!r} is neither a local file or directory (no {where!r}) nor a hub id: correct the path"
         )
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call of the function must be awaited."""
+    while isinstance(function, partial):
+        function = function.func
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_rloo._masking import mask_command, mask_settings, mask_text
 from torchrl_rloo.cli.eval_config import EvalConfig
 from torchrl_rloo.cli.rloo_config import RLOOConfig
 from torchrl_rloo.diagnostics import write_launch, write_report
 from torchrl_rloo.diagnostics.watch_run import WatchedRun
 from torchrl_rloo.run import Run, check_resumable
 from torchrl_rloo.run.state import read_state
+from torchrl_rloo.runtime.masking import mask_command, mask_settings, mask_text
 
 SECRET = "s3cret-Value"
 NAMES = [

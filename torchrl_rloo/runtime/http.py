@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from torchrl_rloo._masking import MASK
+from torchrl_rloo.runtime.masking import MASK
 
 MAX_DEPTH = 100  # of nested arrays and objects
 ENCODINGS = "gzip, deflate"  # that read_body unpacks

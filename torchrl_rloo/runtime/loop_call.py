@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from torchrl_rloo.envs.event_loop import EventLoop
+from torchrl_rloo.runtime.event_loop import EventLoop
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ import pytest
 
 from support.processes import children, descendants, is_gone, wait_until_gone
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo import _reaper
-from torchrl_rloo._processes import Guard, HelperProcess, reaped_command, short_environment
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFailure
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxUnavailableError
+from torchrl_rloo.runtime import reaper
+from torchrl_rloo.runtime.processes import Guard, HelperProcess, reaped_command, short_environment
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test file
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reapers require Linux")
@@ -30,7 +30,7 @@ try:
     MISSING = ""
 except SandboxUnavailableError as error:
     MISSING = str(error)
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 NOTE = "import os, time\ndef note(): os.open({path!r} + str(os.getpid()), os.O_CREAT)\n"
 # Children that a reward may leave. Each writes a file with its process id as name
@@ -109,7 +109,7 @@ def run(executor: ProcessExecutor, text: str) -> list:
 @pytest.fixture
 def everything_ends() -> Iterator[None]:
     """Check that the test leaves no process: orphans stay below this one."""
-    _reaper._prctl(_reaper._PR_SET_CHILD_SUBREAPER, 1)
+    reaper._prctl(reaper._PR_SET_CHILD_SUBREAPER, 1)
     before = set(descendants(os.getpid()))
     yield
     try:
@@ -117,7 +117,7 @@ def everything_ends() -> Iterator[None]:
     finally:
         for pid in set(descendants(os.getpid())) - before:
             os.kill(pid, signal.SIGKILL)
-        _reaper._prctl(_reaper._PR_SET_CHILD_SUBREAPER, 0)
+        reaper._prctl(reaper._PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -206,7 +206,7 @@ def test_a_worker_keeps_no_zombies(tmp_path: Path, everything_ends: None):
 
     def zombies() -> int:
         family = set(descendants(os.getpid()))
-        stats = [_reaper._stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+        stats = [reaper._stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
         return sum(s[0] == "Z" and int(s[1]) in family for s in stats if s)
 
     wait_until(lambda: zombies() == 0, what="the reaping of orphans")
@@ -217,7 +217,7 @@ def test_a_worker_keeps_no_zombies(tmp_path: Path, everything_ends: None):
 
 TRAINER = r"""
 import json, os, signal, sys, threading, time
-from torchrl_rloo._processes import HelperProcess, reaped_command, short_environment
+from torchrl_rloo.runtime.processes import HelperProcess, reaped_command, short_environment
 from torchrl_rloo.envs.tools.python_sessions import PythonSessions
 from torchrl_rloo.rewards.executors import ProcessExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch
@@ -382,7 +382,7 @@ def test_a_worker_raises_beyond_its_memory():
 def test_kill_tree_spares_outsiders_of_the_same_group():
     bystander, root = subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"])
     child = wait_until(lambda: len(descendants(root.pid)) == 2 and descendants(root.pid))
-    _reaper.kill_tree(root.pid)
+    reaper.kill_tree(root.pid)
     root.wait(PATIENCE)
     wait_until_gone(child)
     assert bystander.poll() is None

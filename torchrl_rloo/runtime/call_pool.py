@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo._threads import PackageThread, is_exiting
+from torchrl_rloo.runtime.threads import PackageThread, is_exiting
 
 _LOGGER = logging.getLogger(__name__)
 
