@@ -19,7 +19,7 @@ from typing import Any
 
 from common import print_result, print_table
 
-AGENT = "{_target_:torchrl_rloo.envs.agents.AgentTransform,agent:torchrl_rloo.embedded.agents.%s%s}"
+AGENT = "{_target_:torchrl_rloo.agents.AgentTransform,agent:torchrl_rloo.embedded.agents.%s%s}"
 PARSER = (
     ",parser:{_target_:torchrl_rloo.envs.tools.parsers.RegexParser,"
     "pattern:'<tool>(?P<expression>[^<]*)</tool>',tool:calculator}"

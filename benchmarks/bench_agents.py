@@ -92,10 +92,10 @@ def ask_and_wait(context, row) -> float:
 
 def threads(agents: int, steps: int = 5) -> list[dict]:
     """Return a row of figures for each step of synchronous agents."""
+    from torchrl_rloo.agents import agent_env
     from torchrl_rloo.collectors import LLMCollector
     from torchrl_rloo.data import load_prompts
     from torchrl_rloo.embedded import addition_prompts, build_model, build_tokenizer
-    from torchrl_rloo.envs.agents import agent_env
     from torchrl_rloo.modules import TransformersWrapper
 
     tokenizer = build_tokenizer()

@@ -14,11 +14,11 @@ import matplotlib.pyplot as plt
 import torch
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
+from torchrl_rloo.agents import agent_env
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import encode_demonstrations, load_prompts, tensor_rows
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import warm_start
-from torchrl_rloo.envs.agents import agent_env
 from torchrl_rloo.modules import TransformersWrapper, load_model
 from torchrl_rloo.objectives import RLOOLoss, SFTLoss
 from torchrl_rloo.replay import MCAdvantage, RowStorage

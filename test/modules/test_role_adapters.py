@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchrl_rloo.agents import agent_env
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import Role, concatenate, keys, load_prompts, tensor_rows
 from torchrl_rloo.embedded import build_model
-from torchrl_rloo.envs.agents import agent_env
 from torchrl_rloo.modules import RoleAdapters, TransformersWrapper, add_adapter, frozen_copy, save_model
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage

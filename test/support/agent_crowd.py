@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import ClientSession, TCPConnector, web
 
+from torchrl_rloo.agents import AgentContext, AgentTransform, agent_env
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.segments import split_segments
@@ -19,7 +20,6 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs.agents import AgentContext, AgentTransform, agent_env
 from torchrl_rloo.modules import vLLMWrapper
 
 FAULTS = ("crash", "disconnect", "hang")

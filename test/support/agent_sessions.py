@@ -24,6 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from torchrl_rloo.agents import AgentContext, agent_env
+from torchrl_rloo.agents.session import client_message
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.data.segments import split_segments
@@ -32,8 +34,6 @@ from torchrl_rloo.data.templates import decode_response
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.envs.agents import AgentContext, agent_env
-from torchrl_rloo.envs.agents.session import client_message
 from torchrl_rloo.envs.tools.calls import ToolCall
 from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper

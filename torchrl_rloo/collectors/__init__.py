@@ -4,11 +4,9 @@ from torchrl_rloo.collectors.base import CollectionProgress
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
 from torchrl_rloo.collectors.llm import LLMCollector
-from torchrl_rloo.collectors.policy_endpoint import PolicyEndpoint
 from torchrl_rloo.collectors.ray_llm import RayLLMCollector
 from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector
-from torchrl_rloo.collectors.roles import RoleConversation, RolePlay
 from torchrl_rloo.collectors.shared_source import SharedSource
 from torchrl_rloo.collectors.source import GroupSource, StepRows
 from torchrl_rloo.collectors.staleness import token_staleness
@@ -24,13 +22,10 @@ __all__ = [
     "GroupState",
     "LLMCollector",
     "Lease",
-    "PolicyEndpoint",
     "RayLLMCollector",
     "ReferencedSource",
     "RefilledBatch",
     "RefillingCollector",
-    "RoleConversation",
-    "RolePlay",
     "SharedSource",
     "StepRows",
     "StoredRollouts",

@@ -25,8 +25,7 @@ from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs.activity import Activity, ActivityWindow, Presence, set_present
-from torchrl_rloo.envs.agents.agents import BrokenAgentError
-from torchrl_rloo.envs.stepping import RowStepper, open_rows
+from torchrl_rloo.envs.stepping import BrokenAgentError, RowStepper, open_rows
 from torchrl_rloo.runtime import event_loop
 
 _LOGGER = logging.getLogger(__name__)

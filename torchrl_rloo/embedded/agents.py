@@ -1,6 +1,6 @@
 """Agents for the ``calculator`` task, as their users write them: the client of OpenAI, a framework, a command.
 
-They are examples of what :class:`~torchrl_rloo.envs.agents.AgentTransform` trains. All three make the same calls.
+They are examples of what :class:`~torchrl_rloo.agents.AgentTransform` trains. All three make the same calls.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchrl_rloo.agents import AgentContext, CommandAgent
 from torchrl_rloo.embedded.calculator import SYSTEM_PROMPT
-from torchrl_rloo.envs.agents import AgentContext, CommandAgent
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.tool import ToolError
 

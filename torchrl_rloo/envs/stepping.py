@@ -113,6 +113,10 @@ def _open_rows(env: EnvBase, rows: TensorDictBase) -> TensorDictBase:
     return env.transform._reset(rows, _open_rows(env.base_env, rows))
 
 
+class BrokenAgentError(RuntimeError):
+    """Error of an agent that has failed on as many conversations as a batch has, and has never ended without one."""
+
+
 class RowStepper:
     """Stepper that advances each conversation of a transformed :class:`ChatEnv` without waiting for the others.
 

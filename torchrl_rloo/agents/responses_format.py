@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchrl_rloo.agents.chat_format import FormatError, positive, read_list, read_messages, read_text, read_tools
+from torchrl_rloo.agents.session import Ask, Reply
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.agents.chat_format import FormatError, positive, read_list, read_messages, read_text, read_tools
-from torchrl_rloo.envs.agents.session import Ask, Reply
 
 
 def read_request(body: Mapping[str, Any]) -> Ask:

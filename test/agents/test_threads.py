@@ -15,13 +15,13 @@ import pytest
 
 from support.waiting import PATIENCE, in_thread
 from torchrl_rloo import collectors
-from torchrl_rloo.collectors import LLMCollector, PolicyEndpoint
+from torchrl_rloo.agents import AgentContext, PolicyEndpoint, agent_env
+from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model, build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, set_call_threads
-from torchrl_rloo.envs.agents import AgentContext, agent_env
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.runtime import event_loop

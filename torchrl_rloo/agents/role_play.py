@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.collectors.policy_endpoint import OpenConversation, PolicyEndpoint
+from torchrl_rloo.agents.agents import AgentContext
+from torchrl_rloo.agents.policy_endpoint import OpenConversation, PolicyEndpoint
+from torchrl_rloo.agents.session import derive_seed
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.agents.agents import AgentContext
-from torchrl_rloo.envs.agents.session import derive_seed
 
 
 class RoleConversation:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchrl_rloo.agents.session import Ask, Reply
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.agents.session import Ask, Reply
 from torchrl_rloo.runtime.http import MAX_DEPTH, is_deep
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

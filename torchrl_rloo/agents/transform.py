@@ -14,22 +14,22 @@ from typing import Any
 from tensordict import NonTensorData, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_rloo.data.prompts import PromptDataset
-from torchrl_rloo.data.roles import Role, make_roles
-from torchrl_rloo.envs.agents.agents import (
+from torchrl_rloo.agents.agents import (
     Agent,
     AgentContext,
-    BrokenAgentError,
     read_call_rewards,
     read_result,
     read_role_rewards,
     resolve_agent,
 )
-from torchrl_rloo.envs.agents.roles import RoleSessions
-from torchrl_rloo.envs.agents.server import EndpointServer
-from torchrl_rloo.envs.agents.session import AgentSession, Sample
+from torchrl_rloo.agents.roles import RoleSessions
+from torchrl_rloo.agents.server import EndpointServer
+from torchrl_rloo.agents.session import AgentSession, Sample
+from torchrl_rloo.data.prompts import PromptDataset
+from torchrl_rloo.data.roles import Role, make_roles
 from torchrl_rloo.envs.chat_rows import dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
+from torchrl_rloo.envs.stepping import BrokenAgentError
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.runtime import event_loop
@@ -50,7 +50,7 @@ class AgentTransform(TurnTransform):
     has one sample, a :class:`TurnRewardTransform` keeps those of calls apart. Reward functions of the environment see
     the conversation of the last call.
 
-    The row has the ids that the policy sampled (:mod:`torchrl_rloo.envs.agents.call_tree`). A conversation with several
+    The row has the ids that the policy sampled (:mod:`torchrl_rloo.agents.call_tree`). A conversation with several
     contexts is a row of several samples (:mod:`torchrl_rloo.data.segments`).
 
     Limits are those of :class:`~torchrl_rloo.envs.ChatEnv`. ``max_turns`` limits the calls, ``max_tokens`` each sample,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from aiohttp import ClientSession
 
+from torchrl_rloo.agents import AgentContext, agent_env
 from torchrl_rloo.collectors import LLMCollector, RayLLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.segments import split_segments
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.agents import AgentContext, agent_env
 from torchrl_rloo.modules import vLLMWrapper
 
 pytest.importorskip("ray")

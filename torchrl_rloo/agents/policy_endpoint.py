@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
+from torchrl_rloo.agents.agents import AgentContext
+from torchrl_rloo.agents.server import EndpointServer
+from torchrl_rloo.agents.session import AgentSession
 from torchrl_rloo.collectors.finishing import finish_row
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.agents.agents import AgentContext
-from torchrl_rloo.envs.agents.server import EndpointServer
-from torchrl_rloo.envs.agents.session import AgentSession
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser
 from torchrl_rloo.runtime.event_loop import EventLoop
@@ -72,7 +72,7 @@ class OpenConversation:
 class PolicyEndpoint:
     """Policy behind an endpoint of OpenAI's and Anthropic's formats, for loops that run agents themselves.
 
-    :func:`~torchrl_rloo.envs.agents.agent_env` runs agents in a collector instead. A context manager.
+    :func:`~torchrl_rloo.agents.agent_env` runs agents in a collector instead. A context manager.
 
     Args:
         policy: policy of rows, as for :class:`LLMCollector`.
@@ -82,7 +82,7 @@ class PolicyEndpoint:
         max_parallel: maximum number of concurrent calls of a conversation; others wait.
 
     Attributes:
-        counts: those of :class:`~torchrl_rloo.envs.agents.AgentTransform`.
+        counts: those of :class:`~torchrl_rloo.agents.AgentTransform`.
 
     Raises:
         ValueError: if ``env`` has ``max_seconds``, or another ``input_mode`` than ``"tokens"``.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_rloo.agents.call_tree import rewarded_calls
+from torchrl_rloo.agents.session import AgentSession, Sample, derive_seed
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.roles import Role
 from torchrl_rloo.data.rows import copy_row, make_non_tensor
-from torchrl_rloo.envs.agents.call_tree import rewarded_calls
-from torchrl_rloo.envs.agents.session import AgentSession, Sample, derive_seed
 from torchrl_rloo.envs.chat import ChatEnv
 
 

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from torchrl_rloo.collectors import PolicyEndpoint, RolePlay
+from torchrl_rloo.agents import PolicyEndpoint, RolePlay
 from torchrl_rloo.data import keys, tensor_rows
 from torchrl_rloo.data.rows import stack_rows
 from torchrl_rloo.engines.base import EngineError

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_rloo.envs.agents.agents import AgentContext, in_thread, run_command
+from torchrl_rloo.agents.agents import AgentContext, in_thread, run_command
 from torchrl_rloo.runtime.processes import short_environment
 
 ENGINES = ("podman", "docker")

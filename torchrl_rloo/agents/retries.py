@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from torchrl_rloo.envs.agents.chat_format import FormatError
-from torchrl_rloo.envs.agents.session import Reply
+from torchrl_rloo.agents.chat_format import FormatError
+from torchrl_rloo.agents.session import Reply
 
 _MAX_KEY = 256  # characters of an idempotency key
 _CLOSING_S = 0.1  # time for the connection of an earlier attempt to close

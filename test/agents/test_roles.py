@@ -10,13 +10,13 @@ import openai
 import pytest
 import torch
 
+from torchrl_rloo.agents import AgentTransform, agent_env
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import Role, keys, load_prompts, split_segments, stop_reason, tensor_rows
 from torchrl_rloo.diagnostics import completion_metrics
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
-from torchrl_rloo.envs.agents import AgentTransform, agent_env
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage, RunningBaseline

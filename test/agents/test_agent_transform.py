@@ -18,6 +18,8 @@ import torch
 from tensordict import TensorDictBase
 
 from support.waiting import wait_until
+from torchrl_rloo.agents import AgentContext, AgentTransform, CommandAgent, agent_env
+from torchrl_rloo.agents.agents import read_call_rewards
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.stop_reasons import stop_reason
@@ -25,8 +27,6 @@ from torchrl_rloo.embedded import CALCULATOR, build_model, build_tokenizer, calc
 from torchrl_rloo.engines.base import EngineError, Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import RowStepper
-from torchrl_rloo.envs.agents import AgentContext, AgentTransform, CommandAgent, agent_env
-from torchrl_rloo.envs.agents.agents import read_call_rewards
 from torchrl_rloo.envs.tools.parsers import RegexParser
 from torchrl_rloo.envs.transforms import FeedbackTransform, TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper

@@ -17,7 +17,7 @@ import torch
 from anthropic import Anthropic
 from openai import BadRequestError, InternalServerError, OpenAI, Timeout
 
-from torchrl_rloo.collectors import PolicyEndpoint
+from torchrl_rloo.agents import PolicyEndpoint
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineError, Request

@@ -102,10 +102,6 @@ class AgentContext:
 Agent = Callable[[AgentContext, dict[str, Any]], Any | Awaitable[Any]]
 
 
-class BrokenAgentError(RuntimeError):
-    """Error of an agent that has failed on as many conversations as a batch has, and has never ended without one."""
-
-
 class CommandAgent:
     """Agent that is a command. It runs in a temporary folder, and is killed with all its children when it ends.
 

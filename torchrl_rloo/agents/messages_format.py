@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchrl_rloo.agents.chat_format import FormatError, positive, read_list
+from torchrl_rloo.agents.session import Ask, Reply
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.agents.chat_format import FormatError, positive, read_list
-from torchrl_rloo.envs.agents.session import Ask, Reply
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
-from torchrl_rloo.data.segments import stash_segment
-from torchrl_rloo.data.stop_reasons import end_row
-from torchrl_rloo.data.templates import Messages, decode_response
-from torchrl_rloo.envs.agents.call_tree import (
+from torchrl_rloo.agents.call_tree import (
     Call,
     CallTree,
     Prompt,
@@ -28,6 +23,11 @@ from torchrl_rloo.envs.agents.call_tree import (
     rewarded_calls,
     write_sample,
 )
+from torchrl_rloo.data import keys
+from torchrl_rloo.data.rows import copy_row, drop_entries, make_non_tensor
+from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.stop_reasons import end_row
+from torchrl_rloo.data.templates import Messages, decode_response
 from torchrl_rloo.envs.chat import ChatEnv
 from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, make_stepped_row
 from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall

@@ -15,14 +15,14 @@ import pytest
 from aiohttp import ClientSession
 
 from support.waiting import wait_until
-from torchrl_rloo.collectors import PolicyEndpoint
-from torchrl_rloo.collectors.policy_endpoint import OpenConversation
+from torchrl_rloo.agents import PolicyEndpoint
+from torchrl_rloo.agents.chat_format import FormatError
+from torchrl_rloo.agents.policy_endpoint import OpenConversation
+from torchrl_rloo.agents.retries import Exchanges
 from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import ChatEnv
-from torchrl_rloo.envs.agents.chat_format import FormatError
-from torchrl_rloo.envs.agents.retries import Exchanges
 from torchrl_rloo.modules import vLLMWrapper
 
 PATIENCE = 60  # seconds; only a test that hangs takes as long

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from torchrl_rloo.envs.agents.session import Reply
+from torchrl_rloo.agents.session import Reply
 
 _KEEP_ALIVE_S = 75.0  # time until an idle connection is closed
 _LINGER_S = 1.0  # time for which the rest of a refused body is read

@@ -14,13 +14,13 @@ from typing import Any
 
 from aiohttp import web
 
+from torchrl_rloo.agents import chat_format, messages_format, responses_format
+from torchrl_rloo.agents.agents import MODEL
+from torchrl_rloo.agents.chat_format import FormatError
+from torchrl_rloo.agents.guard import Gate, default_max_connections, error_body, foreign_host
+from torchrl_rloo.agents.retries import Exchanges
+from torchrl_rloo.agents.session import AgentSession, Ask, RefusedCallError, Reply
 from torchrl_rloo.engines.base import EngineDeadError
-from torchrl_rloo.envs.agents import chat_format, messages_format, responses_format
-from torchrl_rloo.envs.agents.agents import MODEL
-from torchrl_rloo.envs.agents.chat_format import FormatError
-from torchrl_rloo.envs.agents.guard import Gate, default_max_connections, error_body, foreign_host
-from torchrl_rloo.envs.agents.retries import Exchanges
-from torchrl_rloo.envs.agents.session import AgentSession, Ask, RefusedCallError, Reply
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.http import ReplyError, strict_json
 
