@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tok
 
 from torchrl_rloo.data import encode_prompt, keys, load_prompts, to_history
 from torchrl_rloo.data.rows import make_tensorclass, ragged, stack_rows
-from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, prompt_ids, step_rows
+from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, chat, step_rows
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
@@ -165,7 +165,7 @@ def test_prompts_that_the_dataset_encoded_are_not_encoded_again(make_tokenizer: 
     dataset = load_prompts([{"prompt": "abc"}, {"prompt": "bcabca"}], chat=True)
     ids = dataset.encode(tokenizer)
     encoded = []
-    monkeypatch.setattr(prompt_ids, "encode_prompt", lambda *args, **kwargs: encoded.append(args) or [1])
+    monkeypatch.setattr(chat, "encode_prompt", lambda *args, **kwargs: encoded.append(args) or [1])
     env = DatasetChatEnv(dataset, tokenizer, prompts_per_batch=2, num_generations=2, shuffle=False)
     assert [t.tolist() for t in ragged(env.reset(), keys.PROMPT_TOKENS)] == [ids[0], ids[0], ids[1], ids[1]]
     assert not encoded

@@ -27,7 +27,7 @@ from torchrl_rloo.agents.server import EndpointServer
 from torchrl_rloo.agents.session import AgentSession, Sample
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.roles import Role, make_roles
-from torchrl_rloo.envs.chat_rows import dataset_columns
+from torchrl_rloo.envs.chat import dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.stepping import BrokenAgentError
 from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser

@@ -6,15 +6,17 @@ of unequal length in tokens mode, and never sets ``done``.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
-from torchrl.data import Composite
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
+from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.feedback_ids import answer_turn
@@ -23,24 +25,60 @@ from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.rows import (
     drop_entries,
     make_non_tensor,
+    make_tensorclass,
     non_tensor_value,
     rows_to_reset,
     set_entries,
     stack_rows,
     to_lazy_stack,
 )
-from torchrl_rloo.data.segments import stash_segment
+from torchrl_rloo.data.segments import SAMPLE_KEYS, stash_segment
 from torchrl_rloo.data.stop_reasons import end_row, set_done
-from torchrl_rloo.data.templates import Messages, decode_response, encode_messages, is_conversation, join_conversation
+from torchrl_rloo.data.templates import (
+    Messages,
+    decode_response,
+    encode,
+    encode_messages,
+    encode_prompt,
+    from_history,
+    is_conversation,
+    join_conversation,
+    to_history,
+)
 from torchrl_rloo.data.trajectory_ids import TrajectoryIds
-from torchrl_rloo.envs.abstaining import OnTimeLimit
-from torchrl_rloo.envs.chat_context import read_turn, write_context, write_turn
-from torchrl_rloo.envs.chat_limits import check_limits, long_prompt_error, turn_room, turn_stop_reason
-from torchrl_rloo.envs.chat_rows import CONVERSATION_KEYS, STEP_KEYS, make_stepped_row, record_tools
-from torchrl_rloo.envs.chat_specs import make_specs
-from torchrl_rloo.envs.prompt_ids import PromptIds
+from torchrl_rloo.envs.abstaining import ON_TIME_LIMIT, OnTimeLimit
 from torchrl_rloo.envs.signature import SignedEnv
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
+
+STEP_KEYS = ("_reset", "next", "done", "terminated", "truncated")
+CONVERSATION_KEYS = (*STEP_KEYS, keys.COMPLETION, *SAMPLE_KEYS)
+CONVERSATION_KEYS += (keys.TOOLS_SEEN, "tokens", "masks", "log_probs", "text", "history")
+_CARRIED_KEYS = (keys.STARTED, keys.TOOLS, keys.TOOLS_SEEN, keys.INITIAL_MAX_NEW_TOKENS, *SAMPLE_KEYS)
+
+
+class PromptIds:
+    """Encoder of one reset's prompts: it encodes each query once, and reuses the ids that the dataset holds."""
+
+    def __init__(self, tokenizer, dataset: PromptDataset | None, template_kwargs: Mapping[str, Any]):
+        self.tokenizer, self.dataset, self.template_kwargs = tokenizer, dataset, template_kwargs
+        self._seen: dict[tuple[int, int], tuple] = {}
+        self._dataset_ids = None if dataset is None else dataset.encoded(tokenizer, **template_kwargs)
+
+    def encode(self, row: TensorDictBase, query: Messages | str, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """Return the ids ``[P]`` of a row's query; ``arguments`` are those of the chat template."""
+        key = id(query), id(arguments.get("tools"))  # the members of a group share one query object
+        if key not in self._seen:
+            ids = self._look_up(row, query) if arguments is self.template_kwargs else None
+            ids = torch.tensor(encode_prompt(self.tokenizer, query, **arguments) if ids is None else ids)
+            self._seen[key] = query, arguments, ids  # keep both alive: an id is unique only while its object lives
+        return self._seen[key][-1]
+
+    def _look_up(self, row: TensorDictBase, query: Messages | str) -> list[int] | None:
+        if self._dataset_ids is None or keys.PROMPT_ID not in row.keys():
+            return None
+        index = int(row[keys.PROMPT_ID])
+        unchanged = self.dataset.rows[index][keys.QUERY] == query  # a transform may have rewritten it
+        return self._dataset_ids[index] if unchanged else None
 
 
 class ChatEnv(SignedEnv, EnvBase):
@@ -124,7 +162,7 @@ class ChatEnv(SignedEnv, EnvBase):
     ):
         if input_mode not in INPUT_MODES:
             raise ValueError(f"input_mode={input_mode!r} must be one of {INPUT_MODES}")
-        check_limits(
+        _check_limits(
             max_tokens=max_tokens,
             max_turn_tokens=max_turn_tokens,
             max_turns=max_turns,
@@ -147,7 +185,7 @@ class ChatEnv(SignedEnv, EnvBase):
         self.dataset: PromptDataset | None = None  # source of the prompts and of their encoded ids
         self.template_kwargs = dict(template_kwargs or {})
         limits = {"limits_tokens": (max_tokens or max_turn_tokens) is not None, "limits_time": max_seconds is not None}
-        for name, spec in make_specs(self.batch_size, input_mode, **limits).items():
+        for name, spec in _make_specs(self.batch_size, input_mode, **limits).items():
             setattr(self, name, spec)
 
     def _set_seed(self, seed: int | None) -> None:
@@ -189,7 +227,7 @@ class ChatEnv(SignedEnv, EnvBase):
         rows = to_lazy_stack(self.reset() if tensordict is None else tensordict)
         token = torch.randint(len(self.tokenizer), (1,))
         for row in rows.unbind(0):
-            write_turn(row, token, **self._mode())
+            self._write_turn(row, token)
         return rows
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs) -> TensorDictBase:
@@ -206,7 +244,7 @@ class ChatEnv(SignedEnv, EnvBase):
             rows.append(self.open_row(row, encoded))
             if rows[-1]["done"].any():
                 prompt = encoded.encode(row, non_tensor_value(row, keys.QUERY), self._template_arguments(row))
-                raise long_prompt_error(self, len(prompt))
+                raise self._long_prompt_error(len(prompt))
         return stack_rows(rows)
 
     def prompt_ids(self) -> PromptIds:
@@ -267,15 +305,29 @@ class ChatEnv(SignedEnv, EnvBase):
     def _set_context(
         self, row: TensorDictBase, tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
     ) -> TensorDictBase:
-        """Set what the policy sees at its turn, and limit the turn to the tokens that the row may still add."""
-        write_context(row, tokens, mask, log_probs, **self._mode())
-        if (room := turn_room(self, row, len(tokens))) is not None:
+        """Set what the policy sees at its turn, in place, and limit the turn to the tokens that the row may still add.
+
+        All of ``tokens``, ``mask`` and ``log_probs`` are ``[T]``.
+        """
+        context = {
+            "tokens": make_tensorclass(Tokens, prompt=tokens),
+            "masks": make_tensorclass(Masks, all_assistant_mask=mask),
+            "log_probs": make_tensorclass(LogProbs, full=log_probs),
+        }
+        set_entries(row, context)
+        if self.input_mode == "text":
+            row.set("text", Text(prompt=self.tokenizer.decode(tokens)))
+        elif self.input_mode == "history":
+            query, completion = row[keys.QUERY], row[keys.COMPLETION]
+            if not is_conversation(query):
+                raise ValueError(
+                    f"input_mode='history' requires queries that are chat messages, got {query!r:.100}; pass "
+                    "[{'role': 'user', 'content': ...}], or set input_mode='text'"
+                )
+            row.set("history", ChatHistory(prompt=to_history([join_conversation(query, completion)])[0]))
+        if (room := self._turn_room(row, len(tokens))) is not None:
             row.set(keys.MAX_NEW_TOKENS, torch.tensor(room))
         return row
-
-    def _mode(self) -> dict[str, Any]:
-        """Return what turns ids into the form that the policy reads, and back."""
-        return {"tokenizer": self.tokenizer, "input_mode": self.input_mode}
 
     def _template_arguments(self, row: TensorDictBase, tools: str = keys.TOOLS) -> dict[str, Any]:
         """Return the arguments of the chat template other than the messages."""
@@ -299,10 +351,10 @@ class ChatEnv(SignedEnv, EnvBase):
         Returns:
             The state after it: one row of the ``"next"`` entry of a step.
         """
-        full, mask, log_probs = read_turn(row, **self._mode())
+        full, mask, log_probs = self._read_turn(row)
         turn = full[len(row[keys.PROMPT_TOKENS]) :]
         stepped = make_stepped_row(row, decode_response(self.tokenizer, turn.tolist()))
-        end_row(stepped, turn_stop_reason(self, row, len(full), len(turn)))
+        end_row(stepped, self._turn_stop_reason(row, len(full), len(turn)))
         return self._set_context(stepped, full, mask, log_probs)
 
     def continue_row(self, row: TensorDictBase, feedback: Messages) -> bool:
@@ -366,3 +418,178 @@ class ChatEnv(SignedEnv, EnvBase):
         if self.max_seconds is not None and time.monotonic() - float(row[keys.STARTED]) >= self.max_seconds:
             return "time"
         return None
+
+    # Limits, and the policy's turn in the form that it reads and writes
+
+    def _turn_room(self, row: TensorDictBase, length: int) -> int | None:
+        """Return the most tokens that the next turn of a row of ``length`` tokens may have; None for no limit."""
+        own = row.get(keys.INITIAL_MAX_NEW_TOKENS, None)
+        limits = [self.max_tokens, self.max_turn_tokens, None if own is None else int(own)]
+        if not any(limit is not None for limit in limits):
+            return None  # the policy itself keeps to its context
+        if self.token_limit is not None:
+            limits[0] = max(1, self.token_limit - length)
+        return min(limit for limit in limits if limit is not None)
+
+    def _turn_stop_reason(self, row: TensorDictBase, length: int, turn_length: int) -> str:
+        """Return the stop reason of a turn that nothing answers; ``length`` counts the row's tokens after it."""
+        over_total = -math.inf if self.token_limit is None else length - self.token_limit
+        over_turn = -math.inf if self.max_turn_tokens is None else turn_length - self.max_turn_tokens
+        # A turn as long as a limit counts as cut off, unless the policy reports that it stopped on its last token
+        reported = row.get(keys.RESPONSE_TRUNCATED, None)
+        if reported is None:
+            cut_off = max(over_total, over_turn) >= 0
+        else:
+            cut_off = bool(reported.any()) or max(over_total, over_turn) > 0
+        if not cut_off:
+            return "answered"
+        return "total_tokens" if over_total >= 0 else "turn_tokens"
+
+    def _long_prompt_error(self, length: int) -> ValueError:
+        """Return the error for a prompt of ``length`` tokens that leaves the policy no token."""
+        shown = {"max_tokens": self.max_tokens, "context_length": self.context_length}
+        name = min((name for name, limit in shown.items() if limit is not None), key=lambda name: shown[name])
+        return ValueError(
+            f"a prompt of {length} tokens leaves the policy none of {name}={shown[name]}; drop long prompts with "
+            f"load_prompts(max_prompt_length=...), or raise {name}"
+        )
+
+    def _read_turn(self, row: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids, action mask and log-probs after the policy's turn, each ``[T]``."""
+        # Encode a turn that the policy gave as text only, here and never again
+        prompt, full = row[keys.PROMPT_TOKENS], row.get(keys.TOKENS, None)
+        if full is None:
+            full = torch.cat([prompt, torch.tensor(self._encode_reply(row), dtype=torch.long)])
+        if len(full) < len(prompt) or not torch.equal(full[: len(prompt)], prompt):
+            raise ValueError(
+                f"the policy returned {len(full)} ids that do not extend the {len(prompt)} ids of its prompt; "
+                f"{keys.TOKENS} must hold the prompt's ids followed by the sampled ones"
+            )
+        mask, log_probs = row.get(keys.ACTION_MASK, None), row.get(keys.LOG_PROBS, None)
+        if mask is None or log_probs is None:
+            raise ValueError(
+                f"the policy removed {keys.ACTION_MASK} or {keys.LOG_PROBS}; it must write both for all ids, or leave "
+                "both unchanged. Use TransformersWrapper or vLLMWrapper of torchrl_rloo.modules instead of TorchRL's"
+            )
+        # Without log-probs of the new ids, write NaN: an unknown value must not pass for a number
+        new = len(full) - len(mask)
+        if new:
+            mask = torch.cat([mask, torch.ones(new, dtype=torch.bool)])
+            log_probs = torch.cat([log_probs, torch.full((new,), torch.nan)])
+        return full, mask, log_probs
+
+    def _encode_reply(self, row: TensorDictBase) -> list[int]:
+        if self.input_mode == "text":
+            reply = row["text", "full"][len(row["text", "prompt"]) :]
+        elif self.input_mode == "history":
+            reply = from_history(row["history", "full"])[-1]["content"] + (self.tokenizer.eos_token or "")
+        else:
+            raise KeyError(f"the policy must set {keys.TOKENS}; the row has {sorted(map(str, row.keys(True, True)))}")
+        return encode(self.tokenizer, reply)
+
+    def _write_turn(self, row: TensorDictBase, turn: torch.Tensor) -> None:
+        """Set the ids ``turn`` as the policy's turn, in place, in the entries of ``input_mode``."""
+        if self.input_mode == "tokens":
+            prompt = row[keys.PROMPT_TOKENS]
+            row.set("tokens", Tokens(prompt=prompt, full=torch.cat([prompt, turn])))
+            return
+        reply = decode_response(self.tokenizer, turn.tolist())
+        if self.input_mode == "text":
+            row.set("text", Text(prompt=row["text", "prompt"], full=row["text", "prompt"] + reply))
+        else:
+            history = row["history", "prompt"]
+            full = [*from_history(history), {"role": "assistant", "content": reply}]
+            row.set("history", ChatHistory(prompt=history, full=to_history([full])[0]))
+
+
+def make_stepped_row(row: TensorDictBase, reply: str) -> TensorDict:
+    """Build the row after a turn, with the entries that last for the whole conversation; it has no context yet."""
+    query, completion = non_tensor_value(row, keys.QUERY), non_tensor_value(row, keys.COMPLETION)
+    extended = [*completion, {"role": "assistant", "content": reply}] if is_conversation(query) else completion + reply
+    step = {
+        keys.QUERY: make_non_tensor(query),
+        keys.COMPLETION: make_non_tensor(extended),
+        keys.NUM_TURNS: row.get(keys.NUM_TURNS) + 1,
+        keys.TRAJECTORY_ID: row.get(keys.TRAJECTORY_ID),
+        "reward": torch.zeros(1, 1),
+    }
+    step |= {key: value for key, value in row.items() if key in _CARRIED_KEYS}
+    return TensorDict._new_unsafe(step, batch_size=torch.Size([]))
+
+
+def dataset_columns(row: TensorDictBase) -> dict[str, Any]:
+    """Return the dataset's columns of a row, its query included, with lists in place of tensors."""
+    names = [name for name in row.keys() if name == keys.QUERY or name not in keys.RESERVED]
+    return {name: v.tolist() if isinstance(v := row[name], torch.Tensor) else v for name in names}
+
+
+def record_tools(row: TensorDictBase) -> None:
+    """Note the tools that the policy's context shows, in place; the row may get others before its next turn."""
+    if keys.TOOLS in row.keys():
+        row.set(keys.TOOLS_SEEN, row.get(keys.TOOLS))
+
+
+def _check_limits(
+    *,
+    max_tokens: int | None,
+    max_turn_tokens: int | None,
+    max_turns: int | None,
+    max_seconds: float | None,
+    on_time_limit: str,
+) -> None:
+    """Refuse limits that are too small, and an ``on_time_limit`` that is unknown or lacks its limit."""
+    if max_tokens is not None and max_tokens < 2:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 2, to hold a prompt and an action")
+    for name, value in (("max_turn_tokens", max_turn_tokens), ("max_turns", max_turns)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1, or None for no limit")
+    if max_seconds is not None and not max_seconds > 0:
+        raise ValueError(f"max_seconds={max_seconds} must be above 0, or None for no limit")
+    if on_time_limit not in ON_TIME_LIMIT:
+        raise ValueError(f"on_time_limit={on_time_limit!r} must be one of {ON_TIME_LIMIT}")
+    if on_time_limit == "abstain" and max_seconds is None:
+        raise ValueError("on_time_limit='abstain' requires max_seconds; set it")
+
+
+def _make_specs(
+    shape: Sequence[int], input_mode: str, *, limits_tokens: bool, limits_time: bool
+) -> dict[str, Composite]:
+    """Return the specs of an environment by the names of their attributes; ``shape`` is ``[B]``."""
+    ragged = {"shape": (*shape, -1)}
+    tokens = Unbounded(**ragged, dtype=torch.int64)
+    state = {
+        "tokens": Composite(prompt=tokens, shape=shape, data_cls=Tokens),
+        "masks": Composite(all_assistant_mask=Binary(**ragged, dtype=torch.bool), shape=shape, data_cls=Masks),
+        "log_probs": Composite(full=Unbounded(**ragged), shape=shape, data_cls=LogProbs),
+        keys.NUM_TURNS: Unbounded(shape=shape, dtype=torch.int64),
+        keys.TRAJECTORY_ID: Unbounded(shape=shape, dtype=torch.int64),
+        keys.STOP_REASON[1]: Unbounded(shape=shape, dtype=torch.int64),
+        keys.COMPLETION: NonTensor(shape=shape, example_data=[]),
+    }
+    if limits_tokens:
+        state[keys.MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
+    if limits_time:
+        state[keys.STARTED] = Unbounded(shape=shape, dtype=torch.float64)
+    # The action is the policy's turn, in the form that it reads
+    views = {"text": Text, "history": ChatHistory}
+    if input_mode in views:
+        state[input_mode] = _without_optional(views[input_mode].default_spec(shape, ["prompt"]))
+        action = _without_optional(views[input_mode].default_spec(shape, ["full"]))
+    else:
+        action = Composite(full=tokens, shape=shape, data_cls=Tokens)
+    done = {k: Binary(n=1, shape=(*shape, 1), dtype=torch.bool) for k in ("done", "terminated", "truncated")}
+    return {
+        "full_observation_spec": Composite(state, shape=shape),
+        "full_action_spec": Composite({input_mode: action}, shape=shape),
+        "full_reward_spec": Composite(reward=Unbounded(shape=(*shape, 1, 1)), shape=shape),
+        "full_done_spec": Composite(done, shape=shape),
+        "full_state_spec": Composite({keys.QUERY: NonTensor(shape=shape, example_data="a question")}, shape=shape),
+    }
+
+
+def _without_optional(spec: Composite) -> Composite:
+    """Remove from a text or history spec the message fields that plain chats leave unset."""
+    for messages in (v for v in spec.values() if isinstance(v, Composite)):
+        for field in ("tool_calls", "tool_responses"):
+            del messages[field]
+    return spec

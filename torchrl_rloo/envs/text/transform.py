@@ -16,8 +16,7 @@ from tensordict import NonTensorData, TensorDictBase
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages
-from torchrl_rloo.envs.chat_rows import dataset_columns
-from torchrl_rloo.envs.prompt_ids import PromptIds
+from torchrl_rloo.envs.chat import PromptIds, dataset_columns
 from torchrl_rloo.envs.text.adapters import ENV_SEED
 from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
 from torchrl_rloo.envs.turn_transform import TurnTransform
