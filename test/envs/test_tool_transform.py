@@ -26,11 +26,9 @@ from torchrl_rloo.engines.base import Request
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.tools.calculator import calculator
-from torchrl_rloo.envs.tools.calls import ToolCall
-from torchrl_rloo.envs.tools.parsers import RegexParser
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import RegexParser, ToolCall
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
+from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolRegistry, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.runtime import event_loop

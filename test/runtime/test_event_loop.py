@@ -13,10 +13,9 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Tool
+from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.runtime import call_pool, event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit, CallPool
 

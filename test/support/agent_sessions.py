@@ -34,8 +34,7 @@ from torchrl_rloo.data.templates import decode_response
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines.base import Request, Sample
 from torchrl_rloo.engines.transformers_engine import TransformersEngine
-from torchrl_rloo.envs.tools.calls import ToolCall
-from torchrl_rloo.envs.tools.parsers import without_thinking
+from torchrl_rloo.envs.tools.parsers import ToolCall, without_thinking
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
 
 _TURN = "{{ '<|start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"

@@ -15,10 +15,9 @@ from typing import Any
 from torchrl_rloo.data import encode_preferences, encode_prompts, load_preferences, load_prompts
 from torchrl_rloo.embedded import build_tokenizer
 from torchrl_rloo.envs.tools import PARSERS
-from torchrl_rloo.envs.tools.calls import ToolCall
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import ToolCall
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Tool
+from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.runtime import event_loop
 
 TEXTS = [

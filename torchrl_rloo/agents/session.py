@@ -29,8 +29,7 @@ from torchrl_rloo.data.segments import stash_segment
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, decode_response
 from torchrl_rloo.envs.chat import CONVERSATION_KEYS, ChatEnv, make_stepped_row
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.parsers import Parser, without_thinking
+from torchrl_rloo.envs.tools.parsers import MalformedCall, Parser, ToolCall, without_thinking
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs.text import MLGymWrapper, text_env
-from torchrl_rloo.envs.text.mlgym import read_scores
+from torchrl_rloo.envs.text.adapters import read_scores
 from torchrl_rloo.modules import vLLMWrapper
 
 

@@ -21,8 +21,7 @@ from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.tools import ToolError
-from torchrl_rloo.envs.tools.browser import PROGRAMS, Browser
-from torchrl_rloo.envs.tools.browser_hosts import check_hosts, is_allowed
+from torchrl_rloo.envs.tools.browser import PROGRAMS, Browser, check_hosts, is_allowed
 from torchrl_rloo.envs.tools.tool import ToolTimeoutError
 from torchrl_rloo.envs.transforms import BrowserTransform
 from torchrl_rloo.modules import vLLMWrapper

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from support.waiting import PATIENCE
-from torchrl_rloo.envs.tools import mcp_http
-from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
+from torchrl_rloo.envs.tools import mcp
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
+from torchrl_rloo.envs.tools.tool import ToolRegistry
 from torchrl_rloo.runtime import event_loop
 
 SECRET = "swordfish-0123456789"
@@ -163,7 +163,7 @@ def place() -> Iterator[str]:
 @pytest.fixture
 def connect(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MCPTools]:
     """Return a function that connects to the server of a kind."""
-    monkeypatch.setattr(mcp_http, "MAX_LINE_BYTES", LIMIT)
+    monkeypatch.setattr(mcp, "MAX_LINE_BYTES", LIMIT)
     headers = {"Authorization": f"Bearer {SECRET}"}
 
     def make(kind: str, timeout: float = PATIENCE) -> MCPTools:

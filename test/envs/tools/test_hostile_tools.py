@@ -12,10 +12,9 @@ import pytest
 
 from support.waiting import PATIENCE
 from torchrl_rloo.envs.tools import PARSERS
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Columns, Tool, tool
+from torchrl_rloo.envs.tools.tool import Columns, Tool, ToolRegistry, tool
 from torchrl_rloo.runtime import event_loop
 
 MAX_CHARS = 300

@@ -22,11 +22,10 @@ from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.envs import DatasetChatEnv
-from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import ConnectionLostError, MCPTools
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import tool
+from torchrl_rloo.envs.tools.tool import ToolRegistry, tool
 from torchrl_rloo.envs.transforms.tools import ToolTransform
 from torchrl_rloo.modules import vLLMWrapper
 from torchrl_rloo.runtime import event_loop

@@ -10,8 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.cost import assert_linear
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall
-from torchrl_rloo.envs.tools.parsers import PARSERS, PythonBlocks, RegexParser, resolve_parser, without_thinking
+from torchrl_rloo.envs.tools.parsers import (
+    PARSERS,
+    MalformedCall,
+    PythonBlocks,
+    RegexParser,
+    ToolCall,
+    resolve_parser,
+    without_thinking,
+)
 
 HERMES, QWEN, LLAMA, MISTRAL, PYTHON = (PARSERS[k] for k in ("hermes", "qwen_xml", "llama", "mistral", "python"))
 TOOL = RegexParser(r"<tool>(?P<expression>[^<]*)</tool>", tool="calculator")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_rloo.envs.tools.schema import fit_arguments
+from torchrl_rloo.envs.tools.tool import fit_arguments
 
 VALUES = {
     "string": ["", "7", "é"],

@@ -11,8 +11,7 @@ from typing import Any, Literal, Optional
 import cloudpickle
 import pytest
 
-from torchrl_rloo.envs.tools.registry import ToolRegistry
-from torchrl_rloo.envs.tools.tool import Columns, State, Tool, tool
+from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolRegistry, tool
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", near: Optional[list[str]] = None) -> str:  # noqa: UP045

@@ -13,9 +13,9 @@ import pytest
 
 from support.processes import children, descendants, wait_until_gone
 from support.waiting import wait_until
-from torchrl_rloo.envs.tools.calls import ToolCall, ToolResult
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import ToolCall, ToolResult
 from torchrl_rloo.envs.tools.session import ToolSession
+from torchrl_rloo.envs.tools.tool import ToolRegistry
 from torchrl_rloo.envs.tools.workspace import CommandResult, Workspace, WorkspaceFolder, WorkspaceLostError
 from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 

@@ -1,11 +1,9 @@
 """Text environments of any common interface, as conversations to train on."""
 
+from torchrl_rloo.envs.text.adapters import MLGymWrapper
 from torchrl_rloo.envs.text.games import GuessNumber
-from torchrl_rloo.envs.text.mlgym import MLGymWrapper
-from torchrl_rloo.envs.text.session import Outcome, TextSession
-from torchrl_rloo.envs.text.task import TextTask, seed_dataset, text_env
-from torchrl_rloo.envs.text.transform import TextEnvTransform
-from torchrl_rloo.envs.text.wrapping import STYLES, wrap
+from torchrl_rloo.envs.text.session import STYLES, Outcome, TextSession, wrap
+from torchrl_rloo.envs.text.transform import TextEnvTransform, TextTask, seed_dataset, text_env
 
 __all__ = [
     "STYLES",

@@ -2,14 +2,12 @@
 
 from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.calculator import calculator
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.mcp import MCPTools
-from torchrl_rloo.envs.tools.parsers import PARSERS, PythonBlocks, RegexParser
+from torchrl_rloo.envs.tools.parsers import PARSERS, MalformedCall, PythonBlocks, RegexParser, ToolCall, ToolResult
 from torchrl_rloo.envs.tools.python import PythonInterpreter
-from torchrl_rloo.envs.tools.registry import ToolRegistry
 from torchrl_rloo.envs.tools.search import SearchTool
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, tool
+from torchrl_rloo.envs.tools.tool import Columns, State, Tool, ToolError, ToolRegistry, tool
 from torchrl_rloo.envs.tools.workspace import Workspace
 from torchrl_rloo.envs.tools.workspace_tools import FileEditTool, ShellTool
 

@@ -4,15 +4,166 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import socket
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from torchrl_rloo.envs.tools.browser_hosts import check_hosts, is_allowed
-from torchrl_rloo.envs.tools.browser_process import BrowserProcess, Tab
 from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolTimeoutError
+from torchrl_rloo.runtime.event_loop import EventLoop
+
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:]+\](:\d{1,5})?")
+
+
+def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
+    """Return the hosts in lower case.
+
+    Raises:
+        ValueError: if there is none, or one is no host.
+
+    Example:
+        >>> check_hosts(["Example.org", "*.example.org", "127.0.0.1:8000"])
+        ('example.org', '*.example.org', '127.0.0.1:8000')
+    """
+    if isinstance(hosts, str) or not hosts:
+        raise ValueError(f"allowed_hosts={hosts!r} must be a list of at least one host, such as ['example.org']")
+    lower = tuple(str(host).lower() for host in hosts)
+    if wrong := [host for host in lower if not _HOST.fullmatch(host)]:
+        raise ValueError(
+            f"allowed_hosts={wrong} must be hosts, such as 'example.org', '*.example.org' or '127.0.0.1:80'"
+        )
+    return lower
+
+
+def is_allowed(host: str, port: int, allowed: Sequence[str]) -> bool:
+    """Return whether a list of hosts has a host, at a port.
+
+    Example:
+        >>> is_allowed("a.example.org", 443, ["*.example.org"]), is_allowed("example.org", 8000, ["example.org"])
+        (True, False)
+    """
+    host = host.lower().rstrip(".")
+    if ":" in host:
+        host = f"[{host}]"
+    for entry in allowed:
+        name, given = _split(entry)
+        fits = host.endswith(name[1:]) and host != name[1:] if name.startswith("*.") else host == name
+        if fits and port in ((80, 443) if given is None else (given,)):
+            return True
+    return False
+
+
+def _split(entry: str) -> tuple[str, int | None]:
+    name, _, port = entry.rpartition(":") if re.search(r"[^:]:\d+$|\]:\d+$", entry) else (entry, "", "")
+    return name, int(port) if port else None
+
+
+def proxy_bypass(hosts: Sequence[str]) -> list[str]:
+    """Return Chromium's rules for hosts that need no proxy."""
+    rules = ["<-loopback>"]  # a loopback address is a host like any other
+    for host in hosts:
+        name, port = _split(host)
+        rules += [f"{name}:{p}" for p in ((80, 443) if port is None else (port,))]
+    return rules
+
+
+T = TypeVar("T")
+
+
+class Tab:
+    """Context and page of one conversation."""
+
+    def __init__(self) -> None:
+        self.context: Any = None
+        self.page: Any = None
+        self.process: BrowserProcess | None = None
+        self.browser: Any = None
+
+    async def prepare(self, browser: Any, process: BrowserProcess, limit: float) -> bool:
+        """Open the page if there is none, and return whether one was lost."""
+        if self.context is not None and self.browser is browser:
+            return False
+        lost = self.browser is not None
+        self.process, self.browser = process, browser
+        self.context = await browser.new_context(accept_downloads=False, service_workers="block")
+        self.context.set_default_timeout(1000 * limit)
+        await self.empty()
+        return lost
+
+    async def empty(self) -> None:
+        """Go on with an empty page, whose history is empty as well."""
+        before, self.page = self.page, None
+        page = await self.context.new_page()
+        page.on("popup", lambda other: asyncio.ensure_future(other.close()))  # another window
+        if before is not None and not before.is_closed():
+            await before.close()
+        self.page = page
+
+    async def close(self) -> None:
+        """Close context and page."""
+        context, self.context, self.page = self.context, None, None
+        if context is not None and self.browser.is_connected():
+            await context.close()
+
+
+class BrowserProcess:
+    """One process of Chromium with a thread for its messages."""
+
+    def __init__(self, program: str, hosts: Sequence[str], sandbox: bool, start: float):
+        self.program, self.sandbox, self.hosts, self.start = program, sandbox, hosts, start
+        self._loop = EventLoop("browser")
+        self._closed_port = socket.socket()  # bound, so that nothing else listens there, and never listening
+        self._closed_port.bind(("127.0.0.1", 0))
+        self._playwright = self._browser = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the browser's loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop.loop))
+
+    async def browser(self) -> Any:
+        """Return the browser, started if it is not connected."""
+        from playwright.async_api import async_playwright
+
+        async with self._starting:
+            if self._browser is None or not self._browser.is_connected():
+                if self._playwright is None:
+                    self._playwright = await async_playwright().start()
+                proxy = {
+                    "server": f"http://127.0.0.1:{self._closed_port.getsockname()[1]}",
+                    "bypass": ",".join(proxy_bypass(self.hosts)),
+                }
+                self._browser = await self._playwright.chromium.launch(
+                    executable_path=self.program,
+                    chromium_sandbox=self.sandbox,
+                    proxy=proxy,
+                    timeout=1000 * self.start,
+                    args=["--force-webrtc-ip-handling-policy=disable_non_proxied_udp"],
+                )
+            return self._browser
+
+    async def is_connected(self) -> bool:
+        """Return whether the browser still answers."""
+        return self._browser is not None and self._browser.is_connected()
+
+    def close(self) -> None:
+        """End the browser and its thread."""
+
+        async def stop() -> None:
+            if self._browser is not None:
+                await self._browser.close()
+            if self._playwright is not None:
+                await self._playwright.stop()
+
+        try:
+            self._loop.run(asyncio.wait_for(stop(), self.start))
+        finally:
+            self._loop.close()
+            self._closed_port.close()
+
 
 START_S = 30.0  # limit of the browser's start
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

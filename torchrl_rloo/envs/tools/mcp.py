@@ -4,23 +4,164 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import logging
 import math
 import os
 import re
+import shutil
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from threading import Event
 from time import monotonic
 from typing import Any
 
-from torchrl_rloo.envs.tools.mcp_http import HTTPTransport
-from torchrl_rloo.envs.tools.mcp_results import format_result
-from torchrl_rloo.envs.tools.mcp_stdio import open_stdio
+from torchrl_rloo.envs.tools import mcp_relay
+from torchrl_rloo.envs.tools.mcp_relay import MAX_LINE_BYTES
 from torchrl_rloo.envs.tools.tool import Tool, ToolError
 from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.http import Redactor
+from torchrl_rloo.runtime.processes import reaped_command
+
+
+def format_result(result: Any) -> str:
+    """Return the SDK's ``CallToolResult`` as the text that the policy is shown."""
+    parts = [_part(content) for content in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return "\n".join(parts) or "(nothing)"
+
+
+def _part(content: Any) -> str:
+    if content.type == "text":
+        return content.text
+    if content.type in ("image", "audio"):
+        return f"[{content.type}: {content.mime_type}, {len(content.data) * 3 // 4} bytes]"
+    if content.type == "resource_link":
+        return f"[link: {content.name}, {content.uri}]"
+    resource = content.resource
+    if hasattr(resource, "text"):
+        return resource.text
+    return f"[file: {resource.uri}, {resource.mime_type}, {len(resource.blob) * 3 // 4} bytes]"
+
+
+_LOGGERS = ("mcp", "client", "httpx2", "httpcore2")  # of the SDK and its HTTP client, and below
+
+
+class HTTPTransport:
+    """Function that opens the SDK's transport to an endpoint.
+
+    Args:
+        url: URL of the endpoint.
+        headers: headers of each request.
+
+    Attributes:
+        redact: function that masks the secrets of the URL and of the headers in a message.
+
+    Raises:
+        ValueError: if ``url`` is not an HTTP URL.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]):
+        self._url, self._headers = url, dict(headers)
+        self.redact = Redactor(url, self._headers)
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.redact(url)!r} must start with http:// or https://")
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[Any]:
+        """Open the transport."""
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        settings = {
+            "headers": {**self._headers, "Accept-Encoding": "identity"},
+            "timeout": httpx2.Timeout(30.0, read=300.0),  # for silent streams; each call has a separate limit
+            "event_hooks": {"response": [_limit]},
+        }
+        with _redacted_logs(self.redact):
+            async with (
+                httpx2.AsyncClient(**settings) as client,
+                streamable_http_client(self._url, http_client=client, max_sse_event_size=MAX_LINE_BYTES) as streams,
+            ):
+                yield streams
+
+
+async def _limit(response: Any) -> None:
+    """Limit the body of a reply. The SDK limits each event of a stream, which may have no end."""
+    response.headers.pop("Content-Encoding", None)  # never unpack: the request names no encoding
+    if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):
+        response.stream = _limited(response.stream)
+
+
+def _limited(stream: Any) -> Any:
+    import httpx2
+
+    class Limited(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in stream:
+                size += len(chunk)
+                if size > MAX_LINE_BYTES:
+                    raise httpx2.StreamError(f"the reply has more than the limit of {MAX_LINE_BYTES} bytes; send less")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Limited()
+
+
+@contextmanager
+def _redacted_logs(redact: Redactor) -> Iterator[None]:
+    """Mask secrets in the records of the SDK, which quote replies and URLs."""
+
+    def clean(record: logging.LogRecord) -> bool:
+        error = record.exc_info and record.exc_info[1]
+        text = f"{record.getMessage()}: {type(error).__name__}: {error}" if error else record.getMessage()
+        record.msg, record.args, record.exc_info, record.exc_text = redact.line(text), None, None, None
+        return True
+
+    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in known]
+    for logger in loggers:
+        logger.addFilter(clean)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(clean)
+
+
+def open_stdio(
+    command: str, args: Sequence[str], env: Mapping[str, str] | None, cwd: str | os.PathLike | None
+) -> AbstractAsyncContextManager[Any]:
+    """Return the SDK's transport to a program behind :mod:`torchrl_rloo.envs.tools.mcp_relay`, below a reaper.
+
+    Args:
+        command: program to start.
+        args: arguments of the program.
+        env: environment variables in addition to the few that are safe to inherit.
+        cwd: working directory of the process. None is this process's.
+
+    Raises:
+        FileNotFoundError: if there is no such program; the relay that starts it could not tell.
+    """
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    # Find the program as its process would: its directory and its PATH count
+    place = os.path.join(cwd or "", command) if os.sep in command else command
+    if (found := shutil.which(place, path=(env or {}).get("PATH"))) is None:
+        raise FileNotFoundError(f"command={command!r} is no program; correct the path")
+    relay = [sys.executable, "-I", "-S", mcp_relay.__file__, str(mcp_relay.MAX_LINE_BYTES), os.path.abspath(found)]
+    program, *words = reaped_command([*relay, *args])
+    options = {"env": None if env is None else dict(env), "cwd": cwd and os.fspath(cwd)}
+    server = StdioServerParameters(command=program, args=words, **options)
+    return stdio_client(server, errlog=sys.__stderr__ or sys.stderr)
+
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0  # the SDK itself kills a process that does not end within 4 s

@@ -14,10 +14,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
-from torchrl_rloo.envs.tools.registry import ToolRegistry
-from torchrl_rloo.envs.tools.schema import fit_arguments
-from torchrl_rloo.envs.tools.tool import Tool, ToolError
+from torchrl_rloo.envs.tools.parsers import MalformedCall, ToolCall, ToolResult
+from torchrl_rloo.envs.tools.tool import Tool, ToolError, ToolRegistry, fit_arguments
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async

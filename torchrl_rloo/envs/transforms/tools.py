@@ -16,11 +16,16 @@ from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.activity import spending
-from torchrl_rloo.envs.tools.calls import MalformedCall, ToolCall, ToolResult
-from torchrl_rloo.envs.tools.parsers import Parser, resolve_parser, without_thinking
-from torchrl_rloo.envs.tools.registry import ToolRegistry
+from torchrl_rloo.envs.tools.parsers import (
+    MalformedCall,
+    Parser,
+    ToolCall,
+    ToolResult,
+    resolve_parser,
+    without_thinking,
+)
 from torchrl_rloo.envs.tools.session import ToolSession
-from torchrl_rloo.envs.tools.tool import Tool
+from torchrl_rloo.envs.tools.tool import Tool, ToolRegistry
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.call_pool import CallLimit
