@@ -54,8 +54,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "qlora": (f"{RLOO} '{LORA}' model.quantization=nf4",),
     "rewards": (
         f"{RLOO} 'reward.functions=[{{_target_:accuracy,column:answer}}]'",
-        "from torchrl_rloo.rewards.json_schema import JSONSchema; JSONSchema({'type': 'object'})",
-        "from torchrl_rloo.rewards.languages import is_english; is_english('Good day to you')",
+        "from torchrl_rloo.rewards.formats import JSONSchema; JSONSchema({'type': 'object'})",
+        "from torchrl_rloo.rewards.instructions import is_english; is_english('Good day to you')",
     ),
     "tools": (
         "from torchrl_rloo.envs.tools import SearchTool; SearchTool(['some text'])",

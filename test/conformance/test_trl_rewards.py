@@ -16,9 +16,8 @@ import pytest
 from torchrl_rloo import rewards
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.formats import think_format
-from torchrl_rloo.rewards.lengths import SoftOverlong
+from torchrl_rloo.rewards.lengths import RepetitionPenalty, SoftOverlong
 from torchrl_rloo.rewards.protocol import RewardBatch, RewardFunction, call_reward
-from torchrl_rloo.rewards.repetition import RepetitionPenalty
 
 CASES = {
     case["name"]: case

@@ -18,8 +18,8 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards import boxed_accuracy
-from torchrl_rloo.rewards.answers import final_answer
 from torchrl_rloo.rewards.executors import ThreadExecutor
+from torchrl_rloo.rewards.matching import final_answer
 
 ENDS = ("low", "high", "length", "clipped_ratio")
 

@@ -23,7 +23,7 @@ from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
 from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
-from torchrl_rloo.rewards.http_json import JsonEndpoint
+from torchrl_rloo.rewards.remote import JsonEndpoint
 from torchrl_rloo.runtime import event_loop
 
 PROMPT = "You want {goal}. Say ###STOP### when you have it."

@@ -15,7 +15,7 @@ import pytest
 
 from support.processes import is_gone, wait_until_gone
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
-from torchrl_rloo.rewards.boxed import boxed_accuracy
+from torchrl_rloo.rewards.matching import boxed_accuracy
 from torchrl_rloo.rewards.math_judge import MathJudge
 from torchrl_rloo.rewards.math_worker import wrap_formula
 
@@ -292,7 +292,7 @@ def test_without_math_verify_the_extra_is_named():
         import sys
         sys.modules["math_verify"] = None
         from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy
-        from torchrl_rloo.rewards.boxed import boxed_accuracy
+        from torchrl_rloo.rewards.matching import boxed_accuracy
         CosineScaled(10, correctness=boxed_accuracy)
         MathAccuracy()
     """

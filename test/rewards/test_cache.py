@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from torchrl_rloo.rewards.cache import DiskCache, LenientCache, cache_key
+from torchrl_rloo.rewards.judge import DiskCache, LenientCache, cache_key
 
 
 def fill(path, worker, n):
@@ -24,7 +24,7 @@ def fill(path, worker, n):
 def test_values_survive_in_another_process(tmp_path):
     cache = DiskCache(tmp_path / "new folder" / "answers.sqlite")
     cache.put("k", {"score": 0.5, "reason": "{} ü \ud800"})
-    program = "import sys; from torchrl_rloo.rewards.cache import DiskCache as C; print(C(sys.argv[1]).get_many(['k']))"
+    program = "import sys; from torchrl_rloo.rewards.judge import DiskCache as C; print(C(sys.argv[1]).get_many(['k']))"
     out = subprocess.run([sys.executable, "-c", program, str(cache.path)], capture_output=True, text=True, timeout=60)
     assert out.stdout.strip() == str({"k": {"score": 0.5, "reason": "{} ü \ud800"}}), out.stderr
 
@@ -199,7 +199,7 @@ def test_a_disk_that_takes_nothing_is_named_and_survived(tmp_path, caplog, how):
 
 
 def test_it_is_tried_again_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchrl_rloo.rewards.cache._PAUSE", 0.0)
+    monkeypatch.setattr("torchrl_rloo.rewards.judge._PAUSE", 0.0)
     (tmp_path / "c").write_bytes(b"\xff" * 99)
     cache = LenientCache(tmp_path / "c")
     cache.put("a", 1)

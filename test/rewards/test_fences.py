@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_rloo.rewards.fences import find_program, last_block
+from torchrl_rloo.rewards.formats import find_program, last_block
 
 PYTHON = ("", "py", "python", "python3")
 

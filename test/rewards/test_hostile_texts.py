@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.attacks_text import ELSEWHERE, PIECES, attack, readers
 from torchrl_rloo.envs.tools.parsers import PARSERS, llama
-from torchrl_rloo.rewards.instruction_checks import CHECKS
+from torchrl_rloo.rewards.instructions import CHECKS
 from torchrl_rloo.rewards.registry import REWARDS
 
 LARGE = 20_000

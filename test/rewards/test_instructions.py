@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_rloo.rewards.instruction_checks import CHECKS, compare
-from torchrl_rloo.rewards.instructions import InstructionFollowing
+from torchrl_rloo.rewards.instructions import CHECKS, InstructionFollowing, compare
 
 CASES = [  # instruction, arguments, a text that follows it, one that does not
     ("keywords:existence", {"keywords": ["rain", "sun"]}, "Sunny after Rain.", "Sun, and snow."),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
 
-from torchrl_rloo.rewards.json_schema import JSONSchema  # noqa: E402
+from torchrl_rloo.rewards.formats import JSONSchema  # noqa: E402
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -244,7 +244,7 @@ def test_without_jsonschema_the_extra_is_named():
     code = """
         import sys
         sys.modules["jsonschema"] = None
-        from torchrl_rloo.rewards.json_schema import JSONSchema
+        from torchrl_rloo.rewards.formats import JSONSchema
         JSONSchema({})
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

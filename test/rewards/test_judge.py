@@ -13,11 +13,9 @@ import sys
 import pytest
 from aiohttp import web
 
-from torchrl_rloo.rewards.cache import DiskCache
-from torchrl_rloo.rewards.http_json import RemoteRewardError
-from torchrl_rloo.rewards.judge import LLMJudge
+from torchrl_rloo.rewards.judge import RUBRICS, DiskCache, LLMJudge, NoScoreError, parse_verdict
 from torchrl_rloo.rewards.protocol import RewardBatch, call_reward_async
-from torchrl_rloo.rewards.rubrics import RUBRICS, NoScoreError, parse_verdict
+from torchrl_rloo.rewards.remote import RemoteRewardError
 
 PROMPTS = [[{"role": "user", "content": "Say something."}]] * 4
 COMPLETIONS = [[{"role": "assistant", "content": text}] for text in ("0", "5", "10", "2")]

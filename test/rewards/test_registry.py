@@ -113,12 +113,12 @@ def test_trls_names_stand_for_the_same_rewards():
 
 
 def test_names_and_paths_of_functions_and_classes():
-    from torchrl_rloo.rewards.boxed import boxed_accuracy
+    from torchrl_rloo.rewards.matching import boxed_accuracy
 
     assert load_reward("boxed_accuracy") is boxed_accuracy
-    assert load_reward("torchrl_rloo.rewards.boxed.boxed_accuracy") is boxed_accuracy
+    assert load_reward("torchrl_rloo.rewards.matching.boxed_accuracy") is boxed_accuracy
     assert load_reward({"_target_": "boxed_accuracy"}) is boxed_accuracy
-    assert reward_name(load_reward("torchrl_rloo.rewards.repetition.RepetitionPenalty")) == "repetition_penalty"
+    assert reward_name(load_reward("torchrl_rloo.rewards.lengths.RepetitionPenalty")) == "repetition_penalty"
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ import pytest
 from aiohttp import web
 
 from torchrl_rloo.rewards.executors import ThreadExecutor
-from torchrl_rloo.rewards.http_json import RemoteRewardError, _retry_after
 from torchrl_rloo.rewards.protocol import MalformedScoresError, RewardBatch, call_reward_async
-from torchrl_rloo.rewards.remote import RemoteScorer
+from torchrl_rloo.rewards.remote import RemoteRewardError, RemoteScorer, _retry_after
 from torchrl_rloo.rewards.runner import RewardRunner
 from torchrl_rloo.runtime.lookup import is_async
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_rloo.rewards.repetition import RepetitionPenalty
+from torchrl_rloo.rewards.lengths import RepetitionPenalty
 
 
 @given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))

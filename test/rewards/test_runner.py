@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from torchrl_rloo.rewards.duplicates import find_distinct
 from torchrl_rloo.rewards.executors import InlineExecutor, ProcessExecutor, ThreadExecutor
 from torchrl_rloo.rewards.protocol import RewardBatch, TrainerState
 from torchrl_rloo.rewards.quarantine import MAX_LINES, Quarantine
-from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
+from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner, find_distinct
 
 
 def batch_of(*completions: str, **columns: Sequence[Any]) -> RewardBatch:

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_rloo.rewards.accuracy import CosineScaled
-from torchrl_rloo.rewards.boxed import boxed_accuracy
-from torchrl_rloo.rewards.by_task import ByTask
-from torchrl_rloo.rewards.controls import Shuffled
-from torchrl_rloo.rewards.lengths import LengthBudget
+from torchrl_rloo.rewards.lengths import LengthBudget, StopProperly
+from torchrl_rloo.rewards.matching import boxed_accuracy
 from torchrl_rloo.rewards.protocol import (
     MalformedScoresError,
     RewardBatch,
@@ -24,8 +22,8 @@ from torchrl_rloo.rewards.protocol import (
     call_reward_async,
     reward_name,
 )
-from torchrl_rloo.rewards.stopping import StopProperly
-from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.rewards.tasks import ByTask, ForTask
+from torchrl_rloo.rewards.wrapping import Shuffled
 from torchrl_rloo.runtime.lookup import is_async
 
 WRAPPERS = {

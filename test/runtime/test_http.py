@@ -23,11 +23,10 @@ from support import attacks_http
 from support.attacks_http import CORPUS, KEY, MAX_BYTES, SECRETS, chunked, hostile_server, leaks, response, strike
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.engines.vllm_server import VLLMServer
-from torchrl_rloo.rewards.http_json import JsonEndpoint, RemoteRewardError
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.protocol import MalformedScoresError
 from torchrl_rloo.rewards.quarantine import Quarantine
-from torchrl_rloo.rewards.remote import RemoteScorer
+from torchrl_rloo.rewards.remote import JsonEndpoint, RemoteRewardError, RemoteScorer
 from torchrl_rloo.runtime.http import MAX_DEPTH, Redactor, ReplyError, strict_json
 
 

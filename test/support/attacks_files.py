@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from torchrl_rloo.rewards.cache import LenientCache
+from torchrl_rloo.rewards.judge import LenientCache
 from torchrl_rloo.run import Checkpointer
 
 MAX_MEMORY_KB = 300_000  # growth of the process in one attack, far above that of any file here

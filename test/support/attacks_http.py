@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, unquote
 
-from torchrl_rloo.rewards.http_json import JsonEndpoint, RemoteRewardError
+from torchrl_rloo.rewards.remote import JsonEndpoint, RemoteRewardError
 
 KEY = "sk-Wire+Secret/Key=42~"
 SECRETS = {

@@ -13,11 +13,11 @@ from typing import Any
 from torchrl_rloo.diagnostics.transcript_blocks import TOOL_CALL_PATTERN, find_calls
 from torchrl_rloo.envs.tasks import TASKS
 from torchrl_rloo.envs.tools.parsers import PARSERS, RegexParser, without_thinking
-from torchrl_rloo.rewards.answers import final_answer
-from torchrl_rloo.rewards.fences import last_block
-from torchrl_rloo.rewards.instruction_checks import CHECKS
+from torchrl_rloo.rewards.formats import last_block
+from torchrl_rloo.rewards.instructions import CHECKS
+from torchrl_rloo.rewards.judge import NoScoreError, parse_verdict
+from torchrl_rloo.rewards.matching import final_answer
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
-from torchrl_rloo.rewards.rubrics import NoScoreError, parse_verdict
 from torchrl_rloo.runtime.http import ReplyError, strict_json
 from torchrl_rloo.runtime.masking import mask_command, mask_settings
 

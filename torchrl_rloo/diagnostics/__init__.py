@@ -44,7 +44,7 @@ from torchrl_rloo.diagnostics.waiting import (
 )
 from torchrl_rloo.diagnostics.watch import LiveServer
 from torchrl_rloo.diagnostics.watch_page import write_live_page
-from torchrl_rloo.rewards.answers import final_answer
+from torchrl_rloo.rewards.matching import final_answer
 
 __all__ = [
     "Bundle",

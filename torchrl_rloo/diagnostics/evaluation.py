@@ -20,8 +20,8 @@ from torchrl_rloo.data.segments import sampled_versions
 from torchrl_rloo.diagnostics.evaluation_result import EvaluatedSample, EvaluationResult, EvaluationSettings
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.modules import Scorer, TurnPolicy, record_log_probs
-from torchrl_rloo.rewards.answers import extract_answer, final_answer
 from torchrl_rloo.rewards.executors import Executor
+from torchrl_rloo.rewards.matching import extract_answer, final_answer
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardFunction,

@@ -26,7 +26,7 @@ from torchrl_rloo.diagnostics.breakdown import (
     share_of_equal_groups,
 )
 from torchrl_rloo.functional import combine_rewards, nanstd
-from torchrl_rloo.rewards.answers import extract_answer
+from torchrl_rloo.rewards.matching import extract_answer
 
 DEFINITIONS = {
     "reward": "mean over the rows of the weighted sum of the reward functions, before clipping and any KL penalty; "

@@ -11,12 +11,12 @@ from torchrl_rloo.embedded.calculator import calculator_prompts
 from torchrl_rloo.embedded.guessing import RangedGuessNumber, guessing_prompts
 from torchrl_rloo.embedded.warm_start import TEACHERS, warm_start
 from torchrl_rloo.envs.tasks import EMBEDDED, TASKS, Mixture, Task, TaskBase, load_task
-from torchrl_rloo.envs.text.session import wrap
+from torchrl_rloo.envs.text.adapters import wrap
 from torchrl_rloo.envs.text.transform import TextEnvTransform
 from torchrl_rloo.envs.tools.calculator import calculator
 from torchrl_rloo.envs.tools.parsers import RegexParser
 from torchrl_rloo.envs.transforms.tools import ToolTransform
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import last_boxed
 
 ADDITION = Task(
     name="addition",

@@ -1,12 +1,9 @@
 """Reward functions: plain functions from completions to floats."""
 
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
-from torchrl_rloo.rewards.boxed import boxed_accuracy, last_boxed
-from torchrl_rloo.rewards.by_task import ByTask
 from torchrl_rloo.rewards.choices import MultipleChoice
 from torchrl_rloo.rewards.classifier import SequenceClassifier
 from torchrl_rloo.rewards.code import CodeTests
-from torchrl_rloo.rewards.controls import Shuffled
 from torchrl_rloo.rewards.countdown import Countdown
 from torchrl_rloo.rewards.executors import (
     Executor,
@@ -16,13 +13,12 @@ from torchrl_rloo.rewards.executors import (
     ThreadExecutor,
     make_executor,
 )
-from torchrl_rloo.rewards.formats import RegexFormat, think_format
+from torchrl_rloo.rewards.formats import JSONSchema, RegexFormat, think_format
 from torchrl_rloo.rewards.instructions import InstructionFollowing
-from torchrl_rloo.rewards.json_schema import JSONSchema
 from torchrl_rloo.rewards.judge import LLMJudge
 from torchrl_rloo.rewards.latency import Histogram
-from torchrl_rloo.rewards.lengths import Length, LengthBudget, SoftOverlong
-from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch
+from torchrl_rloo.rewards.lengths import Length, LengthBudget, RepetitionPenalty, SoftOverlong, StopProperly
+from torchrl_rloo.rewards.matching import ExactMatch, NumericMatch, boxed_accuracy, last_boxed
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardFunction,
@@ -34,11 +30,9 @@ from torchrl_rloo.rewards.protocol import (
 )
 from torchrl_rloo.rewards.registry import REWARDS, load_reward
 from torchrl_rloo.rewards.remote import RemoteScorer
-from torchrl_rloo.rewards.repetition import RepetitionPenalty
 from torchrl_rloo.rewards.runner import RewardFailureError, RewardRunner
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
-from torchrl_rloo.rewards.stopping import StopProperly
-from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.rewards.tasks import ByTask, ForTask
 from torchrl_rloo.rewards.trl import (
     accuracy_reward,
     get_cosine_scaled_reward,
@@ -47,7 +41,7 @@ from torchrl_rloo.rewards.trl import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from torchrl_rloo.rewards.wrapping import RewardWrapper
+from torchrl_rloo.rewards.wrapping import RewardWrapper, Shuffled
 
 __all__ = [
     "REWARDS",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import last_boxed
 from torchrl_rloo.rewards.protocol import final_text
 
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[{}*_`$\"']")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchrl_rloo.rewards.code_names import BrokenTestsError, TestNames, check_names, read_names, resolve_names
-from torchrl_rloo.rewards.fences import find_program
+from torchrl_rloo.rewards.formats import find_program
 from torchrl_rloo.rewards.protocol import final_text
 from torchrl_rloo.rewards.sandbox import Sandbox, SandboxResult
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import last_boxed
 from torchrl_rloo.rewards.protocol import final_text
 
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

@@ -2,11 +2,273 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from torchrl_rloo.rewards.instruction_checks import CHECKS
 from torchrl_rloo.rewards.protocol import final_text
+
+_LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh zxx"  # zxx is no language
+).split()
+_UNDECIDED = 0.25  # share of the best language's probability at which a short text may be English
+
+
+def is_in_language(text: str, language: str) -> bool:
+    """Return whether a text is in a language, such as ``"de"``; True for texts without letters, as in IFEval."""
+    return not _has_letters(text) or _rank(text)[0][0] == language.lower().split("-")[0]
+
+
+def is_english(text: str) -> bool:
+    """Return whether a text may be English: no other language is more than four times as probable."""
+    if not _has_letters(text):
+        return True
+    ranks = _rank(text)
+    return dict(ranks)["en"] >= _UNDECIDED * ranks[0][1]
+
+
+def _has_letters(text: str) -> bool:
+    return any(character.isalpha() for character in text)
+
+
+def _rank(text: str) -> list[tuple[str, float]]:
+    return _identifier().rank(text)
+
+
+@cache
+def _identifier() -> Any:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError as error:
+        raise ImportError('language checks require py3langid: pip install "torchrl_rloo[rewards]"') from error
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identifier.set_languages(_LANGUAGES)
+    return identifier
+
+
+_CLOSERS = "\"')]}*_\u201d\u2019"
+_TITLES = frozenset("mr mrs ms dr prof rev gen sen rep st capt lt col sgt vs fig no vol pp cf approx".split())
+_ABBREVIATIONS = frozenset("etc inc ltd co corp jr sr dept univ assn bros jan feb aug sept oct nov dec".split())
+_STARTERS = frozenset(
+    "a an and but he her his how i if in it its my no she so that the then there these they this those we what when "
+    "where who why you your".split()
+)
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences; the time is linear in the length of the text.
+
+    A sentence ends with ``.``, ``!`` or ``?`` before white space, or with their full-width forms. The dot of a title
+    or an initial (``Dr. J. Smith``) ends none. The dot of another abbreviation (``5 p.m.``, ``etc.``) and an ellipsis
+    end one only before a capital letter that begins a common first word. Source: the idea of NLTK's Punkt (Kiss and
+    Strunk 2006), without its learned tables.
+
+    >>> count_sentences("Dr. Smith met Mr. Jones at 5 p.m. on Monday. He left.")
+    2
+    """
+    for mark in "\u3002\uff01\uff1f":
+        text = text.replace(mark, "! ")
+    tokens = text.split()
+    count = sum(_ends_sentence(token, following) for token, following in zip(tokens, tokens[1:], strict=False))
+    return count + bool(tokens)
+
+
+def _ends_sentence(token: str, following: str) -> bool:
+    token = token.rstrip(_CLOSERS)
+    if token.endswith(("!", "?")):
+        return True
+    if not token.endswith("."):
+        return False
+    stem, first = token.rstrip(".").lstrip("\"'([{*_\u201c\u2018").lower(), following.lstrip("\"'([{*_\u201c\u2018")
+    begins = first[:1].isupper() and first.rstrip(".,;:!?'\")").lower() in _STARTERS
+    if token.endswith(".."):
+        return first[:1].isupper()
+    if stem in _TITLES or len(stem) == 1 and stem.isalpha() and stem != "i":
+        return False
+    return begins if stem in _ABBREVIATIONS or "." in stem and stem.replace(".", "").isalpha() else True
+
+
+_WORD = re.compile(r"\w+")
+_BULLET = re.compile(r"^[^\S\n]*(?:\*[^*].*|-.*)$", re.MULTILINE)
+_HIGHLIGHTS = (re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*"))
+_POSTSCRIPTS = {"P.S.": re.compile(r"p\.\s?s\."), "P.P.S": re.compile(r"p\.\s?p\.\s?s")}
+_CONTRACTION = re.compile(r"(n't|'(?:s|m|d|ll|re|ve))\b", re.IGNORECASE)
+_TOKEN = re.compile(r"[^\s,;:!?()\[\]{}\"]+")
+
+
+def compare(count: int, bound: int, relation: str) -> bool:
+    """Return whether a count satisfies a bound.
+
+    Args:
+        count: number of occurrences.
+        bound: number to compare with.
+        relation: ``"at least"``, ``"less than"``, ``"at most"`` or ``"exactly"``.
+
+    Raises:
+        ValueError: if ``relation`` is unknown.
+    """
+    relations = {
+        "at least": count >= bound,
+        "less than": count < bound,
+        "at most": count <= bound,
+        "exactly": count == bound,
+    }
+    if relation not in relations:
+        raise ValueError(f"relation={relation!r} must be one of {sorted(relations)}")
+    return relations[relation]
+
+
+def _count_keyword(text: str, keyword: str) -> int:
+    return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
+
+
+def _has_keywords(text: str, keywords: list[str]) -> bool:
+    return all(_count_keyword(text, keyword) for keyword in keywords)
+
+
+def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return compare(_count_keyword(text, keyword), frequency, relation)
+
+
+def _avoids_words(text: str, forbidden_words: list[str]) -> bool:
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return compare(text.lower().count(letter.strip().lower()), let_frequency, let_relation)
+
+
+def _has_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return compare(count_sentences(text), num_sentences, relation)
+
+
+def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
+    paragraphs = _split(text, "***")
+    return paragraphs is not None and len(paragraphs) == num_paragraphs
+
+
+def _has_words(text: str, num_words: int, relation: str) -> bool:
+    return compare(len(_WORD.findall(text)), num_words, relation)
+
+
+def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    paragraphs = text.split("\n\n")
+    count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
+    if count != num_paragraphs or not 1 <= nth_paragraph <= count or not paragraphs[nth_paragraph - 1].strip():
+        return False
+    word = paragraphs[nth_paragraph - 1].split(maxsplit=1)[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word, maxsplit=1)[0].lower() == first_word.lower()
+
+
+def _has_placeholders(text: str, num_placeholders: int) -> bool:
+    count = 0
+    for line in text.split("\n"):
+        place = 0
+        while (start := line.find("[", place)) >= 0 and (end := line.find("]", start)) >= 0:
+            count, place = count + 1, end + 1
+    return count >= num_placeholders
+
+
+def _has_postscript(text: str, postscript_marker: str) -> bool:
+    pattern = _POSTSCRIPTS.get(postscript_marker) or re.compile(re.escape(postscript_marker.lower()))
+    return pattern.search(text.lower()) is not None
+
+
+def _has_bullets(text: str, num_bullets: int) -> bool:
+    return len(_BULLET.findall(text)) == num_bullets
+
+
+def _has_constrained_answer(text: str) -> bool:
+    return any(option in text for option in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
+
+
+def _has_highlights(text: str, num_highlights: int) -> bool:
+    found = [content for pattern in _HIGHLIGHTS for content in pattern.findall(text)]
+    return sum(bool(content.strip()) for content in found) >= num_highlights
+
+
+def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+
+
+def _is_json(text: str) -> bool:
+    text = text.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(fence)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _has_title(text: str) -> bool:
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end and line[start:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def _has_two_responses(text: str) -> bool:
+    responses = _split(text, "******")
+    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
+
+
+def _repeats_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _ends_with(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _has_capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    tokens = _TOKEN.findall(_CONTRACTION.sub(r" \1", text))
+    return compare(sum(token.isupper() for token in tokens), capital_frequency, capital_relation)
+
+
+def _is_quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _split(text: str, separator: str) -> list[str] | None:
+    """Split a text at separators; None if a part other than the first and last is blank."""
+    parts = [part.strip() for part in text.split(separator)]
+    return None if not all(parts[1:-1]) else [part for part in parts if part]
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": _has_keywords,
+    "keywords:frequency": _has_keyword_frequency,
+    "keywords:forbidden_words": _avoids_words,
+    "keywords:letter_frequency": _has_letter_frequency,
+    "language:response_language": is_in_language,
+    "length_constraints:number_sentences": _has_sentences,
+    "length_constraints:number_paragraphs": _has_paragraphs,
+    "length_constraints:number_words": _has_words,
+    "length_constraints:nth_paragraph_first_word": _has_first_word,
+    "detectable_content:number_placeholders": _has_placeholders,
+    "detectable_content:postscript": _has_postscript,
+    "detectable_format:number_bullet_lists": _has_bullets,
+    "detectable_format:constrained_response": _has_constrained_answer,
+    "detectable_format:number_highlighted_sections": _has_highlights,
+    "detectable_format:multiple_sections": _has_sections,
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _has_title,
+    "combination:two_responses": _has_two_responses,
+    "combination:repeat_prompt": _repeats_prompt,
+    "startend:end_checker": _ends_with,
+    "startend:quotation": _is_quoted,
+    "change_case:capital_word_frequency": _has_capital_words,
+    "change_case:english_capital": lambda text: text.isupper() and is_english(text),
+    "change_case:english_lowercase": lambda text: text.islower() and is_english(text),
+    "punctuation:no_comma": lambda text: "," not in text,
+}
 
 
 class InstructionFollowing:
@@ -21,7 +283,7 @@ class InstructionFollowing:
         partial: True scores the share of followed instructions (IFEval's instruction level), False 1.0 for all and 0.0
             otherwise (prompt level).
         ids_column: dataset column of lists of instruction ids in
-            :data:`~torchrl_rloo.rewards.instruction_checks.CHECKS`, or None, which abstains.
+            :data:`~torchrl_rloo.rewards.instructions.CHECKS`, or None, which abstains.
         arguments_column: dataset column of lists of arguments, a mapping per instruction. None values are dropped.
 
     Example:

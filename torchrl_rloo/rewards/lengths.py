@@ -1,4 +1,4 @@
-"""Rewards that depend on the length of a completion, in sampled tokens."""
+"""Rewards that depend on how a completion ends: its length in tokens, repetition, and limits that cut it off."""
 
 from __future__ import annotations
 
@@ -177,3 +177,97 @@ def _targets(name: str, target: int | str, columns: Mapping[str, Any], n: int) -
     if target not in columns:
         raise KeyError(f"{name} requires column {target!r}; the rows have {sorted(columns)}")
     return columns[target]
+
+
+class RepetitionPenalty:
+    """Penalty of ``max_penalty`` times the share of repeated n-grams among the sampled tokens.
+
+    The share is ``1 - distinct n-grams / all n-grams``. A row that repeats one token approaches ``max_penalty`` with
+    its length but never reaches it. Rows with fewer than ``ngram_size`` tokens score 0.
+
+    Source: n-gram penalty of Yeo et al. 2025, arXiv 2502.03373, appendix C.2, as one number per row; names of TRL.
+
+    Args:
+        ngram_size: number of tokens in an n-gram.
+        max_penalty: lower bound of the reward, at most 0.
+
+    Raises:
+        ValueError: if ``ngram_size`` is below 1, or ``max_penalty`` is positive or not finite.
+
+    Example:
+        >>> RepetitionPenalty(ngram_size=2)(["?"] * 2, ["..."] * 2, [[1, 2, 3, 4], [5, 5, 5, 5, 5]])
+        [0.0, -0.75]
+    """
+
+    __name__ = "repetition_penalty"
+
+    def __init__(self, ngram_size: int = 3, max_penalty: float = -1.0):
+        if ngram_size < 1:
+            raise ValueError(f"ngram_size={ngram_size} must be at least 1 token")
+        if not -math.inf < max_penalty <= 0:
+            raise ValueError(f"max_penalty={max_penalty} must be finite and not positive, because it is added")
+        self.ngram_size, self.max_penalty = ngram_size, max_penalty
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float | None]:
+        """Return ``B`` rewards in ``(max_penalty, 0]``."""
+        return [self._reward(ids) for ids in completion_ids]
+
+    def _reward(self, ids: Sequence[int]) -> float:
+        ngrams = [tuple(ids[i : i + self.ngram_size]) for i in range(len(ids) - self.ngram_size + 1)]
+        repeated = len(ngrams) - len(set(ngrams))
+        return self.max_penalty * repeated / len(ngrams) if repeated else 0.0
+
+
+class StopProperly(RewardWrapper):
+    """Reward that lowers the scores of another reward function for truncated trajectories.
+
+    A coefficient in [0, 1] multiplies the score of a truncated trajectory; a negative coefficient replaces it. The
+    reward abstains where the function does. A factor moves a negative score closer to 0, which favors truncation over a
+    wrong answer. Use a negative coefficient if scores can be negative. Logged as
+    ``stop_properly_<name of the function>``.
+
+    Source: the penalty for not stopping properly of ProRL (Liu et al. 2025, arXiv 2505.24864), in both forms of
+    OpenRLHF's ``stop_properly_penalty_coef``.
+
+    Args:
+        function: reward function, or its name, dotted path or mapping (:mod:`torchrl_rloo.rewards.registry`).
+        coefficient: in [0, 1], or negative and finite.
+
+    Raises:
+        ValueError: if ``coefficient`` is above 1 or not finite.
+
+    Example:
+        >>> texts, ids, cut = [r"\\boxed{7}"] * 2, [[1]] * 2, [False, True]
+        >>> StopProperly("boxed_accuracy", 0.25)(["?"] * 2, texts, ids, answer=["7"] * 2, truncated=cut)
+        [1.0, 0.25]
+        >>> StopProperly("boxed_accuracy", -0.5)(["?"] * 2, texts, ids, answer=["7"] * 2, truncated=cut)
+        [1.0, -0.5]
+    """
+
+    def __init__(self, function: RewardFunction | str | Mapping[str, Any], coefficient: float = 0.0):
+        if not -math.inf < coefficient <= 1:
+            raise ValueError(
+                f"coefficient={coefficient} must be in [0, 1] to multiply the score of a truncated completion, or "
+                "negative and finite to replace it"
+            )
+        super().__init__(function, "stop_properly_{}")
+        self.coefficient = coefficient
+
+    def transform_scores(self, scores: Scores, batch: RewardBatch) -> Scores:
+        """Return the scores, with the penalty on truncated trajectories."""
+        if not batch.truncated:
+            return scores
+        return [
+            score
+            if score is None or not cut or not math.isfinite(score)
+            else score * self.coefficient
+            if self.coefficient >= 0
+            else self.coefficient
+            for score, cut in zip(scores, batch.truncated, strict=True)
+        ]

@@ -1,18 +1,105 @@
-"""Rewards for completions that give the gold answer, as text or as a number."""
+r"""Rewards for completions that give the gold answer: in ``\boxed{...}``, as text or as a number."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any, NamedTuple
 
-from torchrl_rloo.rewards.boxed import last_boxed
 from torchrl_rloo.rewards.protocol import final_text
+
+_ARGUMENT = r"(?:\{[^{}]*\}|[0-9A-Za-z])"
+# As MATH writes them: \boxed 2, \boxed\frac12 and \boxed A, but not a word after \boxed, or a part of a longer formula
+_BARE = (
+    rf"-?[0-9]+(?:[.,/][0-9]+)*|-?\\[dt]?frac\s?{_ARGUMENT}\s?{_ARGUMENT}|\\sqrt\s?{_ARGUMENT}|"
+    r"\\pi|[A-Za-z](?!\s+[A-Za-z])"
+)
+_BRACE = re.compile(rf"\\boxed\s*(?:\{{|(?P<bare>{_BARE})(?![.,/]?[0-9]|[A-Za-z^_(]|\\[A-Za-z]))|[{{}}]")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last closed ``\boxed{...}`` in ``text``, stripped of outer whitespace.
+
+    A number, fraction, root, ``\pi`` or letter needs no braces: ``\boxed 7`` is a box.
+    Braces inside the box are matched, and a box that is never closed does not count. Of nested boxes the inner one is
+    the last. The time is linear in the length of the text.
+
+    Returns:
+        Content of the box, possibly empty, or None without a closed box.
+
+    Example:
+        >>> last_boxed(r"First \boxed{1}, rather \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
+        >>> last_boxed(r"It is \boxed{85") is None
+        True
+    """
+    span = find_last_box(text)
+    return None if span is None else text[slice(*span)].strip()
+
+
+def find_last_box(text: str) -> tuple[int, int] | None:
+    """Return start and end of the content of the last closed box, see :func:`last_boxed`; None without one."""
+    opened: list[tuple[int, bool]] = []  # for each open brace: start of its content, True if it opens a box
+    start, end = -1, -1
+    for match in _BRACE.finditer(text):
+        if match["bare"]:
+            start, end = match.span("bare")
+        elif match[0] != "}":
+            opened.append((match.end(), match[0] != "{"))
+        elif opened:
+            begin, is_box = opened.pop()
+            if is_box and begin > start:
+                start, end = begin, match.start()
+    return None if start < 0 else (start, end)
+
+
+def boxed_accuracy(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    answer: Sequence[str | None],
+    **columns: Any,
+) -> list[float | None]:
+    r"""Score 1.0 where the last ``\boxed{...}`` of a completion is exactly the answer, else 0.0.
+
+    Args:
+        prompts: ``B`` prompts; only their number is used.
+        completions: ``B`` completions, each plain text or a list of messages. The last assistant message is judged; a
+            completion without one scores 0.0.
+        answer: ``B`` expected contents of the box, compared as strings after the box (not the answer) is stripped.
+            None abstains.
+        **columns: other columns of the rows, unused.
+
+    Returns:
+        ``B`` values: 1.0, 0.0, or None where ``answer`` is None.
+
+    Raises:
+        ValueError: if the three lengths differ.
+        TypeError: if an answer is neither a string nor None.
+
+    Example:
+        >>> boxed_accuracy(["47+38?"] * 2, [r"\boxed{85}", "85"], answer=["85", "85"])
+        [1.0, 0.0]
+    """
+    if not len(prompts) == len(completions) == len(answer):
+        raise ValueError(
+            f"prompts, completions and answer must have equal lengths, got {len(prompts)}, {len(completions)} and "
+            f"{len(answer)}"
+        )
+    return [_score(completion, expected) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def _score(completion: str | Sequence[dict[str, Any]], expected: str | None) -> float | None:
+    if expected is None:
+        return None
+    if not isinstance(expected, str):
+        raise TypeError(f"answer={expected!r} ({type(expected).__name__}) must be a string or None; use str()")
+    return float(last_boxed(final_text(completion)) == expected)
 
 
 class ExactMatch:
@@ -366,3 +453,73 @@ def _column(reward: ExactMatch | NumericMatch, columns: dict[str, Any]) -> Seque
     if reward.column not in columns:
         raise KeyError(f"{reward.__name__} requires column {reward.column!r}; the rows have {sorted(columns)}")
     return columns[reward.column]
+
+
+_LOGGER = logging.getLogger(__name__)
+
+_STYLE = re.compile(
+    r"\\(?:left|right|displaystyle|,|!|;|:)(?![A-Za-z])|(?<=\\)[dtc](?=frac)|\$|(?<![0-9])[\s~]|[\s~](?![0-9])"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_ONE_CHARACTER = re.compile(r"\{([0-9A-Za-z])\}")
+_FRACTION = re.compile(r"\\frac(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))\s?(?:\{([0-9A-Za-z]+)\}|([0-9A-Za-z]))")
+_NAMED = re.compile(r"[A-Za-z]\s*=(?=[^=]+$)")
+
+
+def extract_answer(extract: Callable[[str], str | None], completion: Any) -> str | None:
+    """Return the answer of a completion's final text, or None if it has none or ``extract`` fails on it.
+
+    Args:
+        extract: function from text to answer, such as :func:`final_answer`.
+        completion: text, or messages.
+    """
+    try:
+        return extract(final_text(completion))
+    except Exception:
+        _LOGGER.exception("extract failed on a completion; it does not vote")
+        return None
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the canonical answer of a completion, or None if the text is blank.
+
+    The answer is the last closed ``\boxed{...}``, else the last number of the last line, else the last line. Equal
+    numbers in different notations give the same answer, as do texts that differ in case, spaces or style. The task
+    ``math`` has a vote that also compares formulas.
+
+    Example:
+        >>> final_answer(r"So it is \boxed{1,234.0}."), final_answer("2+2 = 5\nno, 4."), final_answer("It is  B.")
+        ('1234', '4', 'itisb')
+    """
+    if last_boxed(text) is not None:
+        return boxed_answer(text)
+    line = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return number_form(find_number(line, ("text",))) or _normalize(line)
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Return the last closed ``\boxed{...}`` as in :func:`final_answer`; None if it is missing or blank.
+
+    Example:
+        >>> boxed_answer(r"\boxed{\dfrac{1}{2}}") == boxed_answer(r"\boxed{0.5}"), boxed_answer("It is 4.")
+        (True, None)
+    """
+    boxed = last_boxed(text)
+    return None if boxed is None else _normalize(boxed)
+
+
+def number_form(number: Number | None) -> str | None:
+    """Return the canonical form of a number, ``"1/2"`` or ``"50%"``; None for numbers that are always wrong."""
+    if number is None or number.value is None:
+        return None
+    return str(number.value) + "%" * number.percent
+
+
+def _normalize(answer: str) -> str | None:
+    # Drop what changes no meaning: style, the name in front of a value, and the dot at the end
+    answer = _NAMED.sub("", _TEXT.sub(r"\1", answer), count=1).strip().rstrip(".")
+    if (form := number_form(read_number(answer))) is not None:
+        return form
+    # Keep braces, except where one character needs none: \frac{11}{2} and \frac{1}{12} differ
+    bare = _FRACTION.sub(lambda m: rf"\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", _STYLE.sub("", answer))
+    return _ONE_CHARACTER.sub(r"\1", bare).casefold() or None

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
-from torchrl_rloo.rewards.boxed import find_last_box
-from torchrl_rloo.rewards.matching import write_repeating
+from torchrl_rloo.rewards.matching import find_last_box, write_repeating
 from torchrl_rloo.rewards.process_judge import ProcessJudge
 
 MAX_ANSWER_CHARS = 500  # of a box; longer answers are wrong, unread

@@ -14,14 +14,14 @@ from torchrl_rloo.runtime.lookup import check_path, did_you_mean, import_object
 # Name -> dotted path; a module is imported only when its reward is loaded
 REWARDS: dict[str, str] = {
     "accuracy": "torchrl_rloo.rewards.accuracy.MathAccuracy",
-    "boxed_accuracy": "torchrl_rloo.rewards.boxed.boxed_accuracy",
+    "boxed_accuracy": "torchrl_rloo.rewards.matching.boxed_accuracy",
     "code_tests": "torchrl_rloo.rewards.code.CodeTests",
     "cosine_scaled": "torchrl_rloo.rewards.accuracy.CosineScaled",
     "countdown": "torchrl_rloo.rewards.countdown.Countdown",
     "exact_match": "torchrl_rloo.rewards.matching.ExactMatch",
     "for_task": "torchrl_rloo.rewards.tasks.ForTask",
     "instruction_following": "torchrl_rloo.rewards.instructions.InstructionFollowing",
-    "json_schema": "torchrl_rloo.rewards.json_schema.JSONSchema",
+    "json_schema": "torchrl_rloo.rewards.formats.JSONSchema",
     "length": "torchrl_rloo.rewards.lengths.Length",
     "length_budget": "torchrl_rloo.rewards.lengths.LengthBudget",
     "llm_judge": "torchrl_rloo.rewards.judge.LLMJudge",
@@ -30,11 +30,11 @@ REWARDS: dict[str, str] = {
     "reasoning_accuracy": "torchrl_rloo.rewards.accuracy.ReasoningAccuracy",
     "regex_format": "torchrl_rloo.rewards.formats.RegexFormat",
     "remote_scorer": "torchrl_rloo.rewards.remote.RemoteScorer",
-    "repetition_penalty": "torchrl_rloo.rewards.repetition.RepetitionPenalty",
+    "repetition_penalty": "torchrl_rloo.rewards.lengths.RepetitionPenalty",
     "sequence_classifier": "torchrl_rloo.rewards.classifier.SequenceClassifier",
-    "shuffled": "torchrl_rloo.rewards.controls.Shuffled",
+    "shuffled": "torchrl_rloo.rewards.wrapping.Shuffled",
     "soft_overlong": "torchrl_rloo.rewards.lengths.SoftOverlong",
-    "stop_properly": "torchrl_rloo.rewards.stopping.StopProperly",
+    "stop_properly": "torchrl_rloo.rewards.lengths.StopProperly",
     "think_format": "torchrl_rloo.rewards.formats.think_format",
 }
 

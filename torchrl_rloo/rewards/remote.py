@@ -1,14 +1,268 @@
-"""Scores of a remote service over HTTP."""
+"""Scores of a remote service over HTTP, with retries while it is slow, overloaded or briefly unavailable."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from itertools import count
 from numbers import Real
+from random import SystemRandom
 from typing import Any
 
-from torchrl_rloo.rewards.http_json import JsonEndpoint, JsonSession, gather_all
 from torchrl_rloo.rewards.protocol import MalformedScoresError, final_text
+from torchrl_rloo.runtime.http import (
+    ENCODINGS,
+    OversizedReplyError,
+    Redactor,
+    ReplyError,
+    decode,
+    read_body,
+    strict_json,
+)
+
+_JITTER = SystemRandom()  # leaves the state of the seeded global generator unchanged
+_MAX_WAIT = 30.0  # maximum backoff in seconds
+_RETRIED_STATUSES = frozenset({408, 425, 429})  # in addition to 5xx
+
+
+class RemoteRewardError(RuntimeError):
+    """Error of a service that gave no usable answer.
+
+    Attributes:
+        status: HTTP status of the last reply; None without a reply.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.status)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Failed attempt, with a message without secrets."""
+
+    message: str
+    status: int | None = None
+    transient: bool = False  # whether another attempt may succeed
+    wait: float = 0.0  # seconds that the server asks for
+
+
+@dataclass(frozen=True)
+class JsonEndpoint:
+    """Endpoint that accepts JSON by POST and answers with JSON.
+
+    Errors mask the key, the user, password and query of ``url``, and values of ``headers`` from four characters on.
+
+    Connection errors, time-outs, replies that are not JSON, and the statuses 408, 425, 429 and 5xx are retried. The
+    wait is ``backoff`` seconds, doubled each time up to 30, minus a random share of at most one half. A ``Retry-After``
+    header may extend it. Other statuses, including redirects, fail at once.
+
+    Attributes:
+        url: address, http or https.
+        timeout: seconds per attempt.
+        total_timeout: seconds per request, with all attempts and waits.
+        retries: maximum number of attempts after the first.
+        backoff: seconds before the second attempt.
+        concurrency: maximum number of requests in flight in one :meth:`session`.
+        headers: headers of each request. They are pickled, so pass a key through ``api_key_env`` instead.
+        api_key_env: environment variable that holds a key, sent as ``Authorization: Bearer``. It is read when a session
+            opens and is not stored. None sends no key.
+        max_bytes: maximum size of a reply, before and after it is unpacked. A larger one fails at once.
+
+    Raises:
+        ValueError: if a setting is out of range.
+
+    Example::
+
+        endpoint = JsonEndpoint("http://localhost:8000/score", retries=2)
+        async with endpoint.session() as session:
+            reply = await session.post({"completions": ["It is 4."]})
+    """
+
+    url: str = field(repr=False)  # may hold a password
+    timeout: float = 60.0
+    total_timeout: float = 300.0
+    retries: int = 4
+    backoff: float = 0.5
+    concurrency: int = 16
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    api_key_env: str | None = None
+    max_bytes: int = 1 << 24
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.redactor()(self.url)!r} must start with http:// or https://")
+        for name in ("timeout", "total_timeout", "backoff"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive, finite number of seconds")
+        if self.retries < 0 or self.concurrency < 1:
+            raise ValueError(f"retries={self.retries} must be >= 0 and concurrency={self.concurrency} >= 1")
+        if self.max_bytes < 1:
+            raise ValueError(f"max_bytes={self.max_bytes} must be at least 1")
+
+    def redactor(self, key: str | None = None) -> Redactor:
+        """Return a function that masks the secrets of requests with a key."""
+        return Redactor(self.url, self.headers, [key])
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[JsonSession]:
+        """Open connections in the running event loop and close them on exit.
+
+        Raises:
+            RemoteRewardError: if the environment variable ``api_key_env`` is not set.
+        """
+        import aiohttp
+
+        key = None
+        if self.api_key_env is not None and not (key := os.environ.get(self.api_key_env)):
+            raise RemoteRewardError(
+                f"{self.redactor()(self.url)}: environment variable {self.api_key_env} is not set; export the key in "
+                "it, or use api_key_env=None for a server without keys"
+            )
+        headers = {**self.headers, "Content-Type": "application/json", "Accept-Encoding": ENCODINGS}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        limits = aiohttp.ClientTimeout()  # none, since a session limits a whole attempt
+        connector = aiohttp.TCPConnector(limit=0)  # a wait for a connection would count towards the time limit
+        async with aiohttp.ClientSession(
+            connector=connector, headers=headers, timeout=limits, auto_decompress=False
+        ) as client:
+            yield JsonSession(self, client, self.redactor(key))
+
+
+class JsonSession:
+    """Session of requests to a :class:`JsonEndpoint` within one event loop.
+
+    Attributes:
+        redact: function that masks the secrets of the requests in a text.
+        name: address without secrets, for errors.
+    """
+
+    def __init__(self, endpoint: JsonEndpoint, client: Any, redact: Redactor):
+        self._endpoint, self._client, self.redact = endpoint, client, redact
+        self.name = redact(endpoint.url)
+        self._slots = asyncio.Semaphore(endpoint.concurrency)
+
+    async def post(self, body: Any) -> Any:
+        """Post a request and return the decoded reply.
+
+        Raises:
+            RemoteRewardError: if no attempt succeeds, with the answer of the server.
+            TypeError: if ``body`` is not JSON.
+        """
+        data = json.dumps(body, default=_to_json).encode()
+        async with self._slots:  # held during backoff, so that an overloaded server gets fewer requests
+            return await self._post_with_retries(data)
+
+    async def _post_with_retries(self, data: bytes) -> Any:
+        settings, clock = self._endpoint, asyncio.get_running_loop().time
+        deadline = clock() + settings.total_timeout
+        for attempts in count(1):
+            # Give an attempt at most the time that is left
+            result = await self._attempt(data, max(0.001, min(settings.timeout, deadline - clock())))
+            if not isinstance(result, _Failure):
+                return result
+            if not result.transient:
+                raise RemoteRewardError(f"{self.name}: {result.message}", result.status)
+            failed = f"{self.name}: {attempts} attempts failed, the last with: {result.message}"
+            if attempts > settings.retries:
+                raise RemoteRewardError(failed, result.status)
+            # Wait longer after each failure, for a random time so that requests spread out
+            wait = max(result.wait, min(_MAX_WAIT, settings.backoff * 2 ** (attempts - 1)) * _JITTER.uniform(0.5, 1))
+            if clock() + wait >= deadline:
+                limit = f"total_timeout={settings.total_timeout} s leaves no time to wait {wait:.3g} s more"
+                raise RemoteRewardError(f"{failed}; {limit}", result.status)
+            await asyncio.sleep(wait)
+
+    async def _attempt(self, data: bytes, timeout: float) -> Any:
+        """Return the decoded reply or a :class:`_Failure`.
+
+        It raises nothing, because the errors of aiohttp hold the headers of the request.
+        """
+        import aiohttp
+
+        try:
+            return await asyncio.wait_for(self._exchange(data), timeout)
+        except asyncio.TimeoutError:
+            return _Failure(f"no answer within {timeout:.3g} s", transient=True)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            return self._failure(f"{type(error).__name__}: {error}", transient=True)
+        except OversizedReplyError as error:
+            return self._failure(str(error))
+        except (aiohttp.ClientError, ValueError, OSError) as error:  # invalid addresses and headers, broken replies
+            return self._failure(f"{type(error).__name__}: {error}", transient=isinstance(error, ReplyError))
+
+    async def _exchange(self, data: bytes) -> Any:
+        # Refuse redirects: they could turn the POST into a GET, or send the key to another host
+        async with self._client.post(self._endpoint.url, data=data, allow_redirects=False) as reply:
+            body = await read_body(reply, self._endpoint.max_bytes)
+        status = reply.status
+        if status < 300:
+            try:
+                return await decode(body, strict_json)
+            except ReplyError as error:
+                message = f"status {status} and no usable JSON: {error}: {_text(body)}"
+                return self._failure(message, status, transient=True)
+        # Retry only statuses that may be temporary
+        target = f" (redirects to {reply.headers['Location']})" if "Location" in reply.headers else ""
+        transient = status in _RETRIED_STATUSES or status >= 500
+        wait = _retry_after(reply.headers.get("Retry-After"))
+        return self._failure(f"{status} {reply.reason}{target}: {_text(body)}", status, transient=transient, wait=wait)
+
+    def _failure(self, message: str, status: int | None = None, **more: Any) -> _Failure:
+        return _Failure(self.redact.line(message), status, **more)
+
+
+def _text(body: bytes) -> str:
+    """Return the begin of a body as text, for a message."""
+    return body[: 1 << 16].decode(errors="replace")
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await coroutines concurrently and return their results in order.
+
+    The first exception cancels the others and is raised after they have ended.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()  # no effect on finished tasks
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _retry_after(value: str | None) -> float:
+    """Parse a ``Retry-After`` header, a number of seconds or a date, into seconds; 0 if it is neither."""
+    if value is None:
+        return 0.0
+    try:
+        return max(0.0, float(value)) if value.strip().replace(".", "", 1).isdigit() else _seconds_until(value)
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _seconds_until(date: str) -> float:
+    then = parsedate_to_datetime(date)
+    then = then if then.tzinfo else then.replace(tzinfo=timezone.utc)
+    return max(0.0, (then - datetime.now(timezone.utc)).total_seconds())
+
+
+def _to_json(value: Any) -> Any:
+    """Convert arrays, tensors and numpy scalars to JSON values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.100} ({type(value).__name__}) cannot be sent as JSON")
+
 
 _JOINED, _FINAL = "prompts+completions", "final_text"
 _MAX_EXCERPT = 300  # characters of a reply in an error

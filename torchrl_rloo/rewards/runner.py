@@ -8,19 +8,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torchrl_rloo.rewards.duplicates import find_distinct
 from torchrl_rloo.rewards.executor_async import EventLoop
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
-from torchrl_rloo.rewards.forms import FORM_ERRORS, form_hint
 from torchrl_rloo.rewards.latency import Histogram
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
     RewardFailure,
+    RewardFunction,
+    final_text,
     reward_name,
 )
 from torchrl_rloo.rewards.quarantine import MAX_TRACEBACK_CHARS, Quarantine
@@ -28,10 +28,125 @@ from torchrl_rloo.rewards.registry import RewardSpec, load_reward
 from torchrl_rloo.runtime.lookup import is_async
 from torchrl_rloo.runtime.threads import PackageThread
 
+MAX_SAMPLES = 8  # completions that are scored in both forms
+FORM_ERRORS = ("TypeError", "AttributeError", "KeyError", "IndexError")  # what the wrong form usually raises
+
+_TEXT = (
+    "it expects texts, but gets chat messages: set data.chat=false (load_prompts(chat=False)) for text prompts, or "
+    "read completion[-1]['content']"
+)
+_MESSAGES = (
+    "it expects chat messages, but gets texts: set data.chat=true with a tokenizer that has a chat template "
+    "(model.chat_template), or read the completion itself"
+)
+
+Run = Callable[[Sequence[RewardBatch]], "list[RewardCall | RewardFailure]"]
+
+
+def form_hint(function: RewardFunction, batch: RewardBatch, run: Run) -> str:
+    """Return advice if a function tells completions apart only in their other form; "" otherwise.
+
+    Functions for TRL's standard format expect texts. On messages they fail, or give all the same score (``len``).
+
+    Args:
+        function: reward function. Those of this package read both forms.
+        batch: trajectories in the form that the run has.
+        run: function that scores batches with ``function``.
+    """
+    while (inner := getattr(function, "function", None) or getattr(function, "func", None)) is not None:
+        function = inner
+    if (getattr(function, "__module__", None) or "").startswith(__package__):
+        return ""
+    first = {final_text(completion): i for i, completion in enumerate(batch.completions)}  # a row of each text
+    batch = batch.select(list(first.values())[:MAX_SAMPLES])
+    if not len(batch) or (other := _other_form(batch)) is None:
+        return ""
+    # All fail, or earn the same: try the other form
+    scores = _scores(run, batch)
+    if scores is None or len(set(scores)) > 1:
+        return ""
+    other_scores = _scores(run, other)
+    if not other_scores or scores and len(set(other_scores)) == 1:
+        return ""
+    return _MESSAGES if isinstance(batch.completions[0], str) else _TEXT
+
+
+def _scores(run: Run, batch: RewardBatch) -> list[float | None] | None:
+    """Return the score of each trajectory; an empty list if all raise, None if only some do, or time out."""
+    results = run([batch.select([i]) for i in range(len(batch))])
+    scores = [result.scores[0] for result in results if isinstance(result, RewardCall)]
+    raised = [r for r in results if isinstance(r, RewardFailure) and r.kind in ("raised", "malformed")]
+    return scores if len(batch) in (len(scores), len(raised)) else None
+
+
+def _other_form(batch: RewardBatch) -> RewardBatch | None:
+    """Return texts as messages, or single messages as texts; None for longer conversations."""
+    if isinstance(batch.completions[0], str):
+        prompts, completions = (
+            [_said(role, text) for text in texts]
+            for role, texts in (("user", batch.prompts), ("assistant", batch.completions))
+        )
+    elif all(len(completion) == 1 for completion in batch.completions):
+        prompts = [prompt if isinstance(prompt, str) else prompt[-1].get("content", "") for prompt in batch.prompts]
+        completions = [final_text(completion) for completion in batch.completions]
+    else:
+        return None
+    return replace(batch, prompts=prompts, completions=completions)
+
+
+def _said(role: str, text: Any) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text}]
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def find_distinct(batch: RewardBatch) -> tuple[list[int], list[int]]:
+    """Find the trajectories that differ in prompt, completion, ids, a column or truncation.
+
+    Values that cannot be compared (arrays, for example) count as different.
+
+    Returns:
+        Tuple ``(first, places)``. ``first`` holds the index of the first trajectory of each set of identical ones.
+        ``places[i]`` is the position in ``first`` of the set of trajectory ``i``.
+
+    Example:
+        >>> find_distinct(RewardBatch(["p", "q", "p"], ["a", "a", "a"], [[1], [1], [1]]))
+        ([0, 1], [0, 1, 0])
+    """
+    first: list[int] = []
+    places: list[int] = []
+    candidates: dict[Any, list[int]] = {}  # places, by a key that is cheap to compare
+    for i, ids in enumerate(batch.completion_ids):
+        alike = candidates.setdefault((tuple(ids), _last_text(batch.prompts[i])), [])
+        place = next((p for p in alike if _is_identical(batch, first[p], i)), None)
+        if place is None:
+            place = len(first)
+            first.append(i)
+            alike.append(place)
+        places.append(place)
+    return first, places
+
+
+def _last_text(prompt: Any) -> str:
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else prompt
+    return str(last.get("content")) if isinstance(last, Mapping) else last if isinstance(last, str) else ""
+
+
+def _is_identical(batch: RewardBatch, i: int, j: int) -> bool:
+    columns = [batch.prompts, batch.completions, *batch.columns.values()]
+    if batch.truncated:
+        columns.append(batch.truncated)
+    try:
+        return all(values[i] is values[j] or bool(values[i] == values[j]) for values in columns)
+    except Exception as error:
+        _LOGGER.debug("trajectories %d and %d cannot be compared: %s", i, j, error)
+        return False
+
+
 MAX_FLOAT32 = 3.4028234663852886e38  # largest finite float32
 MAX_EXCERPT_CHARS = 200  # characters of a prompt or completion in a log line
 
-_LOGGER = logging.getLogger(__name__)
 _COUNTERS_LOCK = threading.Lock()  # guards counters and histograms: several threads may score batches
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from torchrl_rloo.rewards.accuracy import CosineScaled, MathAccuracy, ReasoningAccuracy
 from torchrl_rloo.rewards.formats import think_format
-from torchrl_rloo.rewards.lengths import SoftOverlong
+from torchrl_rloo.rewards.lengths import RepetitionPenalty, SoftOverlong
 from torchrl_rloo.rewards.protocol import final_text
-from torchrl_rloo.rewards.repetition import RepetitionPenalty
 
 
 def accuracy_reward(

@@ -15,7 +15,6 @@ from torchrl_rloo.diagnostics.checks.base import Probe
 from torchrl_rloo.diagnostics.checks.data import prompt_text
 from torchrl_rloo.functional import combine_rewards
 from torchrl_rloo.rewards.executors import Executor, InlineExecutor
-from torchrl_rloo.rewards.forms import form_hint
 from torchrl_rloo.rewards.protocol import (
     RewardBatch,
     RewardCall,
@@ -24,6 +23,7 @@ from torchrl_rloo.rewards.protocol import (
     find_missing_columns,
     reward_name,
 )
+from torchrl_rloo.rewards.runner import form_hint
 from torchrl_rloo.runtime.lookup import is_async
 
 PROMPTS = 4  # prompts of each task to probe

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
-from torchrl_rloo.rewards.answers import number_form
-from torchrl_rloo.rewards.matching import NumericMatch, find_number
+from torchrl_rloo.rewards.matching import NumericMatch, find_number, number_form
 
 _STORIES = (
     "{name} has {a} apples and buys {b} more. How many apples does {name} have now?",

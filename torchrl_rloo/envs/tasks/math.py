@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_rloo.envs.tasks.base import Task
-from torchrl_rloo.rewards.boxed import last_boxed
+from torchrl_rloo.rewards.matching import last_boxed
 from torchrl_rloo.rewards.math_judge import shared_judge
 
 _PROBLEMS = ("problem", "question", "prompt")

@@ -10,9 +10,8 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.data.prompts import PromptDataset
 from torchrl_rloo.data.sampling import MixtureSampler, PromptSampler
 from torchrl_rloo.envs.tasks.base import Task, TaskBase
-from torchrl_rloo.rewards.by_task import ByTask
 from torchrl_rloo.rewards.protocol import RewardFunction
-from torchrl_rloo.rewards.tasks import ForTask
+from torchrl_rloo.rewards.tasks import ByTask, ForTask
 
 
 class Mixture(TaskBase):

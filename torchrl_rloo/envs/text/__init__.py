@@ -1,8 +1,8 @@
 """Text environments of any common interface, as conversations to train on."""
 
-from torchrl_rloo.envs.text.adapters import MLGymWrapper
+from torchrl_rloo.envs.text.adapters import STYLES, MLGymWrapper, wrap
 from torchrl_rloo.envs.text.games import GuessNumber
-from torchrl_rloo.envs.text.session import STYLES, Outcome, TextSession, wrap
+from torchrl_rloo.envs.text.session import Outcome, TextSession
 from torchrl_rloo.envs.text.transform import TextEnvTransform, TextTask, seed_dataset, text_env
 
 __all__ = [

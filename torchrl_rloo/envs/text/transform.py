@@ -22,8 +22,8 @@ from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.chat import PromptIds, dataset_columns
 from torchrl_rloo.envs.dataset import DatasetChatEnv
 from torchrl_rloo.envs.tasks.base import EMBEDDED, TaskBase
-from torchrl_rloo.envs.text.adapters import ENV_SEED
-from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages, wrap
+from torchrl_rloo.envs.text.adapters import ENV_SEED, wrap
+from torchrl_rloo.envs.text.session import Outcome, TextSession, as_messages
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.rewards.protocol import RewardFunction
 from torchrl_rloo.runtime import event_loop
