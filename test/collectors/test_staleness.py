@@ -14,8 +14,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from support.collecting import Bump, G, Gate, groups_of, in_state
 from support.waiting import PATIENCE, in_thread, wait_until
-from torchrl_rloo.collectors.late_groups import LateGroups
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState
+from torchrl_rloo.collectors.scheduler import LateGroups
 from torchrl_rloo.collectors.staleness import AgeTable, choose_groups, limit_staleness, may_wait, token_staleness
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines.scripted import ScriptedTurn

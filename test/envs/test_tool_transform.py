@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.collectors.finishing import next_turn
+from torchrl_rloo.collectors.conversation import next_turn
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.data.stop_reasons import stop_reason

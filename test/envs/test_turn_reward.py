@@ -10,7 +10,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_rloo.collectors import LLMCollector
-from torchrl_rloo.collectors.finishing import next_turn
+from torchrl_rloo.collectors.conversation import next_turn
 from torchrl_rloo.data import keys, load_prompts, tensor_rows
 from torchrl_rloo.envs import DatasetChatEnv, RowStepper
 from torchrl_rloo.envs.text import text_env

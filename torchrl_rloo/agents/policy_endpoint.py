@@ -14,7 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torchrl_rloo.agents.agents import AgentContext
 from torchrl_rloo.agents.server import EndpointServer
 from torchrl_rloo.agents.session import AgentSession
-from torchrl_rloo.collectors.finishing import finish_row
+from torchrl_rloo.collectors.conversation import finish_row
 from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.templates import Messages

@@ -1,9 +1,8 @@
 """Collectors, which drive an environment with a policy."""
 
-from torchrl_rloo.collectors.base import CollectionProgress
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
 from torchrl_rloo.collectors.ledger import Audit, Group, GroupLedger, GroupState, Lease, check_audit
-from torchrl_rloo.collectors.llm import LLMCollector
+from torchrl_rloo.collectors.llm import CollectionProgress, LLMCollector
 from torchrl_rloo.collectors.ray_llm import RayLLMCollector
 from torchrl_rloo.collectors.referenced_source import ReferencedSource
 from torchrl_rloo.collectors.refill import RefilledBatch, RefillingCollector

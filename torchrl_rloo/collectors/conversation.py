@@ -12,21 +12,72 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency, Slots
-from torchrl_rloo.collectors.finishing import finish_row, next_turn
 from torchrl_rloo.collectors.ledger import Lease
-from torchrl_rloo.collectors.turn_source import TurnSource
+from torchrl_rloo.collectors.turn_source import Policy, make_turn_source
 from torchrl_rloo.data import keys
-from torchrl_rloo.data.rows import copy_row, stack_rows
+from torchrl_rloo.data.rows import copy_row, make_tensorclass, stack_rows
+from torchrl_rloo.data.segments import SAMPLE_KEYS, sampled_versions
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.engines.base import EngineDeadError
 from torchrl_rloo.engines.occupancy import Reading
 from torchrl_rloo.envs.activity import Activity, ActivityWindow, Presence, set_present
 from torchrl_rloo.envs.stepping import BrokenAgentError, RowStepper, open_rows
 from torchrl_rloo.runtime import event_loop
+
+# Entries of a stepped row that belong to one turn
+_TURN_KEYS = ("tokens", "masks", "log_probs", "text", "history", "next", keys.RESPONSE_TRUNCATED)
+# Entries of the last turn's "next" that the finished row keeps there
+_OUTCOME_KEYS = ("done", "terminated", "truncated", "stop_reason", "rewards", "raw_rewards")
+_OUTCOME_KEYS += ("ref_log_probs", "token_rewards", "log_extra", keys.ROLE_RECORD[1])
+# Entries that only the environment reads
+_DROPPED_KEYS = (keys.MAX_NEW_TOKENS, keys.INITIAL_MAX_NEW_TOKENS, keys.STARTED, keys.TOOLS_SEEN)
+# Entries of "next" that are not part of the state before the next turn
+_SCORE_KEYS = ("reward", "rewards", "raw_rewards", "ref_log_probs")
+
+
+def next_turn(row: TensorDictBase) -> TensorDictBase:
+    """Return the state before the next turn: the step's ``"next"`` and the keys of the whole conversation.
+
+    Args:
+        row: one stepped row, without batch dimensions, that is not done.
+    """
+    return row.exclude(*_TURN_KEYS).update(row["next"].exclude(*_SCORE_KEYS))
+
+
+def finish_row(row: TensorDictBase, reward: torch.Tensor, version: int) -> TensorDictBase:
+    """Return a finished conversation as a row of the schema.
+
+    Args:
+        row: one row, without batch dimensions, whose ``"next"`` is done.
+        reward: ``[1, 1]`` sum of the rewards of all turns.
+        version: policy version at the first turn. If the policy reports versions of tokens, the oldest replaces it.
+    """
+    # Take outcome and tokens from the last step, whose prompt for a next turn is the whole trajectory
+    end = row["next"]
+    tokens, mask, log_probs = (end.get(key) for key in (keys.PROMPT_TOKENS, keys.ACTION_MASK, keys.LOG_PROBS))
+    first_action = int(mask.int().argmax()) if mask.any() else len(mask)
+    entries = dict(end.items())
+    outcome = {k: entries[k] for k in _OUTCOME_KEYS if k in entries} | {"reward": reward}
+    # Take everything else from the conversation
+    out = {k: v for k, v in row.items() if k not in _TURN_KEYS and k not in outcome and k not in _DROPPED_KEYS}
+    out |= {k: entries[k] for k in (keys.COMPLETION, keys.NUM_TURNS, *SAMPLE_KEYS) if k in entries}
+    # Add the version, and the tokens with their masks and log-probs
+    versions = sampled_versions(out)
+    sampled = versions is not None and len(versions)
+    out |= {
+        keys.POLICY_VERSION: versions.min() if sampled else torch.tensor(version),
+        "tokens": make_tensorclass(Tokens, full=tokens, prompt=tokens[:first_action]),
+        "masks": make_tensorclass(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+        "log_probs": make_tensorclass(LogProbs, full=log_probs),
+        "next": TensorDict._new_unsafe(outcome, batch_size=torch.Size([])),
+    }
+    return TensorDict._new_unsafe(out, batch_size=torch.Size([]))
+
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_RESETS = 16  # groups reset at a time, each in a thread, since sessions may start slowly
@@ -37,17 +88,9 @@ ON_FAILURE: tuple[str, ...] = get_args(OnFailure)
 
 
 class RunnerSettings(NamedTuple):
-    """Settings of a runner of groups, see :class:`~torchrl_rloo.collectors.LLMCollector`.
+    """Settings of a runner of groups, each explained at :class:`~torchrl_rloo.collectors.LLMCollector`.
 
-    Attributes:
-        seed: seed from which the conversations' seeds are derived.
-        eager: whether turns are sampled while the loop trains.
-        max_in_flight: maximum number of concurrent conversations, or None.
-        max_batch_size: maximum number of rows in a batch of a policy that samples batches.
-        reward_threads: number of groups scored at a time.
-        max_consecutive_failures: number of consecutive failed turns that stops collection; None disables the limit.
-        on_failure: ``"abstain"`` keeps a failed conversation, without a return. ``"replace"`` runs another conversation
-            of the prompt in its place, with another seed, at most three times.
+    With ``eager``, turns are sampled while the loop trains.
     """
 
     seed: int
@@ -63,32 +106,27 @@ class GroupRunner:
     """Runner of any number of concurrent groups on one event loop.
 
     Args:
-        env: environment, see :class:`LLMCollector`.
+        env: environment, adapted to the policy.
+        policy: callable that takes and returns rows.
         version: function that returns the current policy version.
         settings: settings of the conversations.
 
+    Raises:
+        ValueError: if the policy and the settings cannot be combined.
+
     Attributes:
-        source: source of the turns, set before the first group.
-        slots: places of the conversations, set before the first group.
+        source: source of the turns.
+        slots: places of the conversations.
         counts: ``"collector/failed_turns"``, turns on which the policy failed; ``"collector/timed_out"``, conversations
             that the environment's ``max_seconds`` ended while they waited; ``"collector/replaced"`` and
             ``"collector/cancelled_rows"``, conversations that were replaced after a failure and cut as stragglers.
         turn_counts: number of turns by ``group_id``, until :meth:`forget`.
         ended_counts: number of ended conversations by ``group_id``, until :meth:`forget`.
         pending: number of conversations that have not ended.
-        on_end: function called with the ``group_id`` of a conversation that has ended; None calls none.
         activity: record of where conversations spend their time.
     """
 
-    source: TurnSource
-    slots: Slots
-
-    def __init__(
-        self,
-        env: EnvBase,
-        version: Callable[[], int],
-        settings: RunnerSettings,
-    ):
+    def __init__(self, env: EnvBase, policy: Policy, version: Callable[[], int], settings: RunnerSettings):
         self.env, self.stepper, self.version, self.seed = env, RowStepper(env), version, settings.seed
         self.max_seconds = getattr(self.stepper.base, "max_seconds", None)
         self.max_consecutive_failures, self.on_failure = settings.max_consecutive_failures, settings.on_failure
@@ -97,7 +135,6 @@ class GroupRunner:
         self.ended_counts: Counter[int] = Counter()
         self.pending = 0
         self.activity = Activity()
-        self.on_end: Callable[[int], None] | None = None
         self._reset_slots, self._scoring_slots = (
             asyncio.Semaphore(_MAX_RESETS),
             asyncio.Semaphore(settings.reward_threads),
@@ -105,6 +142,10 @@ class GroupRunner:
         self._consecutive_failures = 0
         self._running: dict[int, list[_Conversation]] = {}
         self._thread_work: set[asyncio.Future] = set()  # outlives a cancelled group
+        self.source = make_turn_source(
+            policy, version, self.expected, eager=settings.eager, max_batch_size=settings.max_batch_size
+        )
+        self.slots = Slots(settings.max_in_flight, self.source.load)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Keep the policy from using weights in this process within the context."""
@@ -126,12 +167,15 @@ class GroupRunner:
         """Return the number of conversations that hold a place or could, and have not ended."""
         return min(self.pending, self.slots.limit)
 
-    async def run(self, lease: Lease, begin: Callable[[int], None]) -> list[TensorDictBase]:
+    async def run(
+        self, lease: Lease, begin: Callable[[int], None], ended: Callable[[int], None] = lambda group_id: None
+    ) -> list[TensorDictBase]:
         """Run a group to its end. Cancelling it cancels its turns and tools and releases its state.
 
         Args:
             lease: group to run.
             begin: function called with the policy version when a conversation begins.
+            ended: function called with the ``group_id`` when a conversation has ended.
 
         Returns:
             ``G`` finished rows of the schema, in the order of the drawn rows.
@@ -150,7 +194,7 @@ class GroupRunner:
             for conversation, row in zip(conversations, await self._open(conversations), strict=True):
                 conversation.row = row
             self._running[group] = conversations
-            await _gather_or_cancel([self._run_conversation(c, unended) for c in conversations])
+            await _gather_or_cancel([self._run_conversation(c, unended, ended) for c in conversations])
             began = [c.presence.enter("rewards") for c in conversations][0]
             async with self._scoring_slots:
                 rows = await asyncio.shield(self._run_in_thread(self._score, conversations))
@@ -218,7 +262,9 @@ class GroupRunner:
             if isinstance(outcome, Exception):
                 _LOGGER.error("releasing the state of a conversation failed", exc_info=outcome)
 
-    async def _run_conversation(self, conversation: _Conversation, unended: set[_Conversation]) -> None:
+    async def _run_conversation(
+        self, conversation: _Conversation, unended: set[_Conversation], ended: Callable[[int], None]
+    ) -> None:
         """Run a conversation to its end, or to the cut of a straggler."""
         conversation.task = asyncio.current_task()
         set_present(conversation.presence)
@@ -234,8 +280,7 @@ class GroupRunner:
         unended.discard(conversation)
         self.pending -= 1
         self.source.notify()
-        if self.on_end is not None:
-            self.on_end(conversation.group_id)
+        ended(conversation.group_id)
 
     async def _converse(self, conversation: _Conversation) -> None:
         """Run one conversation to its end once a place is free, and its replacements after failures."""

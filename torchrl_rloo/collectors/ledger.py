@@ -77,7 +77,7 @@ class Group:
         state: state of the group.
         version: policy version at which its first conversation began; None before.
         rows: ``G`` finished rows of a complete group.
-        oldest: oldest version that sampled a token of ``rows``; None until :func:`oldest_version` finds it.
+        oldest: oldest version that sampled a token of ``rows``; None if nothing needs it, or no token was sampled.
         taken: True once :meth:`GroupLedger.settle` confirmed that a caller has the delivered rows.
     """
 
@@ -112,7 +112,6 @@ class GroupLedger:
         counts: ``"ledger/drawn"``, ``"ledger/acknowledged"``, ``"ledger/requeued"`` groups and ``"ledger/late"``
             results of earlier attempts.
         finished: number of complete groups that wait for their delivery, and its integrals.
-        changed: ids of groups whose state or version changed, for a reader that removes them; None keeps none.
 
     Example:
         >>> from torchrl_rloo.data import load_prompts
@@ -132,7 +131,7 @@ class GroupLedger:
         self._attempts: dict[int, int] = {}  # next attempt of groups that a checkpoint put back
         self._sizes: Counter[GroupState] = Counter()  # number of groups by state
         self.finished = Occupancy()
-        self.changed: set[int] | None = None
+        self._changed: set[int] | None = None  # since the last take_changed; None before the first
         self._audit = None if audit is None else Path(audit)
         self._unwritten: deque[bytes] = deque()  # lines of the audit
         if self._audit is not None:
@@ -177,8 +176,8 @@ class GroupLedger:
             group.version = version if group.version is None else min(group.version, version)
             self._note_change(group_id)
 
-    def complete(self, group_id: int, attempt: int, rows: list[TensorDictBase]) -> bool:
-        """Record the rows of a leased group.
+    def complete(self, group_id: int, attempt: int, rows: list[TensorDictBase], oldest: int | None = None) -> bool:
+        """Record the rows of a leased group, and the oldest version that sampled a token of them.
 
         Returns:
             False if the result is late: the group was re-queued, cancelled or completed before.
@@ -187,7 +186,7 @@ class GroupLedger:
         if group is None or group.attempt != attempt or group.state != GroupState.LEASED:
             self.counts["ledger/late"] += 1
             return False
-        group.rows = rows
+        group.rows, group.oldest = rows, oldest
         self._move(group, GroupState.COMPLETE)
         return True
 
@@ -287,8 +286,8 @@ class GroupLedger:
     def load_state_dict(self, state: dict[str, Any], load_env: Callable[[Any], None]) -> None:
         """Restore :meth:`state_dict`; all current groups are forgotten."""
         load_env(state["env"])
-        if self.changed is not None:
-            self.changed.update(self.groups)
+        if self._changed is not None:
+            self._changed.update(self.groups)
         self.groups.clear()
         self._sizes.clear()
         self.finished.set(0)
@@ -341,9 +340,14 @@ class GroupLedger:
         self.finished.set(self._sizes[GroupState.COMPLETE])
         self._note_change(group_id)
 
+    def take_changed(self) -> set[int]:
+        """Return the ids of groups whose state or version changed since the last call; all groups at the first."""
+        changed, self._changed = set(self.groups) if self._changed is None else self._changed, set()
+        return changed
+
     def _note_change(self, group_id: int) -> None:
-        if self.changed is not None:
-            self.changed.add(group_id)
+        if self._changed is not None:
+            self._changed.add(group_id)
 
     def _write_state(self, group: Group, name: str) -> None:
         self._write({"state": name, "group": group.group_id, "attempt": group.attempt, "version": group.version})

@@ -8,39 +8,63 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_rloo.collectors.base import CollectionProgress, CollectorBase, Totals
-from torchrl_rloo.collectors.checks import check_arguments, default_seed, find_primer
 from torchrl_rloo.collectors.concurrency import AdaptiveConcurrency
-from torchrl_rloo.collectors.conversation import GroupRunner, OnFailure, RunnerSettings
+from torchrl_rloo.collectors.conversation import ON_FAILURE, GroupRunner, OnFailure, RunnerSettings
 from torchrl_rloo.collectors.ledger import GroupLedger
-from torchrl_rloo.collectors.runner import make_runner
 from torchrl_rloo.collectors.scheduler import Batch, GroupScheduler
-from torchrl_rloo.collectors.staleness import OnStale, limit_staleness
+from torchrl_rloo.collectors.staleness import ON_STALE, OnStale, limit_staleness
 from torchrl_rloo.collectors.waits import CollectorWaits
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.roles import split_roles
 from torchrl_rloo.data.rows import ragged, stack_rows, tensor_rows
 from torchrl_rloo.envs.stepping import adapt_to_policy, transforms_of
-from torchrl_rloo.envs.transforms.data import DatasetExhaustedError
+from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
 from torchrl_rloo.runtime.event_loop import EventLoop
 from torchrl_rloo.runtime.loop_call import LoopCall
 from torchrl_rloo.torchrl_arguments import with_torchrl_arguments
 from torchrl_rloo.weight_update.base import WeightUpdater
 
+_MINIMA = {"ahead": 0, "max_staleness": 0}  # 1 for all other numbers
+_CHOICES = {"on_stale": ON_STALE, "on_failure": ON_FAILURE}
 _PROGRESS_PERIOD_S = 0.2
 
 
-class LLMCollector(CollectorBase):
+class CollectionProgress(NamedTuple):
+    """Progress of a batch.
+
+    Attributes:
+        finished: number of finished trajectories.
+        total: number of trajectories of the batch.
+        turns: number of dialog turns sampled for the batch.
+    """
+
+    finished: int
+    total: int
+    turns: int
+
+
+class Totals(NamedTuple):
+    """Counters of delivered rows, and the groups that the last call of ``collect`` returned."""
+
+    batches: int = 0
+    dialog_turns: int = 0
+    num_tokens: int = 0
+    returned: tuple[int, ...] = ()
+
+
+class LLMCollector(BaseCollector):
     """Collector that runs a policy in an environment and returns finished trajectories in whole groups.
 
     Each conversation advances independently: its turn is submitted as soon as it is ready, while tools, sessions and
@@ -141,6 +165,8 @@ class LLMCollector(CollectorBase):
         >>> collector.shutdown()
     """
 
+    closed: bool = False  # also while the constructor refuses an argument
+
     @with_torchrl_arguments
     def __init__(
         self,
@@ -171,7 +197,7 @@ class LLMCollector(CollectorBase):
     ):
         super().__init__()
         env = env() if callable(env) and not isinstance(env, EnvBase) else env
-        check_arguments(
+        _check_arguments(
             groups_per_batch=groups_per_batch,
             dialog_turns_per_batch=dialog_turns_per_batch,
             total_dialog_turns=total_dialog_turns,
@@ -188,19 +214,19 @@ class LLMCollector(CollectorBase):
             max_failed_pushes=max_failed_pushes,
             weight_updater=weight_updater,
         )
-        primer = find_primer(env, min_members)
+        primer = _find_primer(env, min_members)
         adapt_to_policy(env, policy)
         self.roles = next((t.roles for t in transforms_of(env) if getattr(t, "roles", ())), ())
         self.env, self.policy, self.replay_buffer = env, policy, replay_buffer
         self.groups_per_batch = groups_per_batch or env.batch_size[0] // primer.num_generations
         self.dialog_turns_per_batch, self.total_dialog_turns = dialog_turns_per_batch, total_dialog_turns
         self.postproc, self.progress, self.auto_acknowledge = postproc, progress, auto_acknowledge
-        self.sync_every, self.closed = sync_every, False
+        self.sync_every = sync_every
         # Parts: a record of the groups, their runner, and the policy's weights
         self.ledger = GroupLedger(primer, audit=audit)
         self.runner = self._make_runner(
             RunnerSettings(
-                seed=default_seed(policy) if seed is None else seed,
+                seed=_default_seed(policy) if seed is None else seed,
                 eager=bool(ahead or max_staleness),
                 max_in_flight=max_in_flight,
                 max_batch_size=max_batch_size,
@@ -229,11 +255,57 @@ class LLMCollector(CollectorBase):
             policy.register_collector(self)
 
     def _make_runner(self, settings: RunnerSettings) -> GroupRunner:
-        return make_runner(self.env, self.policy, self._version, settings)
+        return GroupRunner(self.env, self.policy, self._version, settings)
+
+    batches = property(lambda self: self._totals.batches)
+    dialog_turns = property(lambda self: self._totals.dialog_turns)
+    num_tokens = property(lambda self: self._totals.num_tokens)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Counters of events."""
+        parts = (self.scheduler, self.weights, self.runner, self.ledger)
+        return {name: number for part in parts for name, number in dict(part.counts).items()}
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest weights that reached the policy."""
+        return self.weights.version
+
+    @property
+    def weight_updater(self) -> WeightUpdater | None:
+        """Sender of new weights to the policy."""
+        return self.weights.updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: WeightUpdater | None) -> None:
+        self.weights.updater = value
+
+    @property
+    def policy_version_tracker(self) -> PolicyWeights:
+        """Record of versions, under TorchRL's name; its ``version`` is :attr:`policy_version`."""
+        return self.weights
+
+    def initialize_policy_(self) -> None:
+        """Give engines that have no weights of this process the current ones; :meth:`collect` calls it once.
+
+        Raises:
+            WeightSyncError: if the weights did not arrive.
+        """
+        self.weights.initialize()
 
     @with_torchrl_arguments
     def update_policy_weights_(self) -> None:
-        super().update_policy_weights_()
+        """Send the training model's weights to the policy under a new version.
+
+        A policy in this process is updated between two batches. After a failed update, sampling continues with the old
+        weights, until ``max_failed_pushes`` updates in a row have failed.
+
+        Raises:
+            RuntimeError: if the collector has no ``weight_updater``.
+            WeightSyncError: if too many updates in a row have failed.
+        """
+        self.weights.update()
         self._call_on_loop(self.scheduler.admit_ahead)
 
     def collect(self) -> TensorDictBase:
@@ -244,12 +316,12 @@ class LLMCollector(CollectorBase):
             RuntimeError: if the collector is shut down.
         """
         batch = self._next_batch()
-        found = self._rows_of(batch)
-        rows = stack_rows(found)
+        finished = self._rows_of(batch)
+        rows = stack_rows(finished)
         # Count before postproc, which may drop rows
         after = self._count(batch, sum(map(len, ragged(rows, keys.TOKENS))))
         if self.roles:
-            rows = stack_rows(split_roles(found, self.roles))
+            rows = stack_rows(split_roles(finished, self.roles))
         if self.postproc is not None:
             rows = self.postproc(rows)
         if self.replay_buffer is not None:
@@ -320,11 +392,56 @@ class LLMCollector(CollectorBase):
         ended, turns = (sum(list(counter.values())) for counter in (self.runner.ended_counts, self.runner.turn_counts))
         return CollectionProgress(rows_before + min(ended, total), rows_before + total, turns_before + turns)
 
+    def start(self) -> NoReturn:
+        """Raise: a collector samples in the background without a call."""
+        raise NotImplementedError(
+            "start() is TorchRL's; set ahead= or max_staleness=, with which sampling continues while the loop trains, "
+            "and take batches by collect()"
+        )
+
+    def _version(self) -> int:
+        return self.weights.version
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches of rows until ``total_dialog_turns`` is reached or the dataset's epochs end."""
+        while not self.closed and (self.total_dialog_turns == -1 or self.dialog_turns < self.total_dialog_turns):
+            try:
+                rows = self.collect()
+            except DatasetExhaustedError:
+                return
+            yield rows
+
+    def __len__(self) -> int:
+        """Raise a ``TypeError``, since trajectories differ in their number of turns."""
+        raise TypeError("the number of batches of an LLMCollector is unknown in advance")
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment and return the next seed. Prompts and samples have separate seeds."""
+        return self.env.set_seed(seed, static_seed=static_seed)
+
     def timings(self) -> dict[str, float]:
         """Return shares and durations of waits since the last call; they depend on the clock."""
         return self._call_on_loop(self.waits.take)
 
-    # Cancellation, state and end
+    # Acknowledgement, cancellation, state and end
+
+    def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
+        """Note that a training step took returned groups, so that no state re-queues them.
+
+        Args:
+            group_ids: groups to acknowledge; None takes all returned groups.
+
+        Returns:
+            Number of groups that were acknowledged.
+
+        Raises:
+            KeyError: if a group was not returned, or was acknowledged before.
+        """
+        return self._call_on_loop(self._acknowledge, group_ids)
+
+    def _acknowledge(self, group_ids: Iterable[int] | None) -> int:
+        self._settle(self._totals, reclaim=False)
+        return self.ledger.acknowledge(group_ids)
 
     def cancel(self, group_ids: Iterable[int] | None = None) -> int:
         """Cancel incomplete groups, their requests and tools, and release their state. They are never delivered.
@@ -393,6 +510,81 @@ class LLMCollector(CollectorBase):
         await self.scheduler.close()
         self.ledger.close()
 
+    # On the event loop
+
+    def _call_on_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the loop's thread and wait for it, so that an interrupt cannot stop it half-way."""
+        if self.closed:
+            return function(*args)
+
+        async def call() -> Any:
+            return function(*args)
+
+        return LoopCall(self._loop, call()).result()
+
+    def _begin_batch(self) -> None:
+        """Confirm the groups that the last ``collect`` returned; those of an interrupted one are complete again."""
+        self.waits.begin()
+        self.scheduler.drop_waiter()
+        self._settle(self._totals, reclaim=True)
+        self._acknowledge_returned()
+
+    def _settle(self, totals: Totals, *, reclaim: bool) -> None:
+        if self.ledger.settle(totals.returned, reclaim=reclaim):
+            self.runner.end_batch()
+
+    def _acknowledge_returned(self) -> None:
+        if self.auto_acknowledge:
+            self.ledger.acknowledge()
+
 
 def _count_turns(batch: Batch) -> int:
     return sum(int(row[keys.NUM_TURNS]) for row in batch.rows)
+
+
+def _check_arguments(*, weight_updater: Any, total_dialog_turns: int, **arguments: Any) -> None:
+    """Refuse arguments of the collector that are out of range or do not go together; None is always valid."""
+    for name, value in arguments.items():
+        if name in _CHOICES:
+            if value not in _CHOICES[name]:
+                raise ValueError(f"{name}={value!r} must be one of {list(_CHOICES[name])}")
+        elif value is not None and value < (minimum := _MINIMA.get(name, 1)):
+            raise ValueError(f"{name}={value} must be at least {minimum}")
+    if total_dialog_turns != -1 and total_dialog_turns < 1:
+        raise ValueError(f"total_dialog_turns={total_dialog_turns} must be -1 (no limit) or at least 1")
+    ahead, max_staleness = arguments["ahead"], arguments["max_staleness"]
+    if ahead and max_staleness is not None:
+        raise ValueError(f"ahead={ahead} cannot be combined with max_staleness={max_staleness}; set only one")
+    if weight_updater is not None and not isinstance(weight_updater, WeightUpdater):
+        kind = getattr(weight_updater, "__name__", type(weight_updater).__name__)
+        raise TypeError(
+            f"weight_updater={kind} must be a torchrl_rloo.weight_update.WeightUpdater, "
+            "whose pushes have a version; use WeightPublisher or InProcessWeightUpdater"
+        )
+    if arguments["sync_every"] is not None and weight_updater is None:
+        raise ValueError(f"sync_every={arguments['sync_every']} requires a weight_updater")
+    # Sampling ahead runs during training, so the optimizer must not change the sampler's weights
+    if weight_updater is not None and weight_updater.shares_weights and (ahead or max_staleness):
+        setting = f"ahead={ahead}" if ahead else f"max_staleness={max_staleness}"
+        raise ValueError(
+            f"{setting} samples while the loop trains and cannot be combined with a weight_updater whose source is "
+            "its target; sample from a copy (torchrl_rloo.modules.frozen_copy) or set it to 0"
+        )
+
+
+def _find_primer(env: EnvBase, min_members: int | None) -> DataLoadingPrimer:
+    """Return the environment's only primer, whose groups have at least ``min_members`` members."""
+    primers = [t for t in transforms_of(env) if isinstance(t, DataLoadingPrimer)]
+    if len(primers) != 1:
+        raise ValueError(
+            f"the environment has {len(primers)} DataLoadingPrimers, but LLMCollector requires one; use DatasetChatEnv"
+        )
+    if min_members is not None and min_members > (members := primers[0].num_generations):
+        raise ValueError(f"min_members={min_members} must be at most num_generations={members} of the environment")
+    return primers[0]
+
+
+def _default_seed(policy: Callable[[TensorDictBase], TensorDictBase]) -> int:
+    """Return the seed in the policy's ``generate_kwargs``, or torch's initial seed."""
+    seed = getattr(getattr(policy, "config", None), "seed", None)
+    return torch.initial_seed() if seed is None else seed

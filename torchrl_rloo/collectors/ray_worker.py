@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
-from torchrl_rloo.collectors.conversation import RunnerSettings
+from torchrl_rloo.collectors.conversation import GroupRunner, RunnerSettings
 from torchrl_rloo.collectors.ledger import Lease
-from torchrl_rloo.collectors.runner import make_runner
 from torchrl_rloo.collectors.worker_counts import Counts, WorkerCounts, counting_parts
 from torchrl_rloo.data.metadata import metadata_of
 from torchrl_rloo.data.packed import PackedRows, pack_rows, unpack_rows
@@ -114,7 +113,7 @@ class RolloutWorker:
 
         self.env, self.policy = cloudpickle.loads(self._make)()
         adapt_to_policy(self.env, self.policy)
-        self._runner = make_runner(self.env, self.policy, lambda: self._version, self._settings)
+        self._runner = GroupRunner(self.env, self.policy, lambda: self._version, self._settings)
         self._counts = WorkerCounts([self._runner, *counting_parts(self.env)])
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 

@@ -54,7 +54,6 @@ class RemoteRunner(WorkerFleet):
         objects: references to the rows of finished groups, by ``(group_id, attempt)``.
         nbytes: bytes of their tensors, by the same keys.
         workers: current workers.
-        on_end: function called with the ``group_id`` of conversations that have ended; None calls none.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class RemoteRunner(WorkerFleet):
         self.ended_counts: Counter[int] = Counter()
         self.objects: dict[tuple[int, int], Any] = {}
         self.nbytes: dict[tuple[int, int], int] = {}
-        self.on_end: Callable[[int], None] | None = None
         self._queue: dict[tuple[int, int], Order] = {}  # by group and attempt, oldest first
         self._queued = 0  # conversations in it
         self._flush_due = False
@@ -83,12 +81,15 @@ class RemoteRunner(WorkerFleet):
 
     # Interface of GroupRunner
 
-    async def run(self, lease: Lease, begin: Callable[[int], None]) -> list[TensorDictBase]:
+    async def run(
+        self, lease: Lease, begin: Callable[[int], None], ended: Callable[[int], None] = lambda group_id: None
+    ) -> list[TensorDictBase]:
         """Run a group in a worker. Cancelling it cancels its turns and tools there and releases its state.
 
         Args:
             lease: group to run.
             begin: function called with the policy version when a conversation begins.
+            ended: function called with the ``group_id`` once conversations have ended.
 
         Returns:
             Metadata of the ``G`` finished rows, in the order of the drawn rows. ``objects`` has their reference.
@@ -99,7 +100,7 @@ class RemoteRunner(WorkerFleet):
             Exception: raised by the environment or its transforms in the worker.
         """
         self.forget(lease.group_id)
-        order = Order(lease, begin)
+        order = Order(lease, begin, ended)
         self._queue[order.key] = order
         self._queued += order.size
         self.wake()
@@ -274,10 +275,10 @@ class RemoteRunner(WorkerFleet):
             if key in status.began:
                 order.begin(status.began[key])
             self.turn_counts[key[0]] = status.turns.get(key[0], 0)
-            before, ended = self.ended_counts[key[0]], status.ended.get(key[0], 0)
-            self.ended_counts[key[0]] = ended
-            if self.on_end is not None and ended > before:
-                self.on_end(key[0])
+            before, now = self.ended_counts[key[0]], status.ended.get(key[0], 0)
+            self.ended_counts[key[0]] = now
+            if now > before:
+                order.ended(key[0])
 
     def _fail_if_hopeless(self) -> None:
         while self._queue and not self.workers:

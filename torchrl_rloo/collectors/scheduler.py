@@ -7,14 +7,52 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from tensordict import TensorDictBase
 
 from torchrl_rloo.collectors.conversation import GroupRunner
-from torchrl_rloo.collectors.late_groups import LateGroups
 from torchrl_rloo.collectors.ledger import Group, GroupLedger, GroupState, Lease
-from torchrl_rloo.collectors.staleness import AgeTable, OnStale, oldest_version
+from torchrl_rloo.collectors.staleness import AgeTable, OnStale, oldest_sampled, oldest_version
+
+
+class LateGroups:
+    """Running groups with enough ended members, oldest first. Each call costs the logarithm of their number.
+
+    Args:
+        ledger: record of the groups.
+        runner: runner of their conversations.
+    """
+
+    def __init__(self, ledger: GroupLedger, runner: GroupRunner):
+        self.ledger, self.runner = ledger, runner
+        self._waiting: list[tuple[int, int]] = []  # heap of (group_id, attempt), with some that have ended
+        self._known: set[tuple[int, int]] = set()
+        self._cut: set[tuple[int, int]] = set()
+
+    def add(self, group_id: int) -> None:
+        """Note that enough members of a running group have ended."""
+        group = self.ledger.groups.get(group_id)
+        if group is None or group.state != GroupState.LEASED or (key := (group_id, group.attempt)) in self._known:
+            return
+        self._known.add(key)
+        heappush(self._waiting, key)
+
+    def remove(self, group_id: int, attempt: int) -> None:
+        """Forget an attempt of a group, which has ended."""
+        self._known.discard((group_id, attempt))
+        self._cut.discard((group_id, attempt))
+
+    def cut(self, number: int) -> None:
+        """Cut the stragglers of the oldest groups, so that at most ``number`` groups have been cut and still run."""
+        while len(self._cut) < number and self._waiting:
+            key = heappop(self._waiting)
+            group = self.ledger.groups.get(key[0])
+            if key in self._known and group is not None and (group.state, group.attempt) == (GroupState.LEASED, key[1]):
+                self._cut.add(key)
+                self.runner.cut_stragglers(key[0])
+
 
 _LOGGER = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 10.0
@@ -84,8 +122,6 @@ class GroupScheduler:
         self._unchecked: list[Group] = []  # groups that completed since
         self._ages = AgeTable(ledger) if on_stale == "wait" and max_staleness else None
         self._late = LateGroups(ledger, runner)
-        if min_members is not None:
-            runner.on_end = self._note_end
 
     def drop_waiter(self) -> None:
         """Cancel the wait of an earlier ``collect`` that an interrupt left behind."""
@@ -178,7 +214,7 @@ class GroupScheduler:
     async def _run_group(self, lease: Lease) -> None:
         group, attempt, _ = lease
         try:
-            rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt))
+            rows = await self.runner.run(lease, partial(self.ledger.begin, group, attempt), self._note_end)
         except asyncio.CancelledError:
             if self._tasks.get(group) is asyncio.current_task():  # otherwise stop() cancelled it
                 self._failures[group] = RuntimeError(
@@ -193,7 +229,8 @@ class GroupScheduler:
             else:  # stopped before it failed: another attempt decides
                 _LOGGER.info("group_id=%d failed while it was stopped: %r", group, error)
         else:
-            if self.ledger.complete(group, attempt, rows) and self.on_stale == "requeue":
+            oldest = None if self.max_staleness is None else oldest_sampled(rows)
+            if self.ledger.complete(group, attempt, rows, oldest) and self.on_stale == "requeue":
                 self._unchecked.append(self.ledger.groups[group])
         finally:
             if self._tasks.get(group) is asyncio.current_task():
@@ -226,7 +263,7 @@ class GroupScheduler:
 
     def _note_end(self, group_id: int) -> None:
         """Look at a group in which a conversation has ended, which may have enough members now."""
-        if self.runner.ended_counts[group_id] >= self.min_members:
+        if self.min_members is not None and self.runner.ended_counts[group_id] >= self.min_members:
             self._late.add(group_id)
             self._news.set()
 

@@ -51,6 +51,11 @@ def _versions_or_metadata(row: TensorDictBase) -> torch.Tensor:
     return row[keys.VERSION_COUNTS][:, 0] if keys.VERSION_COUNTS in row.keys() else _versions(row)
 
 
+def oldest_sampled(rows: Sequence[TensorDictBase]) -> int | None:
+    """Return the oldest version that sampled a token of finished rows or of their metadata; None without a token."""
+    return min((int(v.min()) for row in rows if len(v := _versions_or_metadata(row))), default=None)
+
+
 def oldest_version(group: Group, version: int) -> int:
     """Return the oldest version that sampled, or may have sampled, a token of a group.
 
@@ -59,9 +64,6 @@ def oldest_version(group: Group, version: int) -> int:
         version: current policy version.
     """
     if group.rows is not None:
-        if group.oldest is None:
-            sampled = [int(v.min()) for row in group.rows if len(v := _versions_or_metadata(row))]
-            group.oldest = min(sampled, default=None)
         return version if group.oldest is None else group.oldest
     return version if group.version is None else group.version
 
@@ -167,14 +169,13 @@ class AgeTable:
     at each completion costs the same for any number of groups.
 
     Args:
-        ledger: ledger whose ``changed`` this table reads.
+        ledger: ledger whose changes this table alone takes.
     """
 
     def __init__(self, ledger: GroupLedger):
         self.ledger = ledger
         self._numbers: dict[GroupState, Counter[int | None]] = {state: Counter() for state in _COUNTED}
         self._known: dict[int, tuple[GroupState, int | None]] = {}
-        ledger.changed = set(ledger.groups)
 
     def choose(self, needed: int, per_batch: int, version: int, max_staleness: int) -> list[Group] | None:
         """Return what :func:`choose_groups` returns for the groups of the ledger."""
@@ -187,8 +188,7 @@ class AgeTable:
 
     def _refresh(self) -> None:
         """Count the groups that changed."""
-        changed, self.ledger.changed = self.ledger.changed, set()
-        for group_id in changed:
+        for group_id in self.ledger.take_changed():
             if (known := self._known.pop(group_id, None)) is not None:
                 state, version = known
                 self._numbers[state][version] -= 1

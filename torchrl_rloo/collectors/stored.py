@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsFloat, get_args
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_rloo.collectors.base import Totals
+from torchrl_rloo.collectors.llm import Totals
 from torchrl_rloo.collectors.staleness import limit_staleness
 from torchrl_rloo.collectors.weights import PolicyWeights
 from torchrl_rloo.data import keys

@@ -38,8 +38,8 @@ class WorkerSettings(NamedTuple):
 class Order:
     """Leased group that a worker runs, or that waits for one."""
 
-    def __init__(self, lease: Lease, begin: Callable[[int], None]):
-        self.lease, self.begin, self.key = lease, begin, (lease.group_id, lease.attempt)
+    def __init__(self, lease: Lease, begin: Callable[[int], None], ended: Callable[[int], None]):
+        self.lease, self.begin, self.ended, self.key = lease, begin, ended, (lease.group_id, lease.attempt)
         self.size = len(lease.rows)
         self.done: asyncio.Future = asyncio.get_running_loop().create_future()
         self.worker: Worker | None = None
