@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_rloo.agents import AgentContext, ContainerAgent, agent_env
-from torchrl_rloo.agents.containers import ENGINES, LABEL
+from torchrl_rloo.agents.agents import ENGINES, LABEL
 from torchrl_rloo.collectors import LLMCollector
 from torchrl_rloo.data import keys, load_prompts
 from torchrl_rloo.engines.scripted import ScriptedEngine, ScriptedTurn

@@ -18,7 +18,7 @@ from torchrl_rloo.data import keys
 from torchrl_rloo.engines.base import EngineDeadError, EngineError
 from torchrl_rloo.engines.scripted import ScriptedTurn
 from torchrl_rloo.envs.transforms import KLRewardTransform
-from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
+from torchrl_rloo.envs.transforms.reward import TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.objectives import RLOOLoss
 from torchrl_rloo.replay import MCAdvantage

@@ -17,7 +17,7 @@ from torchrl_rloo.data import encode_prompt, keys
 from torchrl_rloo.data.rows import ragged
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
-from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
+from torchrl_rloo.envs.transforms.reward import TurnRewardTransform
 from torchrl_rloo.modules import TransformersWrapper
 
 REPLY = [{"role": "user", "content": "again"}]

@@ -18,7 +18,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform, KLRewardTransform
-from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
+from torchrl_rloo.envs.transforms.reward import TurnRewardTransform
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.functional.advantages import ESTIMATORS
 from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper

@@ -10,8 +10,8 @@ from torchrl.envs import Compose, Transform, TransformedEnv
 
 from torchrl_rloo import replay
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv, transforms
-from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.envs.transforms import FeedbackTransform, RewardTransform
+from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.replay import MCAdvantage, ZeroSignalFilter
 from torchrl_rloo.replay.transform import BufferTransform
 

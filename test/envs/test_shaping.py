@@ -18,10 +18,10 @@ from torchrl_rloo.data.rows import ragged, stack_rows
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.stepping import step_rows
 from torchrl_rloo.envs.transforms import KLRewardTransform, RewardTransform
-from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
 from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
+    NormalizeRewards,
     ScoreNames,
     ShapingTransform,
     TruncationPolicy,

@@ -21,7 +21,7 @@ from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngin
 from torchrl_rloo.engines.base import EngineError
 from torchrl_rloo.envs import DatasetChatEnv
 from torchrl_rloo.envs.transforms import FeedbackTransform
-from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
+from torchrl_rloo.envs.transforms.feedback import UserSimulator
 from torchrl_rloo.modules import TransformersWrapper
 from torchrl_rloo.rewards.remote import JsonEndpoint
 from torchrl_rloo.runtime import event_loop

@@ -1,9 +1,7 @@
 """Agents that call the policy at an endpoint of OpenAI's or Anthropic's format."""
 
-from torchrl_rloo.agents.agents import AgentContext, CommandAgent
-from torchrl_rloo.agents.containers import ContainerAgent
-from torchrl_rloo.agents.policy_endpoint import PolicyEndpoint
-from torchrl_rloo.agents.role_play import RoleConversation, RolePlay
+from torchrl_rloo.agents.agents import AgentContext, CommandAgent, ContainerAgent
+from torchrl_rloo.agents.policy_endpoint import PolicyEndpoint, RoleConversation, RolePlay
 from torchrl_rloo.agents.transform import AgentTransform, agent_env
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""TurnTransform: base class of transforms that act on a conversation after each policy turn and may be slow."""
+"""Bases of environment transforms; those that act after each turn, and may be slow, are TurnTransforms."""
 
 from __future__ import annotations
 
@@ -7,17 +7,38 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from tensordict import TensorDictBase
+from torchrl.envs import Transform
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row
 from torchrl_rloo.data.templates import Messages, is_conversation, join_conversation
 from torchrl_rloo.envs.chat import ChatEnv
-from torchrl_rloo.envs.env_transform import EnvTransform
 from torchrl_rloo.runtime import event_loop
 from torchrl_rloo.runtime.lookup import snake_case
+
+
+class EnvTransform(Transform):
+    """Base of environment transforms, which act in ``reset`` and ``step``.
+
+    Raises:
+        TypeError: when a replay buffer reads rows through the transform, which would do nothing to them.
+    """
+
+    def forward(self, tensordict: TensorDictBase) -> NoReturn:
+        """Raise: only a replay buffer calls it."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} acts in the steps of an environment and would do nothing in a replay buffer; pass it to "
+            "DatasetChatEnv, or a function of collected rows as LLMCollector(postproc=...)"
+        )
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Pass the policy's rows on; raise in a replay buffer, which calls it for ``append_transform(invert=True)``."""
+        return self.forward(tensordict) if self.parent is None else super().inv(tensordict)
+
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -1,24 +1,21 @@
 """Transforms that turn a ChatEnv into a task: data, feedback, tools, rewards, KL."""
 
-from torchrl_rloo.envs.transforms.browser import BrowserTransform
 from torchrl_rloo.envs.transforms.data import DataLoadingPrimer, DatasetExhaustedError
-from torchrl_rloo.envs.transforms.feedback import FeedbackTransform
+from torchrl_rloo.envs.transforms.feedback import FeedbackTransform, UserSimulator
 from torchrl_rloo.envs.transforms.kl import KLRewardTransform, add_reference_kl
-from torchrl_rloo.envs.transforms.normalize import NormalizeRewards
 from torchrl_rloo.envs.transforms.ray_primer import RayDataLoadingPrimer
 from torchrl_rloo.envs.transforms.repository import RepositoryTransform
-from torchrl_rloo.envs.transforms.reward import RewardTransform
+from torchrl_rloo.envs.transforms.reward import RewardTransform, TurnRewardTransform
 from torchrl_rloo.envs.transforms.shaping import (
     CalibrateScores,
     ClipRewards,
+    NormalizeRewards,
     ScoreNames,
     ShapingTransform,
     TruncationPolicy,
 )
 from torchrl_rloo.envs.transforms.thinking import AddThinkingPrompt
-from torchrl_rloo.envs.transforms.tools import ToolTransform
-from torchrl_rloo.envs.transforms.turn_reward import TurnRewardTransform
-from torchrl_rloo.envs.transforms.user_simulator import UserSimulator
+from torchrl_rloo.envs.transforms.tools import BrowserTransform, ToolTransform
 
 __all__ = [
     "BrowserTransform",

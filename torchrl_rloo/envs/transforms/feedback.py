@@ -1,16 +1,27 @@
-"""FeedbackTransform: answers the policy's turns, which makes an environment multi-turn."""
+"""Answers to the policy's turns, from a function or a simulated user, which make an environment multi-turn."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from hashlib import blake2b
+from string import Formatter
+from typing import Any
 
 from tensordict import TensorDictBase
 
 from torchrl_rloo.data import keys
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
-from torchrl_rloo.data.templates import Messages
+from torchrl_rloo.data.templates import Messages, decode_response, encode_prompt, join_conversation
+from torchrl_rloo.engines.base import MAX_ABORTS, AsyncEngine, Engine, EngineError, Request, Sample, check_sample
+from torchrl_rloo.engines.generation import GenerationConfig, end_of_sequence_ids
+from torchrl_rloo.envs.tools.parsers import without_thinking
 from torchrl_rloo.envs.turn_transform import TurnTransform
 from torchrl_rloo.runtime import event_loop
+from torchrl_rloo.runtime.call_pool import CallLimit
 from torchrl_rloo.runtime.lookup import is_async
 
 
@@ -82,3 +93,262 @@ class FeedbackTransform(TurnTransform):
 
 
 _LIMITS = {"turns": "feedback/turn_limit", "total_tokens": "feedback/token_limit", "time": "feedback/time_limit"}
+
+
+Speaker = Callable[[Messages, int], str | Awaitable[str]]
+
+
+class UserSimulator(TurnTransform):
+    """Transform that answers the policy's turns with another policy that plays the user.
+
+    The simulator sees the conversation with swapped roles: the policy's messages as the user's, its own as the
+    assistant's. It sees neither the policy's system prompt nor its thinking (``<think>``). It also sees no turn that
+    another transform answered, such as one that runs tools. Its replies are feedback, so their tokens carry no
+    gradient: ``("next", "tokens", "prompt")`` grows by their ids.
+
+    The conversation ends when the simulator's reply contains ``stop_text`` or is empty; the policy never sees that
+    reply. The simulator's thinking is removed from every reply.
+
+    Args:
+        speaker: engine that samples replies, or ``f(messages, seed) -> str``, sync or async, such as a request to a
+            service. A sync function runs on a thread per reply. A synchronous engine gets all pending requests in one
+            call.
+        system_prompt: the simulator's system prompt. Names in braces are dataset columns, as in ``"You want {goal}."``
+        tokenizer: tokenizer of the engine's model, with a chat template; for an engine only.
+        generate_kwargs: sampling settings of an engine, see
+            :class:`~torchrl_rloo.engines.generation.GenerationConfig`; None uses its defaults.
+        stop_text: text by which the simulator ends the conversation; ``system_prompt`` should say so.
+        max_replies: maximum number of replies; the policy's turn after the last one ends as truncated. None leaves it
+            to the environment.
+        greeting: message that the policy is assumed to have sent before the user's first one; many chat templates
+            require a user message first.
+        timeout: time limit of a reply in seconds; a conversation that waits longer ends as failed.
+        seed: seed of the simulator; a rerun gives the same replies. A reply's seed also depends on the turn and on the
+            row's ``"seed"``, or its group and trajectory if it has none.
+
+    Attributes:
+        counts: ``"user/replies"``; ``"user/ended"`` conversations, which the simulator ended; ``"user/limit"``
+            conversations, which reached ``max_replies``; and ``"user/failed"`` ones, where it raised or timed out.
+
+    Raises:
+        ValueError: for a number out of range, an empty ``stop_text``, an engine without a tokenizer, or a tokenizer
+            without an engine.
+        KeyError: at ``reset``, if the rows lack a column that ``system_prompt`` names.
+
+    Example:
+        >>> async def shopper(messages, seed):
+        ...     return "How much is it?" if len(messages) < 5 else "Thanks. ###STOP###"
+        >>> user = UserSimulator(shopper, "You want to buy {item}. Say ###STOP### when you are done.", max_replies=3)
+        >>> user.columns
+        ['item']
+    """
+
+    part = "user"
+
+    def __init__(
+        self,
+        speaker: Engine | Speaker,
+        system_prompt: str,
+        *,
+        tokenizer: Any = None,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        stop_text: str = "###STOP###",
+        max_replies: int | None = None,
+        greeting: str = "Hello! How can I help you?",
+        timeout: float = 300.0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        # Check settings
+        if isinstance(speaker, Engine) != (tokenizer is not None):
+            raise ValueError(
+                f"tokenizer={tokenizer!r:.60} does not fit speaker={speaker!r:.60}: an engine needs its model's "
+                "tokenizer, and a function requires tokenizer=None"
+            )
+        if generate_kwargs is not None and tokenizer is None:
+            raise ValueError(f"generate_kwargs={dict(generate_kwargs)} requires an engine, got a {type(speaker)}")
+        if not stop_text.strip():
+            raise ValueError(f"stop_text={stop_text!r} must not be empty, since every reply would contain it")
+        if max_replies is not None and max_replies < 1:
+            raise ValueError(f"max_replies={max_replies} must be at least 1, or None for no limit")
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} must be above 0 seconds")
+        fields = {name for _, name, _, _ in Formatter().parse(system_prompt) if name is not None}
+        if bad := sorted(name for name in fields if not name.isidentifier()):
+            raise ValueError(
+                f"system_prompt has {bad} in braces, which must be names of columns; double literal braces"
+            )
+        # Set up the speaker
+        self.system_prompt, self.stop_text, self.max_replies = system_prompt, stop_text, max_replies
+        self.greeting, self.timeout, self.seed = greeting, timeout, seed
+        self.columns = sorted(fields)
+        if isinstance(speaker, Engine):
+            speaker = _EngineSpeaker(speaker, tokenizer, GenerationConfig.from_kwargs(generate_kwargs))
+        self._speaker = speaker
+        self._own_messages: dict[int, list[int]] = {}  # indices of the simulator's messages, by trajectory
+
+    async def step_row(self, row: TensorDictBase, next_row: TensorDictBase) -> None:
+        """Answer the turn if the policy ended it and nothing else answered; see :meth:`TurnTransform.step_row`."""
+        if stop_reason(next_row) != "answered":
+            return
+        own = self._own_messages.setdefault(int(next_row[keys.TRAJECTORY_ID]), [])
+        if self.max_replies is not None and len(own) >= self.max_replies:
+            self.counts["user/limit"] += 1
+            end_row(next_row, "turns")
+            return
+        # Sample a reply, and end the conversation or pass the reply to the policy
+        index = len(next_row[keys.COMPLETION])
+        reply = without_thinking(await self._reply(self.messages(row, next_row), self._seed(row, next_row)))
+        if not reply.strip() or self.stop_text in reply:
+            self.counts["user/ended"] += 1
+            end_row(next_row, "ended")
+        elif self.chat_env.continue_row(next_row, [{"role": "user", "content": reply.strip()}]):
+            own.append(index)
+            self.counts["user/replies"] += 1
+
+    async def release(self, trajectory_id: int) -> None:
+        """Forget which messages were the simulator's."""
+        self._own_messages.pop(trajectory_id, None)
+
+    def messages(self, row: TensorDictBase, next_row: TensorDictBase) -> Messages:
+        """Return the conversation as the simulator sees it, with its system prompt first.
+
+        Args:
+            row: the turn, with the dataset's columns.
+            next_row: the state after it.
+        """
+        prompt = self.system_prompt.format_map({name: _plain(row[name]) for name in self.columns})
+        query, completion = row[keys.QUERY], next_row[keys.COMPLETION]
+        # Keep the simulator's messages and the policy's turns that they answer; the next message will be its own
+        own = {*self._own_messages.get(int(next_row[keys.TRAJECTORY_ID]), ()), len(completion)}
+        visible = [message for k, message in enumerate(completion) if k in own or k + 1 in own]
+        return [{"role": "system", "content": prompt}, *_swap_roles(join_conversation(query, visible), self.greeting)]
+
+    async def _reply(self, messages: Messages, seed: int) -> str:
+        if isinstance(self._speaker, _EngineSpeaker):
+            return await asyncio.wait_for(self._speaker(messages, seed), self.timeout)
+        reply = await event_loop.call(self._speaker, messages, seed, timeout=self.timeout)
+        if not isinstance(reply, str):
+            raise TypeError(f"the speaker must return a string, got {reply!r:.100} ({type(reply).__name__})")
+        return reply
+
+    def _seed(self, row: TensorDictBase, next_row: TensorDictBase) -> int:
+        names = [keys.SEED] if row.get(keys.SEED, None) is not None else [keys.GROUP_ID, keys.TRAJECTORY_ID]
+        own = [int(row[name]) for name in names if row.get(name, None) is not None]
+        text = f"{self.seed} {own} {int(next_row[keys.NUM_TURNS])}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1  # below 2**63
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if missing := [name for name in self.columns if name not in tensordict_reset.keys()]:
+            raise KeyError(
+                f"system_prompt names the columns {missing}, which the rows do not have; they have "
+                f"{sorted(set(map(str, tensordict_reset.keys())) - keys.RESERVED)}. Double literal braces"
+            )
+        return tensordict_reset
+
+
+class _EngineSpeaker:
+    """Speaker that samples from an engine; it may be awaited on several event loops."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, config: GenerationConfig):
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.stop_ids = () if config.ignore_eos else (*end_of_sequence_ids(tokenizer), *engine.stop_ids)
+        self.stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
+        self._waiting: deque[tuple[Request, Future[Sample]]] = deque()
+        self._one_call = CallLimit(1)
+        self._serving: asyncio.Task | None = None
+
+    async def __call__(self, messages: Messages, seed: int) -> str:
+        prompt = encode_prompt(self.tokenizer, messages)
+        limit = self.config.max_new_tokens
+        if self.engine.context_length is not None:
+            limit = min(limit, self.engine.context_length - len(prompt))
+        if limit < 1:
+            raise EngineError(f"{len(prompt)} tokens fill the simulator's context_length={self.engine.context_length}")
+        # Retry a sample that a pause cut off; the next attempt waits until the engine resumes
+        request = Request(prompt, limit, seed, self.config.distribution, self.stop_ids, self.config.stop_strings)
+        for _ in range(MAX_ABORTS):
+            answer = await self._sample(request)
+            vocab_size, version = self.engine.vocab_size or len(self.tokenizer), self.engine.version
+            sample = check_sample(answer, request, vocab_size=vocab_size, version=version)
+            if sample.finish != "abort":
+                break
+        else:
+            raise EngineError(f"the simulator's engine aborted a message {MAX_ABORTS} times; check what pauses it")
+        reply = decode_response(self.tokenizer, sample.tokens)
+        if sample.finish == "length" and not without_thinking(reply).strip():
+            raise EngineError(f"the simulator used its {limit} tokens without a reply; raise its max_new_tokens")
+        return reply
+
+    async def _sample(self, request: Request) -> Sample:
+        if isinstance(self.engine, AsyncEngine):
+            return await asyncio.wrap_future(self.engine.submit(request))
+        # Results are not bound to a loop: conversations of several loops share batches
+        result: Future[Sample] = Future()
+        self._waiting.append((request, result))
+        serving = self._serving
+        if serving is None or serving.done() or serving.get_loop() is not asyncio.get_running_loop():
+            self._serving = asyncio.create_task(self._serve())
+        return await asyncio.wrap_future(result)
+
+    async def _serve(self) -> None:
+        """Sample pending requests, one batch per engine call, until none is left; new ones join the next batch."""
+        while self._waiting:
+            batch = []
+            with suppress(IndexError):  # another loop's thread takes requests too
+                while True:
+                    batch.append(self._waiting.popleft())
+            try:
+                await self._settle([(request, result) for request, result in batch if not result.done()])
+            except BaseException as error:  # such as the end of this loop, while other loops wait for the batch
+                for _, result in batch:
+                    _settle(result, EngineError(f"the simulator's batch was lost: {error!r}"))
+                raise
+
+    async def _settle(self, batch: list[tuple[Request, Future[Sample]]]) -> None:
+        try:
+            requests = [request for request, _ in batch]
+            async with self._one_call:
+                samples = await event_loop.call_at_once(self.engine.generate, requests)
+        except Exception as error:
+            if len(batch) == 1:
+                _settle(batch[0][1], error)
+            else:
+                for one in batch:  # a single request may have caused the error
+                    await self._settle([one])
+        else:
+            for (_, result), sample in zip(batch, samples, strict=True):
+                _settle(result, sample)
+
+
+def _settle(result: Future[Sample], outcome: Sample | Exception) -> None:
+    with suppress(InvalidStateError):  # the conversation may have been cancelled
+        (result.set_exception if isinstance(outcome, Exception) else result.set_result)(outcome)
+
+
+def _swap_roles(conversation: Messages, greeting: str) -> Messages:
+    """Swap the roles of a conversation, and make them alternate, starting with ``"user"``."""
+    swapped: Messages = []
+    for message in conversation:
+        if message["role"] not in _SWAPPED_ROLES:
+            continue
+        role, content = _SWAPPED_ROLES[message["role"]], message["content"]
+        if role == "user":
+            content = without_thinking(content).strip()
+        # Chat templates require a user message first
+        if not swapped and role == "assistant":
+            swapped.append({"role": "user", "content": greeting})
+        # Join consecutive messages of one role
+        if swapped and swapped[-1]["role"] == role:
+            swapped[-1] = {"role": role, "content": f"{swapped[-1]['content']}\n\n{content}"}
+        else:
+            swapped.append({"role": role, "content": content})
+    return swapped
+
+
+_SWAPPED_ROLES = {"user": "assistant", "assistant": "user"}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a column's entry back to plain Python values."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -21,7 +21,7 @@ from torchrl_rloo.data.rows import (
 )
 from torchrl_rloo.data.segments import refuse_segments
 from torchrl_rloo.envs.abstaining import is_abstaining
-from torchrl_rloo.envs.env_transform import EnvTransform
+from torchrl_rloo.envs.turn_transform import EnvTransform
 from torchrl_rloo.functional.kl import KL_ESTIMATORS, KLEstimator, kl_penalized_reward
 from torchrl_rloo.modules.recording import Scorer, record_log_probs
 from torchrl_rloo.runtime.ranks import Ranks

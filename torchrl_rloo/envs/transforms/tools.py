@@ -1,10 +1,10 @@
-"""ToolTransform: runs the tool calls of the policy's turns, and answers with their results."""
+"""ToolTransform: runs the tool calls of the policy's turns; BrowserTransform: a browser as its tool."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torchrl_rloo.data.rows import rows_to_reset, to_lazy_stack
 from torchrl_rloo.data.stop_reasons import end_row, stop_reason
 from torchrl_rloo.data.templates import Messages
 from torchrl_rloo.envs.activity import spending
+from torchrl_rloo.envs.tools.browser import Browser
 from torchrl_rloo.envs.tools.parsers import (
     MalformedCall,
     Parser,
@@ -284,3 +285,45 @@ class ToolTransform(TurnTransform):
 def _plain(value: Any) -> Any:
     """Convert a column's entry back to plain Python values."""
     return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+class BrowserTransform(ToolTransform):
+    """:class:`ToolTransform` with a :class:`~torchrl_rloo.envs.tools.Browser`, whose process ends with the environment.
+
+    Differences from TorchRL's class of the same name: conversations have separate pages and cookies, pages are text
+    with numbered items instead of selectors, and hosts are enforced for all requests of a page.
+
+    Args:
+        allowed_hosts: see :class:`~torchrl_rloo.envs.tools.Browser`.
+        parser: see :class:`ToolTransform`.
+        browser: further arguments of :class:`~torchrl_rloo.envs.tools.Browser`.
+        tools: further tools.
+        **kwargs: further arguments of :class:`ToolTransform`.
+
+    Attributes:
+        browser: the tool.
+
+    Example::
+
+        env = DatasetChatEnv(
+            prompts, tokenizer, prompts_per_batch=8, transforms=[BrowserTransform(["en.wikipedia.org"])], max_turns=8
+        )
+    """
+
+    def __init__(
+        self,
+        allowed_hosts: Sequence[str],
+        parser: str | Parser = "hermes",
+        *,
+        browser: dict[str, Any] | None = None,
+        tools: Sequence[Any] = (),
+        **kwargs: Any,
+    ):
+        made = Browser(allowed_hosts, **(browser or {}))
+        super().__init__([made, *tools], parser, **kwargs)
+        self.browser = made
+
+    def close(self) -> None:
+        """Close the pages of all conversations, and the browser."""
+        super().close()
+        self.browser.shut_down()
