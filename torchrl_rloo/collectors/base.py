@@ -65,6 +65,8 @@ class CollectorBase(BaseCollector):
     _loop: EventLoop
     _totals: Totals
 
+    init_random_frames = 0  # TorchRL's trainers optimize once a collector has delivered this number
+
     batches = property(lambda self: self._totals.batches)
     dialog_turns = property(lambda self: self._totals.dialog_turns)
     num_tokens = property(lambda self: self._totals.num_tokens)
@@ -123,6 +125,10 @@ class CollectorBase(BaseCollector):
             WeightSyncError: if too many updates in a row have failed.
         """
         self.weights.update()
+
+    def update_weights(self) -> None:
+        """Call :meth:`update_policy_weights_`, as the ``weight_sync_sender`` of TorchRL's ``GRPOTrainer``."""
+        self.update_policy_weights_()
 
     def acknowledge(self, group_ids: Iterable[int] | None = None) -> int:
         """Note that a training step took returned groups, so that no state re-queues them.
