@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.collectors.llm import LLMCollector as TheirCollector
 from torchrl.collectors.llm import vLLMUpdater
-from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import (
+    ContentBase,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from torchrl.data.llm import History
 from torchrl.data.llm.topk import TopKRewardSelector
 from torchrl.envs import RewardScaling, StepCounter, TransformedEnv
 from torchrl.envs import llm as their_envs
@@ -24,20 +34,22 @@ from torchrl.envs.llm import transforms as their_transforms
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules import llm as their_modules
 from torchrl.objectives import llm as their_objectives
+from torchrl.trainers.algorithms.grpo import GRPOTrainer
+from transformers import Qwen2ForSequenceClassification
 
 from torchrl_rloo.collectors import LLMCollector, RayLLMCollector
-from torchrl_rloo.data import keys, load_prompts
+from torchrl_rloo.data import encode_prompt, from_history, keys, load_prompts, to_history
 from torchrl_rloo.data.rows import stack_rows, tensor_rows
 from torchrl_rloo.data.stop_reasons import stop_reason
 from torchrl_rloo.embedded import build_model
 from torchrl_rloo.engines import ScriptedEngine, ScriptedTurn, TransformersEngine
 from torchrl_rloo.envs import ChatEnv, DatasetChatEnv
 from torchrl_rloo.envs.transforms import AddThinkingPrompt, DataLoadingPrimer, FeedbackTransform, KLRewardTransform
-from torchrl_rloo.modules import TransformersWrapper, vLLMWrapper
+from torchrl_rloo.modules import RewardModel, TransformersWrapper, frozen_copy, vLLMWrapper
 from torchrl_rloo.objectives import RLOOLoss
-from torchrl_rloo.replay import MCAdvantage
+from torchrl_rloo.replay import MCAdvantage, RowStorage
 from torchrl_rloo.torchrl_arguments import TORCHRL_ARGUMENTS
-from torchrl_rloo.training import accumulate
+from torchrl_rloo.training import accumulate, optimizer_step
 from torchrl_rloo.weight_update import InProcessWeightUpdater
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from" / "torchrl.md"
@@ -330,6 +342,128 @@ def their_storage_of_rectangles(parts: Parts) -> None:
 def their_selection(parts: Parts) -> None:
     selector = TopKRewardSelector(total_dialog_turns=2, topk_size=1, prompt_key=keys.QUERY)
     buffer(selector).extend(parts.rows().unsqueeze(-1))
+
+
+@works("TorchRLBufferDataset")
+def their_dataset_of_our_buffer(parts: Parts) -> None:
+    rows, out = parts.rows(), buffer(MCAdvantage(2))
+    rows[0].set(keys.TOKENS, rows[0][keys.TOKENS][:-1])
+    out.extend(tensor_rows(rows))
+    with pytest.raises(RuntimeError, match="Failed to stack"):  # it reads batches as rectangles
+        next(iter(their_modules.TorchRLBufferDataset(out, batch_size=4)))
+    dataset = their_modules.TorchRLBufferDataset(out, batch_size=1, num_batches=4)
+    for samples in (dataset, dataset.as_hf_dataset()):
+        found = {int(sample["trajectory_id"]): sample for sample in samples}
+        for row in out[:].unbind(0):
+            sample = found.pop(int(row[keys.TRAJECTORY_ID]))
+            for key in (keys.TOKENS, keys.LOG_PROBS, keys.ACTION_MASK, keys.REWARD):
+                assert torch.equal(sample[".".join(key)], row[key])
+            assert torch.equal(sample[keys.ADVANTAGE], row[keys.ADVANTAGE])
+        assert not found
+
+
+@works("HFRewardModelWrapper")
+def their_reward_model(parts: Parts) -> None:
+    """Score our rows with it one by one, as ``postproc``, to the scores of our reward model."""
+    sizes = parts.model.config.to_dict() | {"num_labels": 1, "pad_token_id": parts.tokenizer.pad_token_id}
+    model = Qwen2ForSequenceClassification(type(parts.model.config)(**sizes)).eval()
+    wrapper = their_modules.HFRewardModelWrapper(model, inference_mode=True)
+
+    def score(rows: TensorDictBase) -> TensorDictBase:
+        for row in rows.unbind(0):
+            row[keys.REWARD] = wrapper(row.unsqueeze(0))["reward"].view(1, 1)
+        return rows
+
+    rows = LLMCollector(parts.env(), parts.policy(), postproc=score).collect()
+    torch.testing.assert_close(rows[keys.REWARD].flatten(), RewardModel(model).score(rows).detach())
+    advantages = MCAdvantage(2).inv(rows)[keys.ADVANTAGE].view(2, 2)
+    assert advantages.any() and torch.allclose(advantages.sum(1), torch.zeros(2), atol=1e-6)
+
+
+@works("ContentBase")
+def their_parts_of_a_message(parts: Parts) -> None:
+    text, image = (
+        {"type": "text", "text": "What is 2+3?"},
+        {"type": "image", "url": "sum.png", "mime_type": "image/png"},
+    )
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [text, image]}]
+    theirs = [
+        History(role="system", content="Be brief."),
+        History(role="user", content=lazy_stack([ContentBase(**text), ContentBase(**image)])),
+    ]
+    ours = to_history([chat])[0]
+    assert isinstance(ours[1].content, ContentBase)
+    assert from_history(ours) == from_history(lazy_stack(theirs)) == chat
+    # A template that reads parts renders both alike, and encodes a text part as the text
+    tokenizer = copy.deepcopy(parts.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content']", "(message['content'] if message['content'] is string else message['content'][0]['text'])"
+    )
+    plain = [chat[0], {"role": "user", "content": text["text"]}]
+    ids = ours.apply_chat_template(tokenizer=tokenizer, chat_template=tokenizer.chat_template, tokenize=True)
+    assert ids.flatten().tolist() == encode_prompt(tokenizer, chat) == encode_prompt(parts.tokenizer, plain)
+
+
+class Loop:
+    """Model and parts of an RLOO loop, the same for each instance; ``settings`` are those of the collector."""
+
+    def __init__(self, parts: Parts, **settings: Any):
+        own = Parts(build_model(parts.tokenizer, seed=0).eval(), parts.tokenizer)
+        self.model, sampler = own.model, Parts(frozen_copy(own.model), parts.tokenizer)
+        updater = InProcessWeightUpdater(self.model, sampler.model)
+        self.collector = LLMCollector(own.env(), sampler.policy(), weight_updater=updater, **settings)
+        sampler = SamplerWithoutReplacement()
+        self.buffer = ReplayBuffer(storage=RowStorage(), sampler=sampler, transform=MCAdvantage(), batch_size=2)
+        self.loss = RLOOLoss(own.scorer())
+        self.optimizer = torch.optim.AdamW(own.model.parameters(), lr=1e-3)
+
+    def trainer(self, **kwargs: Any) -> GRPOTrainer:
+        """Return TorchRL's trainer of these parts for three batches of four rows."""
+        settings = {"collector": self.collector, "loss_module": self.loss, "optimizer": self.optimizer}
+        settings |= {"replay_buffer": self.buffer, "weight_sync_sender": self.collector}
+        settings |= {"empty_replay_buffer_on_weight_update": True, "progress_bar": False, "total_frames": 12}
+        with warnings.catch_warnings(action="ignore"):  # it is experimental
+            return GRPOTrainer(**(settings | kwargs))
+
+
+@works("GRPOTrainer")
+def our_parts_in_their_trainer(parts: Parts) -> None:
+    """Train to the weights of our loop, in two optimizer steps a batch: bit for bit, or to rounding with clipping."""
+    start = build_model(parts.tokenizer, seed=0).state_dict()
+    for clip, tolerance in ((None, 0.0), (1.0, 1e-5)):  # the two sum the norm of the gradient in another order
+        ours, theirs = Loop(parts), Loop(parts)
+        torch.manual_seed(0)  # for the buffer's shuffling
+        for _ in range(3):
+            ours.buffer.extend(tensor_rows(ours.collector.collect()))
+            for batch in ours.buffer:
+                accumulate(ours.loss, batch)
+                optimizer_step(ours.model, ours.optimizer, max_grad_norm=clip)
+            ours.buffer.empty()
+            ours.collector.update_policy_weights_()
+        ours.collector.shutdown()
+        torch.manual_seed(0)
+        theirs.trainer(clip_norm=clip).train()
+        assert theirs.collector.policy_version == 3 and theirs.collector.closed
+        weights = theirs.model.state_dict()
+        torch.testing.assert_close(weights, ours.model.state_dict(), rtol=0, atol=tolerance)
+        assert not any(torch.equal(weights[name], start[name]) for name in start)
+
+
+@refused("GRPOTrainer(async_collection=True)", NotImplementedError, "set ahead= or max_staleness=")
+def their_way_to_collect_in_the_background(parts: Parts) -> None:
+    Loop(parts).trainer(async_collection=True).train()
+
+
+def test_their_trainer_trains_on_rows_that_are_sampled_ahead(parts: Parts) -> None:
+    oldest, loop = [], Loop(parts, max_staleness=1)
+
+    def observe(rows: TensorDictBase) -> TensorDictBase:
+        oldest.append(int((loop.collector.policy_version - rows[keys.POLICY_VERSION]).max()))
+        return rows
+
+    loop.collector.postproc = observe
+    loop.trainer().train()
+    assert oldest == [0, 1, 1]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -119,6 +119,16 @@ def test_preferences_run(run):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
+def test_minimal_async_keeps_its_bound(run):
+    pytest.importorskip("vllm")
+    stdout = run(edited("minimal_async.py", steps=("type=int, default=60", "type=int, default=4")))
+    oldest = re.findall(r"staleness \d\.\d\d \(at most (\d)\)", stdout)
+    assert oldest == ["0", "1", "1", "1"]  # the first batch has no earlier version; the others were sampled ahead
+    assert len(rewards_of(stdout)) == 4 and "which the loss left out: 0\n" in stdout
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
 def test_the_loop_runs_with_vllm(run):
     """The lines of ``docs/how-to/vllm.md`` replace the policy and the collector of the README's loop."""
     pytest.importorskip("vllm")

@@ -165,6 +165,7 @@ class LLMCollector(BaseCollector):
         >>> collector.shutdown()
     """
 
+    init_random_frames = 0  # TorchRL's trainers optimize once a collector has delivered this number
     closed: bool = False  # also while the constructor refuses an argument
 
     @with_torchrl_arguments
@@ -307,6 +308,10 @@ class LLMCollector(BaseCollector):
         """
         self.weights.update()
         self._call_on_loop(self.scheduler.admit_ahead)
+
+    def update_weights(self) -> None:
+        """Call :meth:`update_policy_weights_`, as the ``weight_sync_sender`` of TorchRL's ``GRPOTrainer``."""
+        self.update_policy_weights_()
 
     def collect(self) -> TensorDictBase:
         """Return one batch ``[B]`` of finished trajectories, after a weight update if one is due.

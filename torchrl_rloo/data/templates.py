@@ -15,7 +15,8 @@ from dataclasses import fields
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from torchrl.data.llm import History
+from tensordict import lazy_stack
+from torchrl.data.llm import ContentBase, History
 
 from torchrl_rloo.data.special_tokens import MARK, cut_arguments, cut_messages, make_mark
 
@@ -251,15 +252,32 @@ def render_opening(tokenizer, messages: Messages, **template_kwargs) -> str:
 def to_history(conversations: Sequence[Messages]) -> History:
     """Convert the chat messages of ``B`` conversations to TorchRL's ``History``, shape ``[B, n_messages]``.
 
-    Fields that ``History`` does not have (a tool's name, the id of a call) are dropped.
+    Fields that ``History`` does not have (a tool's name, the id of a call) are dropped. A content that is a list of
+    parts ``{"type": ...}`` becomes a ``ContentBase`` ``[n_parts]``.
     """
     known = {field.name for field in fields(History)}
-    return History.from_chats([[{k: v for k, v in m.items() if k in known} for m in chat] for chat in conversations])
+    chats = [[{k: v for k, v in m.items() if k in known} for m in chat] for chat in conversations]
+    return History.from_chats([[{**m, "content": _to_content(m["content"])} for m in chat] for chat in chats])
 
 
 def from_history(history: History) -> Messages:
     """Convert the ``History`` of one conversation (shape ``[n_messages]``) to chat messages."""
-    return [{"role": item.role, "content": item.content} for item in history.unbind(0) if item.role != "<none>"]
+    return [{"role": m.role, "content": _from_content(m.content)} for m in history.unbind(0) if m.role != "<none>"]
+
+
+def _to_content(content: Any) -> Any:
+    """Return parts of a message that TorchRL has fields for as a ``ContentBase``, and any other content unchanged."""
+    known = {field.name for field in fields(ContentBase)}
+    if not isinstance(content, list) or not content or not all(set(part) <= known for part in content):
+        return content
+    return lazy_stack([ContentBase(**part) for part in content])
+
+
+def _from_content(content: Any) -> Any:
+    if not isinstance(content, ContentBase):
+        return content
+    parts = content.tolist(tolist_first=True)
+    return parts if isinstance(parts, list) else [parts]
 
 
 def join_conversation(query: Messages, completion: Messages) -> Messages:
