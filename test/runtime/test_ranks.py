@@ -123,12 +123,7 @@ def test_the_ranks_make_the_same_calls(run):
         ("error", 2, "gradient 1", "rank 2 failed in gradient, step 1: ValueError: bad value"),
         ("error", 0, "collect 2", "rank 0 failed in collect, step 2: ValueError: bad value"),
         ("exit", 2, "advantage 1", "rank 2 failed after collect, step 1: SystemExit: 3"),
-        (
-            "SIGKILL",
-            1,
-            "advantage 2",
-            "Connection closed by peer [^ ]*; missing: rank 1 \\(last call: collect, step 2\\)",
-        ),
+        ("SIGKILL", 1, "advantage 2", "Connection .*; missing: rank 1 \\(last call: collect, step 2\\)"),
         ("SIGSTOP", 0, "collect 1", "rank [12] waited 3 s in collect, step 1: .*recv"),
         (
             "hang",
